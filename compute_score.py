@@ -1,0 +1,485 @@
+"""Reward functions of FAPO (arXiv:2510.22543): one sample in, one score out.
+
+    compute_score             the rule: is the last \\boxed{} the right answer?  +1 / -1
+    compute_score_gsm8k       the rule for GSM8K, which also accepts "#### N"
+    compute_score_baseline    the rule; a generative reward model (GenRM), if there is one, only measures
+    compute_score_fapo        the rule minus `penalty` if the GenRM finds a wrong step in a right answer
+    compute_score_fapo_genrm  trains the GenRM itself
+
+How to use it: name one of them as reward function, for example
+    python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo
+The file imports nothing of this repository. Copy it, change it, or give it to verl as a custom reward function.
+
+A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
+("no verdict"), not +1 and not 0.
+
+What it leaves out: code execution, process rewards per token, and judges that are not OpenAI-compatible servers.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import select
+import subprocess
+import sys
+import threading
+import weakref
+
+import aiohttp
+
+# --- 1. The answer in the box ------------------------------------------------------------------------------------------
+
+TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
+MAX_SEARCH_CHARS = 20_000  # an upper bound on work for callers who pass a whole text, such as a critique
+NO_ANSWER = "[INVALID]"  # what `pred` says when there is no box (the original's word)
+
+
+def last_boxed_only_string(text: str) -> str | None:
+    """The last `\\boxed{...}` with balanced braces in `text`, wrapper included, or None. Linear time."""
+    text = text[-MAX_SEARCH_CHARS:]
+    text = text[: text.rfind("}") + 1]
+    closing = []  # positions of closing braces not yet matched, walking from the right
+    for match in re.finditer(r"[{}]", text[::-1]):
+        position = len(text) - 1 - match.start()
+        if text[position] == "}":
+            closing.append(position)
+        elif closing:
+            end = closing.pop()
+            if text.endswith("\\boxed", 0, position):
+                return text[position - len("\\boxed") : end + 1]
+    return None
+
+
+def remove_boxed(boxed: str) -> str:
+    """The content of `\\boxed{...}`. Raises ValueError if `boxed` is not such a string."""
+    if not (boxed.startswith("\\boxed{") and boxed.endswith("}")):
+        raise ValueError(f"not a \\boxed{{...}} string: {boxed[:50]!r}")
+    return boxed[len("\\boxed{") : -1]
+
+
+# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), which DAPO and FAPO use.
+# Additions of ours, for answers that are not integers: \left and \right, \dfrac and \tfrac, mixed forms such as
+# \frac{270}7, and commas are dropped from 12,345 only, not from the list 1,2.
+_SUBSTITUTIONS = [
+    ("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac"), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""),
+    ("\n", ""), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+]  # fmt: skip
+_REMOVED = [
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "children", "tickets",
+    "multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}",
+    "\\;", ",\\!", "{,}", '"', "\\dots",
+]  # fmt: skip
+_BARE = r"(\\[a-zA-Z]+|[^{}\\\[])"  # an argument without braces: a command or one character
+
+
+def normalize_final_answer(answer: str) -> str:
+    """`answer` (the content of a box, or the ground truth) in the form in which two answers are compared.
+
+    Known weakness of the procedure: only what follows the last "=" counts, so the answer "2x+y=0" becomes "0".
+    """
+    answer = answer.split("=")[-1]
+    answer = re.sub(r"\b(an|a) ", "", answer)
+    for old, new in _SUBSTITUTIONS:
+        answer = answer.replace(old, new)
+    for expression in _REMOVED:
+        answer = answer.replace(expression, "")
+    in_dollars = re.search(r"\$([^$]*)\$", answer)
+    answer = in_dollars[1] if in_dollars else answer
+    answer = re.sub(r"\\(?:text|textbf|mathrm|overline|boxed)\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(r"\\frac" + _BARE, r"\\frac{\1}", answer)  # \frac12 -> \frac{1}2
+    answer = re.sub(r"(\\frac\{[^{}]*\})" + _BARE, r"\1{\2}", answer)  # \frac{1}2 -> \frac{1}{2}
+    answer = re.sub(r"\\sqrt" + _BARE, r"\\sqrt{\1}", answer)
+    answer = answer.replace("$", "").strip()
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        answer = answer.replace(",", "")
+    return answer
+
+
+# --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) -------------------------------------------------------
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, verifier="rule", **_) -> dict:
+    """Score of one solution by its final answer.
+
+    verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal.
+    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}, and "verify_status": "timeout" where math-verify had to be
+    stopped (such an answer counts as wrong). Raises ValueError for an unknown verifier or a missing library.
+    """
+    if verifier not in ("rule", "math_verify"):
+        raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
+    if data_source in ("gsm8k", "openai/gsm8k") and verifier == "rule":
+        return compute_score_gsm8k(data_source, solution_str, ground_truth)
+    boxed = last_boxed_only_string(solution_str[-TAIL_CHARS:])
+    if boxed is None:
+        return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
+    if verifier == "math_verify":
+        pred, equal = remove_boxed(boxed), _math_verify(remove_boxed(boxed), str(ground_truth))
+        status = {"verify_status": "timeout"} if equal is None else {}
+        return {"score": 1.0 if equal else -1.0, "acc": bool(equal), "pred": pred, **status}
+    pred = normalize_final_answer(remove_boxed(boxed))
+    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
+    return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
+
+
+def compute_score_gsm8k(data_source, solution_str, ground_truth, extra_info=None, **_) -> dict:
+    """The rule for GSM8K: the last box or, where there is none, the number after the last "####". Keys as compute_score."""
+    tail = solution_str[-TAIL_CHARS:]
+    boxed = last_boxed_only_string(tail)
+    if boxed is not None:
+        pred = normalize_final_answer(remove_boxed(boxed))
+    else:
+        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
+        pred = hashes[-1].replace(",", "") if hashes else NO_ANSWER
+    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
+    return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
+
+
+# math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward
+# functions run in threads and event loops. So one child process per process grades, one answer a line, with an outer
+# deadline: a child that misses it is killed and the next answer gets a new one.
+GRADE_TIMEOUT_S = 15.0  # math-verify's own limits are 5 s for parsing each side and 5 s for comparing
+GRADE_START_S = 120.0  # importing sympy on a busy machine
+_grader: subprocess.Popen | None = None
+_grader_lock = threading.Lock()
+
+
+def _read_grader_line(timeout_s: float) -> str | None:
+    """The next line of the grader, "" at its end, None if it says nothing for `timeout_s`."""
+    readable, _, _ = select.select([_grader.stdout], [], [], timeout_s)
+    return _grader.stdout.readline().decode() if readable else None
+
+
+def _math_verify(pred: str, truth: str) -> bool | None:
+    """Whether math-verify calls the two answers equal; None if it did not finish. Blocks; safe in any thread."""
+    global _grader
+    with _grader_lock:
+        if _grader is None or _grader.poll() is not None:
+            _grader = subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__), "--grade"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
+            if _read_grader_line(GRADE_START_S) != "ready\n":
+                _grader.kill()
+                raise ValueError("verifier: 'math_verify' could not start; is it installed? (pip install math-verify)")
+        _grader.stdin.write(json.dumps([pred, truth]).encode() + b"\n")
+        line = _read_grader_line(GRADE_TIMEOUT_S)
+        if not line:  # too slow, or the child died (out of memory): either way this answer cannot be graded
+            _grader.kill()
+            _grader.wait()
+            return None
+        return json.loads(line)
+
+
+def _grade_forever() -> None:
+    """The child process: reads [pred, truth] lines, writes true or false lines, ends with its input."""
+    import resource
+
+    from math_verify import parse, verify
+
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # an answer such as 9^{9^{9^9}} must not eat the machine
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        pred, truth = json.loads(line)
+        equal = verify(parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{pred}}}"))
+        print(json.dumps(bool(equal)), file=answers, flush=True)
+
+
+# --- 3. The judge's prompt and its answer --------------------------------------------------------------------------------
+
+# What FAPO-GenRM was trained on (paper appendix F and every row of the FAPO-Critic data), letter by letter.
+_TAGGED = (
+    "The following is a math problem with its ground truth answer, along with an AI solution (split into paragraphs, enclosed "
+    "with tags and indexed from 0):\n\n"
+    "[Math Problem]\n\n{problem}\n\n[Ground Truth]\n\n{answer}\n\n[AI Solution]\n\n{solution}\n\n"
+    "Your task is to review and critique the solution paragraph by paragraph. Once you identify an error in a paragraph, return "
+    "the index of the paragraph where the earliest error occurs. Otherwise, return the index of -1 (which typically denotes "
+    "'not found').\n\n"
+    "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
+)
+# What the original recipe asks at RL time although its judge never saw it in training; for comparisons.
+_RAW = (
+    "The following is a math problem with its ground truth answer, along with an AI solution (split into steps):\n\n"
+    "[Math Problem]\n\n{problem}\n\n[Ground Truth]\n\n{answer}\n\n[AI Solution]\n\n{solution}\n\n"
+    "Your task is to review and critique the solution step by step. Once you identify an error in a step, return "
+    "the index of the step where the earliest error occurs. Otherwise, return the index of -1 (which typically denotes "
+    "'not found').\n\n"
+    "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
+)
+# The first one for benchmarks that do not tell the true answer.
+_NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
+_TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
+
+# style -> (template, format of one paragraph with the white space after it; "" = the solution goes in unsplit)
+PROMPT_STYLES: dict[str, tuple[str, str]] = {
+    "tagged": (_TAGGED, _TAGS),
+    "no_truth": (_NO_TRUTH, _TAGS),
+    "raw": (_RAW, ""),
+    "brief": ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n"),  # for tiny judges
+}
+
+
+def split_paragraphs(solution: str) -> list[str]:
+    """The paragraphs that the judge counts: separated by empty lines, stripped, empty ones dropped.
+
+    A line of spaces does not separate, because it does not in the FAPO-Critic data (row 7 of its example file).
+    """
+    return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
+
+
+def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style: str = "tagged") -> str:
+    """The judge's prompt. `solution` is a text, or a list of paragraphs where the caller has split it already."""
+    if prompt_style not in PROMPT_STYLES:
+        raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
+    template, paragraph = PROMPT_STYLES[prompt_style]
+    if paragraph:
+        parts = split_paragraphs(solution) if isinstance(solution, str) else solution
+        solution = "".join(paragraph.format(index=i, text=text) for i, text in enumerate(parts)).rstrip("\n")
+    elif not isinstance(solution, str):
+        solution = "\n\n".join(solution)
+    return template.format(problem=problem, answer=answer, solution=solution)
+
+
+def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
+    """The index in the critique's last box: -1 = no error, else the first wrong paragraph, counted from 0.
+
+    None = unparsable: no box, not an integer, or outside -1 .. num_paragraphs - 1 (num_paragraphs None: no upper bound).
+    """
+    boxed = last_boxed_only_string(text)
+    if boxed is None:
+        return None
+    try:
+        index = int(remove_boxed(boxed))
+    except ValueError:
+        return None
+    return index if index >= -1 and (num_paragraphs is None or index < num_paragraphs) else None
+
+
+# --- 4. Asking the judge -------------------------------------------------------------------------------------------------
+
+MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
+CONNECT_TIMEOUT_S = 10.0
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # any other 4xx would be refused again
+GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
+GENRM_TIMEOUT_S = 500.0  # all attempts together; below the reward loop's 600 s per sample, so that it is named here
+
+_loop_state: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # event loop -> (session, {address: model id task})
+
+
+def _state() -> tuple[aiohttp.ClientSession, dict]:
+    """The one session of this event loop (a session cannot be shared between loops) and the model ids it has looked up."""
+    loop = asyncio.get_running_loop()
+    if loop not in _loop_state or _loop_state[loop][0].closed:
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is ask_genrm's timeout_s
+        _loop_state[loop] = (aiohttp.ClientSession(connector=connector, timeout=timeout), {})
+    return _loop_state[loop]
+
+
+async def close_session() -> None:
+    """Closes this event loop's session; for scripts and tests that end their loop."""
+    if asyncio.get_running_loop() in _loop_state:
+        await _loop_state.pop(asyncio.get_running_loop())[0].close()
+
+
+async def _json_request(method: str, url: str, **kwargs) -> dict:
+    session, _ = _state()
+    async with session.request(method, url, **kwargs) as response:
+        if response.status != 200:
+            text = (await response.text(errors="replace"))[:200].replace("\n", " ")
+            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=text)
+        return await response.json(content_type=None)
+
+
+async def model_id(address: str) -> str:
+    """The first model that GET /v1/models names; asked once per address, the callers in between share the answer."""
+
+    async def look_up():
+        reply = await _json_request("GET", f"http://{address}/v1/models", timeout=aiohttp.ClientTimeout(total=60))
+        return reply["data"][0]["id"]
+
+    _, tasks = _state()
+    if address not in tasks or (tasks[address].done() and (tasks[address].cancelled() or tasks[address].exception())):
+        tasks[address] = asyncio.ensure_future(look_up())
+    return await asyncio.shield(tasks[address])  # one caller's deadline must not cancel the others' look-up
+
+
+async def chat(
+    prompt: str,
+    address: str,
+    *,
+    model: str | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int = GENRM_MAX_TOKENS,
+    timeout_s: float = GENRM_TIMEOUT_S,
+    max_attempts: int = 4,
+) -> tuple[str, str, int]:
+    """One user message to `http://address/v1/chat/completions`.
+
+    Returns (status, text, completion tokens); status is "ok", "http_error" or "timeout", and where it is not "ok" the text
+    says what went wrong. What is None is not sent. Broken connections and RETRIED_STATUS are tried again, `max_attempts`
+    times in all, with a growing random pause; `timeout_s` bounds all attempts together. Never raises for a bad server.
+    """
+
+    async def attempt() -> tuple[str, str, int]:
+        body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
+        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        body = {key: value for key, value in body.items() if value is not None}
+        reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
+        text = reply["choices"][0]["message"]["content"] or ""  # null when a reasoning parser found no final part
+        return "ok", text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
+
+    async def attempts() -> tuple[str, str, int]:
+        for number in range(1, max_attempts + 1):
+            try:
+                return await attempt()
+            except aiohttp.ClientResponseError as error:
+                reason, again = f"HTTP {error.status}: {error.message}", error.status in RETRIED_STATUS
+                if error.status == 404:  # perhaps another model is served there now: look its name up next time
+                    _state()[1].pop(address, None)
+            except aiohttp.ClientError as error:
+                reason, again = f"{type(error).__name__}: {error}", True
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # not JSON, or not a chat completion
+                reason, again = f"malformed reply: {type(error).__name__}: {error}", False
+            if not again or number == max_attempts:
+                return "http_error", f"{reason} (attempt {number} of {max_attempts})", 0
+            await asyncio.sleep(min(8.0, 0.5 * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
+
+    try:
+        return await asyncio.wait_for(attempts(), timeout_s)
+    except asyncio.TimeoutError:
+        return "timeout", f"no answer from {address} within {timeout_s:g} s", 0
+
+
+async def ask_genrm(prompt: str, router_address: str, **kwargs) -> tuple[str, str]:
+    """`chat` without the token count: (status, text)."""
+    status, text, _ = await chat(prompt, router_address, **kwargs)
+    return status, text
+
+
+# --- 5. FAPO (paper eq. 8 and 11) ----------------------------------------------------------------------------------------
+
+
+async def _judged(
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    address: str | None,
+    *,
+    verifier="rule",
+    prompt_style="tagged",
+    keep_critique=False,
+    genrm_model=None,
+    genrm_temperature=None,
+    genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S,
+    **_,
+) -> dict:
+    """The rule's result plus what the judge says: flawed_positive, genrm_status and, if asked for, critique.
+
+    A wrong answer and the test split are not judged: a wrong answer is no flawed positive, and a test score is the rule's.
+    The chat endpoint applies the judge's own template, so that no tokenizer is needed here.
+    """
+    if verifier == "math_verify":  # blocks: not in the event loop
+        result = await asyncio.to_thread(compute_score, data_source, solution_str, ground_truth, extra_info, verifier)
+    else:
+        result = compute_score(data_source, solution_str, ground_truth, extra_info, verifier)
+    extra_info = extra_info or {}
+    result |= {"flawed_positive": None if result["acc"] else False, "genrm_status": "skipped"}
+    if not result["acc"] or extra_info.get("split") == "test" or address is None:
+        return result
+    if extra_info.get("question") is None:
+        raise ValueError("extra_info['question']: missing; the judge needs the problem text (prepare_data.py writes it)")
+    prompt = format_critic_prompt(extra_info["question"], str(ground_truth), solution_str, prompt_style)
+    status, text = await ask_genrm(
+        prompt, address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s
+    )
+    if status == "ok":
+        # In a raw prompt the judge counts steps of its own, so that no index is too large.
+        index = parse_critique(text, None if prompt_style == "raw" else len(split_paragraphs(solution_str)))
+        status = "unparsable" if index is None else "ok"
+        result["flawed_positive"] = None if index is None else index != -1
+        if keep_critique:
+            result["critique"] = text
+    else:
+        result["genrm_error"] = text
+    return result | {"genrm_status": status}
+
+
+async def compute_score_fapo(
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    *,
+    penalty=1.0,
+    on_no_verdict="none",
+    **settings,
+) -> dict:
+    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
+
+    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1).
+    on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
+    (what the original does).
+    settings: verifier, prompt_style, keep_critique, genrm_model, genrm_temperature, genrm_max_tokens, genrm_timeout_s, with
+    the defaults of `_judged`.
+    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "unparsable", "http_error"
+    or "timeout"), critique if keep_critique, genrm_error after a failure.
+    Raises ValueError where a judge is needed and reward_router_address is None, and for unknown settings.
+    """
+    if on_no_verdict not in ("none", "rule"):
+        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
+    result = await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
+    if result["flawed_positive"]:
+        result["score"] -= penalty
+    elif result["flawed_positive"] is None and (extra_info or {}).get("split") != "test":
+        if reward_router_address is None:
+            raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
+        if on_no_verdict == "none":
+            result["score"] = None
+    return result
+
+
+async def compute_score_baseline(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, reward_model_tokenizer=None, **settings
+) -> dict:
+    """The rule's score, never touched; a GenRM, if there is one, only measures. Keys and settings as compute_score_fapo."""
+    return await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
+
+
+# --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) --------------------------------------------------
+
+
+def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info, **_) -> dict:
+    """Score of one critique: R = R_outcome + R_process.
+
+    R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| / total_steps where
+    both say flawed. A critique without a valid index in its last 300 characters scores -1.
+    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt.
+    Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
+    """
+    try:
+        truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
+    except (TypeError, KeyError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"ground_truth, extra_info['total_steps']: two integers are needed ({reason})") from error
+    if not -1 <= truth < total_steps:
+        raise ValueError(f"ground_truth: {truth} is not in -1 .. total_steps - 1 = {total_steps - 1}")
+    pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
+    acc = pred is not None and (pred == -1) == (truth == -1)
+    score = 1.0 if acc else -1.0
+    if acc and truth != -1:
+        score -= abs(pred - truth) / total_steps
+    return {"score": score, "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--grade"]:  # --grade: this file as its own child process, see _math_verify
+        sys.exit(__doc__)
+    _grade_forever()

@@ -1,0 +1,408 @@
+"""Data sets and prompts -> parquet files in the row schema of the trainer (verl's, so that files go both ways).
+
+    python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data      # the paper's training and test problems
+    python prepare_data.py --tasks critic processbench --out-dir data          # to train and to evaluate a judge
+    python prepare_data.py --tasks gsm8k math500 --out-dir data --source-dir ~/files     # from local files, no network
+
+Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
+    data_source  str, names the metric val/<data_source>/...
+    prompt       [{"role": "user", "content": str}]
+    ability      "Math", "General" or "math_critic"
+    reward_model {"style": "rule", "ground_truth": str}; for a judge an int: -1 = no error, else the first wrong paragraph
+    extra_info   {"split", "index", "question", ...}; for a judge also total_steps, subset, final_answer_correct, ...
+
+A file in --source-dir (parquet, JSON, JSONL or CSV) serves a data set if its name begins with the data source, and a split
+if the split follows: gsm8k_train_2000.jsonl. Without a split in its name it serves the first one listed in SOURCES:
+aime24.jsonl is the test set, fapo_critic_100.jsonl the training set.
+
+What it leaves out: filtering by length (the trainer's), sampling several answers per problem (the trainer's --val-n).
+"""
+
+import csv
+import itertools
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from tqdm import tqdm
+
+from compute_score import PROMPT_STYLES, format_critic_prompt, last_boxed_only_string, remove_boxed
+
+# --- 1. Prompts (paper appendix F), letter by letter ----------------------------------------------------------------------
+
+MATH_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+CHOICE_PROMPT = (
+    "{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
+    "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{{}}."
+)
+
+# --- 2. Row schema --------------------------------------------------------------------------------------------------------
+
+
+def _schema(ground_truth: pa.DataType, extra: list[tuple[str, pa.DataType]]) -> pa.Schema:
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.schema([
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(message)),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", ground_truth)])),
+        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("question", pa.string()), *extra])),
+    ])  # fmt: skip
+
+
+REASONING_SCHEMA = _schema(pa.string(), [])
+CRITIC_SCHEMA = _schema(
+    pa.int64(),
+    [("total_steps", pa.int64()), ("question_index", pa.int64()), ("subset", pa.string()), ("final_answer_correct", pa.bool_())],
+)  # the last three are null where the source does not say
+
+
+def validate_rows(rows: list[dict], source: str) -> None:
+    """Raises ValueError, naming `source`, the row, the field and its value, for the first row that breaks the schema.
+
+    A row is a judge's if its ability is "math_critic": integer ground_truth in -1 .. total_steps - 1.
+    """
+    for number, row in enumerate(rows):
+
+        def check(fine: bool, field: str, value: object, expected: str) -> None:
+            if not fine:
+                raise ValueError(f"{source}, row {number}: {field} is {str(value)[:80]!r}; expected {expected}")
+
+        for field in REASONING_SCHEMA.names:
+            check(field in row, field, "missing", f"the fields {', '.join(REASONING_SCHEMA.names)}")
+        data_source, prompt, reward_model, extra = row["data_source"], row["prompt"], row["reward_model"], row["extra_info"]
+        check(isinstance(data_source, str) and data_source != "", "data_source", data_source, "a name")
+        check(isinstance(row["ability"], str), "ability", row["ability"], "a string")
+        is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
+        check(is_chat, "prompt", prompt, "a list of {role, content}")
+        for message in prompt:
+            check(message.get("role") in ("system", "user", "assistant"), "prompt.role", message.get("role"), "system, user ...")
+            text = message.get("content")
+            check(isinstance(text, str) and text.strip() != "", "prompt.content", text, "a non-empty string")
+        check(isinstance(reward_model, dict), "reward_model", reward_model, "{style, ground_truth}")
+        check(isinstance(reward_model.get("style"), str), "reward_model.style", reward_model.get("style"), "a string")
+        check(isinstance(extra, dict), "extra_info", extra, "{split, index, question, ...}")
+        check(extra.get("split") in ("train", "test"), "extra_info.split", extra.get("split"), "train or test")
+        check(_is_int(extra.get("index")), "extra_info.index", extra.get("index"), "an integer")
+        check(isinstance(extra.get("question"), str), "extra_info.question", extra.get("question"), "the problem text")
+        truth, steps = reward_model.get("ground_truth"), extra.get("total_steps")
+        if row["ability"] == "math_critic":
+            check(_is_int(steps) and steps > 0, "extra_info.total_steps", steps, "a positive integer")
+            check(_is_int(truth) and -1 <= truth < steps, "reward_model.ground_truth", truth, f"-1 .. {steps - 1}")
+        else:
+            fine = isinstance(truth, str) and truth.strip() != ""
+            check(fine, "reward_model.ground_truth", truth, "a non-empty string")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# --- 3. One raw row of a data set -> one row (without its index and split) --------------------------------------------------
+
+
+def _pick(raw: dict, columns: tuple[str, ...]) -> object:
+    """The first of `columns` that is there and not empty. Raises ValueError naming the columns wanted and those there."""
+    for column in columns:
+        if raw.get(column) not in (None, ""):
+            return raw[column]
+    raise ValueError(f"no column {' or '.join(map(repr, columns))}, or it is empty; columns: {', '.join(map(str, raw))}")
+
+
+def _row(source: "Source", question: str, prompt: str, ground_truth: str, ability: str = "Math", **extra) -> dict:
+    return {
+        "data_source": source.data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": source.split, "index": None, "question": question, **extra},
+    }
+
+
+def build_math(raw: dict, source: "Source", seed: int) -> dict:
+    """Problem and final answer, under the hub's column names or those of common copies."""
+    question = str(_pick(raw, source.question))
+    answer = str(_pick(raw, source.answer)).strip()
+    if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
+        if "####" not in answer:
+            raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
+        answer = answer.rsplit("####", 1)[1].strip().replace(",", "")
+    if source.data_source.startswith("aime"):  # integers 0-999, some written 025
+        if not re.fullmatch(r"\d{1,3}", answer):
+            raise ValueError(f"column {' or '.join(source.answer)} is {answer[:80]!r}; expected an integer from 0 to 999")
+        answer = str(int(answer))
+    return _row(source, question, MATH_PROMPT.format(question=question.strip()), answer)
+
+
+def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
+    """Four choices in an order that depends on the seed and the question only, so that every build is the same."""
+    question = str(_pick(raw, ("Question",)))
+    right = str(_pick(raw, ("Correct Answer",))).strip()
+    choices = [right] + [str(_pick(raw, (f"Incorrect Answer {i}",))).strip() for i in (1, 2, 3)]
+    order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
+    random.Random(f"{seed} {question}").shuffle(order)
+    letters = {letter: choices[i] for letter, i in zip("ABCD", order, strict=True)}
+    prompt = CHOICE_PROMPT.format(question=question, **letters)  # the original does not strip this question
+    return _row(source, question, prompt, "ABCD"[order.index(0)], ability="General")
+
+
+def build_critic(raw: dict, source: "Source", seed: int) -> dict:
+    """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is, byte for byte."""
+    for column in ("prompt", "reward_model", "extra_info"):
+        _pick(raw, (column,))
+    prompt, extra = raw["prompt"][0]["content"], raw["extra_info"]
+    problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
+    subset = raw["data_source"].split("/")[1] if "/" in raw["data_source"] else None
+    return _row(
+        source, problem[1] if problem else "", prompt, int(_pick(raw["reward_model"], ("ground_truth",))), "math_critic",
+        total_steps=int(extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))),
+        question_index=extra.get("question_index"), subset=subset, final_answer_correct=True,
+    )  # fmt: skip
+
+
+def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
+    """A solution in steps and the index of its first wrong one. raw["answer"] is added by `built_rows`, "" = not known."""
+    problem, steps, label = str(_pick(raw, ("problem",))), _pick(raw, ("steps",)), int(_pick(raw, ("label",)))
+    style = "tagged" if raw["answer"] else "no_truth"
+    prompt = format_critic_prompt(problem, raw["answer"], [step.strip() for step in steps], style)
+    return _row(
+        source, problem, prompt, label, "math_critic",
+        total_steps=len(steps), question_index=None, subset=str(_pick(raw, ("id",))).rsplit("-", 1)[0],
+        final_answer_correct=bool(_pick(raw, ("final_answer_correct",))),
+    )  # fmt: skip
+
+
+def known_answers(rows: list[dict]) -> dict[str, str]:
+    """Problem -> true answer, as far as the rows of ProcessBench tell it (they have no column for it).
+
+    A solution whose final answer is correct tells it in its last box, also for the other solutions of the same problem.
+    """
+    answers = {}
+    for row in rows:
+        boxed = last_boxed_only_string("\n".join(row.get("steps") or [])) if row.get("final_answer_correct") else None
+        if boxed:
+            answers[row.get("problem")] = remove_boxed(boxed)
+    return answers
+
+
+def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
+    """A row that is in the schema already; nothing is changed, columns outside the schema are dropped."""
+    return {
+        "data_source": _pick(raw, ("data_source",)),
+        "prompt": _pick(raw, ("prompt",)),
+        "ability": _pick(raw, ("ability",)),
+        "reward_model": _pick(raw, ("reward_model",)),
+        "extra_info": _pick(raw, ("extra_info",)),
+    }
+
+
+# --- 4. Where the data sets are ----------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """One output file: the task that asks for it, its name, and where its rows come from."""
+
+    task: str
+    data_source: str
+    split: str
+    repo: str  # on the Hugging Face hub
+    files: str  # the hub's files, a glob pattern
+    build: object  # raw row -> row
+    question: tuple[str, ...] = ()  # columns, the first that is there: the hub's name, then those of common copies
+    answer: tuple[str, ...] = ()
+    local: str = ""  # how local files are called, where not as the data source
+
+
+SOURCES = [
+    Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet", build_math,
+           ("prompt", "problem"), ("solution", "answer")),
+    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", build_math,
+           ("Problem", "problem"), ("Answer", "answer")),
+    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", build_math,
+           ("problem",), ("answer", "solution")),
+    Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build_gpqa),
+    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", build_math, ("problem",), ("answer",)),
+    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet", build_math, ("question",), ("answer",)),
+    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet", build_math, ("question",), ("answer",)),
+    Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build_critic),
+    Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build_critic),
+    Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build_processbench),
+    Source("processbench", "flawed_positive_bench", "test", "Qwen/ProcessBench", "*.json", build_processbench,
+           local="processbench"),  # the rows of ProcessBench with a correct final answer (paper section 4.2)
+    Source("fapo-reasoning", "fapo-reasoning", "train", "dyyyyyyyy/FAPO-Reasoning-Dataset", "train.parquet", build_ready_made),
+    Source("fapo-reasoning", "fapo-reasoning", "test", "dyyyyyyyy/FAPO-Reasoning-Dataset", "test.parquet", build_ready_made),
+]  # fmt: skip
+Task = Literal[
+    "toy", "gsm8k", "math500", "dapo", "aime24", "aime25", "gpqa", "critic", "processbench", "fapo-reasoning", "all"
+]  # fmt: skip
+
+
+def local_files(source: Source, source_dir: Path) -> list[Path]:
+    """The files in `source_dir` that serve this data set and split, by the rule of the module's docstring."""
+    if not source_dir.is_dir():
+        raise OSError(f"--source-dir: {source_dir} is not a directory")
+    name = (source.local or source.data_source).replace("-", "_")
+    main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
+    found = []
+    for path in sorted(source_dir.iterdir()):
+        match = re.match(re.escape(name) + r"(?:_(train|test))?(?![a-z0-9])", path.name.lower().replace("-", "_"))
+        if match and path.suffix in (".parquet", ".json", ".jsonl", ".csv") and (match[1] or main_split) == source.split:
+            found.append(path)
+    return found
+
+
+def hub_files(source: Source) -> list[Path]:
+    """The data set's files from the Hugging Face hub (or its cache). Raises OSError with the remedy."""
+    from huggingface_hub import snapshot_download
+
+    print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) from the hub ...", flush=True)
+    try:
+        folder = Path(snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files]))
+    except OSError as error:
+        raise OSError(
+            f"{source.repo}: cannot be fetched from the hub ({' '.join(str(error).split())[:200]}); if it is gated, accept its "
+            "terms on its page and set HF_TOKEN; without a network use --source-dir"
+        ) from error
+    found = sorted(folder.rglob(source.files))
+    if not found:
+        raise OSError(f"{source.repo}: has no file {source.files}; download it by hand and use --source-dir")
+    return found
+
+
+def read_rows(path: Path) -> Iterator[dict]:
+    """The rows of a parquet, JSON (a list of objects), JSONL or CSV file. Raises ValueError naming a file that is not one."""
+    try:
+        if path.suffix == ".parquet":
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=1000):
+                yield from batch.to_pylist()
+        elif path.suffix == ".csv":
+            with path.open(newline="", encoding="utf-8") as file:
+                yield from csv.DictReader(file)
+        else:
+            text = path.read_text(encoding="utf-8")
+            yield from json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.split("\n")))
+    except ValueError as error:  # pyarrow's and json's errors are ValueErrors
+        raise ValueError(f"{path}: not a readable {path.suffix} file: {error}") from error
+
+
+# --- 5. Building -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    tasks: list[Task]
+    """Which data sets: one or more. `all` is every public one (with --source-dir: every one that has a file there); `toy`
+    builds the offline miniature and is not part of `all`."""
+    out_dir: Path = Path("data")
+    """Where the parquet files go; ~ is expanded."""
+    source_dir: Path | None = None
+    """Take the data sets from files in this directory instead of the hub; ~ is expanded."""
+    seed: int = 0
+    """For the order of GPQA's choices, and for the toy world."""
+    repeat: int = 1
+    """Write all rows this many times over. For exchange with verl, which averages over k answers by k copies; the trainer
+    here does not need it (--val-n)."""
+
+
+def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
+    """The rows of one data set in order, each built and validated. Raises ValueError naming file, row and column."""
+    index = 0
+    for path in files:
+        raw_rows = read_rows(path)
+        if source.task == "processbench":
+            raw_rows = list(raw_rows)
+            answers = known_answers(raw_rows)
+            raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
+            told = sum(raw["answer"] != "" for raw in raw_rows)
+            print(f"{path.name}: {told} of {len(raw_rows)} rows with a known true answer; the others' prompts go without it")
+        for number, raw in enumerate(raw_rows):
+            try:
+                row = source.build(raw, source, seed)
+                if source.data_source == "flawed_positive_bench" and not row["extra_info"]["final_answer_correct"]:
+                    continue
+                if row["extra_info"].get("index") is None:
+                    row["extra_info"]["index"] = index
+                validate_rows([row], source.data_source)
+            except (ValueError, TypeError, AttributeError, LookupError) as error:
+                raise ValueError(f"{path}, row {number}: {error}") from error
+            yield row
+            index += 1
+
+
+def write_source(source: Source, files: list[Path], config: Config) -> int:
+    """Writes OUT_DIR/<data_source>_<split>.parquet (whole or not at all), prints what it wrote, returns the row count."""
+    schema = CRITIC_SCHEMA if source.task in ("critic", "processbench") else REASONING_SCHEMA
+    out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
+    if out.resolve() in [path.resolve() for path in files]:
+        raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
+    partial = out.with_suffix(".partial")
+    count, example = 0, None
+    try:
+        with pq.ParquetWriter(partial, schema) as writer:
+            for _ in range(config.repeat):
+                rows = built_rows(source, files, config.seed)
+                rows = iter(tqdm(rows, desc=f"{source.data_source} {source.split}", unit=" rows"))
+                while chunk := list(itertools.islice(rows, 1000)):
+                    example = example or chunk[0]
+                    writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
+                    count += len(chunk)
+        if example is None:
+            raise ValueError(f"{source.data_source} {source.split}: no rows in {', '.join(map(str, files))}")
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{out}: {count} rows from {', '.join(path.name for path in files)}; the first one:")
+    print("  " + json.dumps(example, ensure_ascii=False)[:1500])
+    return count
+
+
+def prepare(config: Config) -> dict[str, int]:
+    """Builds what the config asks for; returns rows written per file name. Raises ValueError or OSError in one line."""
+    if config.repeat < 1:
+        raise ValueError(f"--repeat: {config.repeat} is too small; use 1 or more")
+    config.out_dir = config.out_dir.expanduser()
+    config.out_dir.mkdir(parents=True, exist_ok=True)
+    wanted = {source.task for source in SOURCES} if "all" in config.tasks else set(config.tasks) - {"toy"}
+    counts = {}
+    for task in dict.fromkeys(source.task for source in SOURCES if source.task in wanted):
+        sources = [source for source in SOURCES if source.task == task]
+        if config.source_dir is None:
+            files = {source: hub_files(source) for source in sources}
+        else:
+            source_dir = config.source_dir.expanduser()
+            files = {source: local_files(source, source_dir) for source in sources}
+            names = ", ".join(f"{source.local or source.data_source}[_{source.split}]*" for source in sources)
+            if not any(files.values()) and task in config.tasks:
+                raise OSError(f"--tasks {task}: no file in {source_dir} is called {names} (parquet, json, jsonl or csv)")
+        for source in sources:
+            if files[source]:
+                counts[f"{source.data_source}_{source.split}.parquet"] = write_source(source, files[source], config)
+            else:
+                print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
+    if "toy" in config.tasks:
+        import toy_world  # here, because it loads torch
+
+        toy_world.build(out_dir=config.out_dir, seed=config.seed)
+    return counts
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    try:
+        prepare(config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

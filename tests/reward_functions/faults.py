@@ -1,0 +1,87 @@
+"""Reward functions that misbehave as the response tells them to; used by test_reward_loop.py."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+import helper_beside  # a file beside this one: the loop must make it importable
+
+circular = []
+circular.append(circular)
+
+RETURNS = {
+    "one": 1.0,
+    "integer": 2,
+    "true": True,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "none": None,
+    "string": "1.0",
+    "list": [1.0],
+    "no_score": {"acc": True},
+    "score_none": {"score": None, "acc": True},
+    "score_string": {"score": "1"},
+    "acc": {"score": 1.0, "acc": True},
+    "other_keys": {"score": 0.5, "pred": "x"},
+    "object": {"score": 1.0, "thing": threading.Lock()},
+    "circular": {"score": 1.0, "thing": circular},
+}
+
+
+def act(response):
+    """What sync and async functions share."""
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "sys_exit":
+        sys.exit(3)
+    if response == "os_exit":
+        os._exit(1)
+    if response == "block":
+        time.sleep(3600)
+    if response == "helper":
+        return helper_beside.answer()
+    if response == "numpy":
+        import numpy as np
+
+        return {"score": np.float32(0.5), "array": np.arange(3), "flag": np.bool_(True)}
+    if response == "pid":
+        return {"score": 1.0, "pid": os.getpid()}
+    return RETURNS[response]
+
+
+def sync_fault(data_source, solution_str, ground_truth, extra_info):
+    return act(solution_str)
+
+
+async def async_fault(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    if solution_str == "hang":
+        await asyncio.Event().wait()
+    if solution_str == "hang_stubbornly":  # does not let itself be cancelled
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+    return act(solution_str)
+
+
+def mutates(data_source, solution_str, ground_truth, extra_info):
+    seen = extra_info["list"] + [ground_truth]
+    extra_info["list"].append("mutated")
+    return {"score": 1.0, "seen": seen}
+
+
+def with_marks(data_source, solution_str, ground_truth, extra_info, folder):
+    """Leaves a file named after its process, and takes a while."""
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    time.sleep(float(solution_str))
+    return float(ground_truth)
+
+
+async def async_with_marks(data_source, solution_str, ground_truth, extra_info, folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    await asyncio.sleep(float(solution_str))
+    return float(ground_truth)

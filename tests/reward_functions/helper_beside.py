@@ -1,0 +1,2 @@
+def answer():
+    return {"score": 1.0, "from": "helper"}

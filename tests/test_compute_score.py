@@ -1,0 +1,488 @@
+"""Tests of compute_score.py: the rule on real gold solutions, the judge as a real HTTP server that plays a script."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import random
+import re
+import string
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+import compute_score as scores
+
+DATA = Path(__file__).parent / "data"
+RIGHT = "First we add.\n\nThen we double.\n\nSo it is \\boxed{42}."
+EXTRA = {"split": "train", "index": 0, "question": "What is it?"}
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+
+
+# --- the box ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so \\boxed{3}.", "\\boxed{3}"),
+        ("\\boxed{1} no, \\boxed{2}", "\\boxed{2}"),
+        ("\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}"),
+        ("\\boxed{4} and then \\boxed{5", "\\boxed{4}"),  # the last balanced one
+        ("\\boxed{\\boxed{6}}", "\\boxed{6}"),
+        ("} \\boxed{7} {", "\\boxed{7}"),
+        ("\\boxed{8}}}}", "\\boxed{8}"),
+        ("\\boxed{}", "\\boxed{}"),
+        ("\\boxed 9", None),
+        ("{1}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed_only_string(text, expected):
+    assert scores.last_boxed_only_string(text) == expected
+
+
+def test_remove_boxed():
+    assert scores.remove_boxed("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
+    with pytest.raises(ValueError, match="not a"):
+        scores.remove_boxed("boxed{1}")
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("x=5", "5"),
+        ("10,\\!080", "10080"),
+        ("1,234,567.5", "1234567.5"),
+        ("1,2", "1,2"),
+        ("90^\\circ", "90"),
+        ("90^{\\circ}", "90"),
+        ("\\$32,\\!348", "32348"),
+        ("5.4 \\text{ cents}", "5.4"),
+        ("864 \\mbox{ inches}^2", "864"),
+        ("\\frac 59", "\\frac{5}{9}"),
+        ("\\frac9{19}", "\\frac{9}{19}"),
+        ("\\frac{270}7\\text{ degrees}", "\\frac{270}{7}"),
+        ("\\dfrac{17}{50}", "\\frac{17}{50}"),
+        ("11\\sqrt2", "11\\sqrt{2}"),
+        ("\\sqrt[3]{2}", "\\sqrt[3]{2}"),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("the answer is $7$", "7"),
+    ],
+)
+def test_normalize_final_answer(answer, expected):
+    assert scores.normalize_final_answer(answer) == expected
+    assert scores.normalize_final_answer(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "score", "pred"),
+    [
+        ("\\boxed{42}", "42", 1.0, "42"),
+        ("\\boxed{42}", 42, 1.0, "42"),
+        ("\\boxed{1,000}", "1000", 1.0, "1000"),
+        ("\\boxed{41}", "42", -1.0, "41"),
+        ("42", "42", -1.0, "[INVALID]"),
+        ("\\boxed{}", "dollars", -1.0, ""),  # both normalise to nothing: no answer is not the right answer
+        ("\\boxed{42}" + "." * 290, "42", 1.0, "42"),
+        ("\\boxed{42}" + "." * 291, "42", -1.0, "[INVALID]"),  # the box begins before the last 300 characters
+    ],
+)
+def test_rule(solution, truth, score, pred):
+    assert scores.compute_score("math-dapo", solution, truth) == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_rule_ignores_unknown_keywords_and_refuses_unknown_verifiers():
+    assert scores.compute_score("x", "\\boxed{1}", "1", {}, reward_router_address="h:1")["acc"]
+    with pytest.raises(ValueError, match="verifier: 'magic'"):
+        scores.compute_score("x", "\\boxed{1}", "1", verifier="magic")
+
+
+@pytest.mark.parametrize(
+    ("solution", "acc"),
+    [("#### 1,234", True), ("so $\\boxed{1234}$", True), ("#### 12\n#### 1234", True), ("1234", False), ("#### 1235", False)],
+)
+def test_gsm8k(solution, acc):
+    assert scores.compute_score_gsm8k("gsm8k", solution, "1234")["acc"] is acc
+    assert scores.compute_score("gsm8k", solution, "1234")["acc"] is acc
+
+
+@pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
+def test_every_gsm8k_gold_solution_is_right(name):
+    rows = read(name)
+    wrong = [row for row in rows if not scores.compute_score("gsm8k", row["answer"], row["answer"].split("#### ")[1])["acc"]]
+    assert len(rows) >= 100 and wrong == []
+
+
+def test_every_math500_gold_solution_is_right():
+    """500 of 500 when cut after the box; whole 478, because 22 go on (figures, remarks) for more than 300 characters."""
+    rows = read("math500.jsonl")
+    whole_wrong = 0
+    for row in rows:
+        box = scores.last_boxed_only_string(row["solution"])
+        box_start = row["solution"].rfind(box)
+        assert scores.compute_score("math500", row["solution"][: box_start + len(box)], row["answer"])["acc"], row["answer"]
+        if not scores.compute_score("math500", row["solution"], row["answer"])["acc"]:
+            whole_wrong += 1
+            assert len(row["solution"]) - box_start > scores.TAIL_CHARS
+    assert (len(rows), whole_wrong) == (500, 22)
+
+
+def test_wrong_gold_solutions_are_wrong():
+    """Each MATH-500 answer against the next row's: right only where the two answers really are the same."""
+    rows = read("math500.jsonl")
+    pairs = [(row["answer"], other["answer"]) for row, other in zip(rows, rows[1:])]
+    same = [pair for pair in pairs if scores.compute_score("math500", f"\\boxed{{{pair[0]}}}", pair[1])["acc"]]
+    assert {pair for pair in same if pair[0] != pair[1]} == {("5", "x=5")}
+
+
+# --- anything a model may write ----------------------------------------------------------------------------------------------
+
+PIECES = ["\\boxed{", "{", "}", "\\", "$", "=", ",", "#### ", "\\frac", "\\sqrt", "\\text{", "\\left", "-1", "9" * 50, " ", "\n\n", "\0",
+          "\x1b", "\u2028", "\ud800", "½", "٣", "é", "</paragraph_0>", "{problem}", "%s", "{0}", "__import__('os')"]  # fmt: skip
+
+
+def check_survives(text: str) -> None:
+    start = time.thread_time()
+    result = scores.compute_score("math-dapo", text, "42")
+    scores.compute_score_gsm8k("gsm8k", text, "42")
+    critique = scores.compute_score_fapo_genrm("fapo_critic", text, 1, {"total_steps": 3})
+    scores.parse_critique(text, 3)
+    scores.format_critic_prompt(text, text, text)
+    scores.normalize_final_answer(text[:2000])
+    assert time.thread_time() - start < 0.05, f"slow: {text[:50]!r}"
+    assert result["score"] in (1.0, -1.0) and -1.0 <= critique["score"] <= 1.0
+
+
+def test_fuzz():
+    rng = random.Random(0)
+    for _ in range(10_000):
+        if rng.random() < 0.5:
+            text = "".join(rng.choices(PIECES, k=rng.randrange(40)))
+        else:
+            text = "".join(rng.choices(string.printable, k=rng.randrange(400)))
+        check_survives(text)
+
+
+@pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "{}", "\\boxed{}", "\n", " ", "\\frac", "$", "#### ", "####  ", "a ", "=", "9"])
+def test_a_megabyte(piece):
+    text = piece * (1_000_000 // len(piece))
+    check_survives(text)
+    check_survives(text + "}")
+
+
+# --- the judge's prompt and answer -------------------------------------------------------------------------------------------
+
+
+def test_critic_prompts_are_rebuilt_byte_by_byte():
+    paragraphs_seen = 0
+    for row in read("fapo_critic_100.jsonl"):
+        prompt = row["prompt"][0]["content"]
+        problem, answer, tagged = re.fullmatch(
+            r".*?\[Math Problem\]\n\n(.*)\n\n\[Ground Truth\]\n\n(.*?)\n\n\[AI Solution\]\n\n(.*)\n\nYour task is .*", prompt, re.S
+        ).groups()
+        paragraphs = re.findall(r"^<paragraph_\d+>\n(.*?)\n</paragraph_\d+>$", tagged, re.S | re.M)
+        assert len(paragraphs) == row["extra_info"]["total_steps"]
+        assert scores.split_paragraphs("\n\n".join(paragraphs)) == paragraphs
+        assert scores.format_critic_prompt(problem, answer, paragraphs) == prompt
+        assert scores.format_critic_prompt(problem, answer, "\n\n".join(paragraphs)) == prompt
+        paragraphs_seen += len(paragraphs)
+    assert paragraphs_seen == 1019
+
+
+def test_split_paragraphs():
+    assert scores.split_paragraphs("\n\n a\nb \n\n\n\n\nc\n \nd\n\n  \n\n") == ["a\nb", "c\n \nd"]
+
+
+def test_other_prompt_styles():
+    raw = scores.format_critic_prompt("P", "A", "one\n\ntwo", "raw")
+    assert raw == (
+        "The following is a math problem with its ground truth answer, along with an AI solution (split into steps):\n\n"
+        "[Math Problem]\n\nP\n\n[Ground Truth]\n\nA\n\n[AI Solution]\n\none\n\ntwo\n\n"
+        "Your task is to review and critique the solution step by step. Once you identify an error in a step, return the index "
+        "of the step where the earliest error occurs. Otherwise, return the index of -1 (which typically denotes 'not found')."
+        "\n\nPlease reason step by step, put your final answer (i.e., the index) in \\boxed{}."
+    )
+    assert scores.format_critic_prompt("P", "A", ["one", "two"], "raw") == raw
+    assert scores.format_critic_prompt("P", "A", "one\n\ntwo", "brief") == "P\nTruth A\n<0> one\n<1> two\nCheck:"
+    no_truth = scores.format_critic_prompt("P", "A", "one", "no_truth")
+    assert "Ground Truth" not in no_truth and "ground truth" not in no_truth and "<paragraph_0>\none\n</paragraph_0>" in no_truth
+    with pytest.raises(ValueError, match="prompt_style: 'x'"):
+        scores.format_critic_prompt("P", "A", "one", "x")
+
+
+def test_braces_in_a_solution_are_not_templates():
+    assert "{answer} {0} {solution}" in scores.format_critic_prompt("{problem}", "A", "{answer} {0} {solution}")
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [("\\boxed{-1}", -1), ("\\boxed{0}", 0), ("\\boxed{ 2 }", 2), ("\\boxed{3}", None), ("\\boxed{-2}", None), ("2", None),
+     ("\\boxed{1+1}", None), ("\\boxed{__import__('os').getpid()}", None), ("\\boxed{1.0}", None), ("\\boxed{}", None),
+     ("\\boxed{1}" + "x" * 5000, 1), ("\\boxed{" + "9" * 10000 + "}", None)],
+)  # fmt: skip
+def test_parse_critique(text, index):
+    assert scores.parse_critique(text, 3) == index
+
+
+def test_parse_critique_without_a_bound():
+    assert scores.parse_critique("\\boxed{99}", None) == 99 and scores.parse_critique("\\boxed{-2}", None) is None
+
+
+# --- the judge over HTTP -------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever after.
+
+    An entry is the text of a critique, an HTTP status, or a dict sent as the JSON body; "hang" never answers.
+    """
+
+    def __init__(self, *script):
+        self.script, self.requests, self.model_lookups, self.address = list(script), [], 0, ""
+
+    async def models(self, request):
+        self.model_lookups += 1
+        await asyncio.sleep(0)
+        return web.json_response({"data": [{"id": "the-judge"}]})
+
+    async def chat(self, request):
+        self.requests.append(await request.json())
+        entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if entry == "hang":
+            await asyncio.Event().wait()
+        if isinstance(entry, int):
+            return web.Response(status=entry, text="no luck")
+        if isinstance(entry, str):
+            entry = {"choices": [{"message": {"content": entry}}], "usage": {"completion_tokens": len(entry)}}
+        return web.json_response(entry)
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.address = "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            await scores.close_session()
+            await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.0)
+
+
+def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT, extra_info=EXTRA, **settings) -> dict:
+    async def main():
+        async with judge.running():
+            return await function("math-dapo", solution, "42", extra_info, judge.address, None, **settings)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("critique", "settings", "score", "flawed", "status"),
+    [
+        ("fine \\boxed{-1}", {}, 1.0, False, "ok"),
+        ("wrong \\boxed{1}", {}, 0.0, True, "ok"),
+        ("wrong \\boxed{0}", {"penalty": 4 / 3}, -1 / 3, True, "ok"),
+        ("wrong \\boxed{3}", {}, None, None, "unparsable"),  # there are paragraphs 0, 1, 2
+        ("wrong \\boxed{3}", {"prompt_style": "raw"}, 0.0, True, "ok"),  # the judge counts its own steps
+        ("no idea", {}, None, None, "unparsable"),
+        ("\\boxed{2-3}", {}, None, None, "unparsable"),
+        ("no idea", {"on_no_verdict": "rule"}, 1.0, None, "unparsable"),
+        (400, {}, None, None, "http_error"),
+        (400, {"on_no_verdict": "rule"}, 1.0, None, "http_error"),
+        ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
+        ({"choices": []}, {}, None, None, "http_error"),
+        ({"choices": [{"message": {"content": None}}]}, {}, None, None, "unparsable"),
+    ],
+)
+def test_fapo(critique, settings, score, flawed, status):
+    result = score_with(Judge(critique), **settings)
+    error = result.pop("genrm_error", None)
+    assert result == {"score": pytest.approx(score) if score is not None else None, "acc": True, "pred": "42",
+                      "flawed_positive": flawed, "genrm_status": status}  # fmt: skip
+    assert (error is not None) == (status in ("http_error", "timeout"))
+
+
+def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
+    judge = Judge("\\boxed{-1}")
+    score_with(judge)
+    content = scores.format_critic_prompt("What is it?", "42", RIGHT)
+    assert "<paragraph_2>\nSo it is \\boxed{42}.\n</paragraph_2>" in content
+    assert judge.requests == [
+        {"model": "the-judge", "messages": [{"role": "user", "content": content}], "max_tokens": 16384}
+    ]  # fmt: skip
+    judge = Judge("\\boxed{-1}")
+    score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, keep_critique=True)
+    assert {k: judge.requests[0][k] for k in ("model", "temperature", "max_tokens")} == {"model": "m", "temperature": 0.0, "max_tokens": 7}
+    assert judge.model_lookups == 0
+
+
+def test_fapo_keeps_the_critique():
+    assert score_with(Judge("well \\boxed{-1}"), keep_critique=True)["critique"] == "well \\boxed{-1}"
+
+
+@pytest.mark.parametrize(
+    ("solution", "extra_info", "score", "flawed"),
+    [("\\boxed{1}", EXTRA, -1.0, False), ("\\boxed{1}", None, -1.0, False), (RIGHT, {"split": "test"}, 1.0, None),
+     ("\\boxed{1}", {"split": "test"}, -1.0, False)],
+)  # fmt: skip
+def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extra_info, score, flawed):
+    judge = Judge(500)
+    result = score_with(judge, solution=solution, extra_info=extra_info)
+    assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (score, flawed, "skipped")
+    assert judge.requests == [] and judge.model_lookups == 0
+    assert asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result  # nor does it need an address
+
+
+def test_fapo_says_what_is_missing():
+    with pytest.raises(ValueError, match="reward_router_address: missing"):
+        asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
+    with pytest.raises(ValueError, match="question"):
+        score_with(Judge("\\boxed{-1}"), extra_info={"split": "train"})
+    with pytest.raises(ValueError, match="on_no_verdict: 'maybe'"):
+        score_with(Judge("\\boxed{-1}"), on_no_verdict="maybe")
+
+
+@pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])
+def test_baseline_only_measures(script, flawed):
+    result = score_with(Judge(*script), scores.compute_score_baseline)
+    assert (result["score"], result["acc"], result["flawed_positive"]) == (1.0, True, flawed)
+    alone = asyncio.run(scores.compute_score_baseline("x", RIGHT, "42", EXTRA))
+    assert (alone["score"], alone["flawed_positive"], alone["genrm_status"]) == (1.0, None, "skipped")
+
+
+def test_what_is_worth_a_retry_is_retried():
+    judge = Judge(500, 503, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 3
+    judge = Judge(500)
+    result = score_with(judge)
+    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 4)
+    assert "HTTP 500" in result["genrm_error"] and "attempt 4 of 4" in result["genrm_error"]
+    judge = Judge(400)
+    score_with(judge)
+    assert len(judge.requests) == 1
+
+
+def test_a_judge_that_is_not_there():
+    async def main():
+        async with Judge("x").running() as judge:
+            address = judge.address
+        try:
+            return await scores.ask_genrm("hello", address)
+        finally:
+            await scores.close_session()
+
+    status, text = asyncio.run(main())
+    assert status == "http_error" and "attempt 4 of 4" in text
+
+
+def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
+    judge = Judge("\\boxed{-1}")
+
+    async def main():
+        async with judge.running():
+            results = await asyncio.gather(*(scores.compute_score_fapo("x", RIGHT, "42", EXTRA, judge.address) for _ in range(200)))
+            assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 1
+            judge.script = [404, "\\boxed{-1}"]  # the server was restarted with another model
+            assert (await scores.ask_genrm("hello", judge.address))[0] == "http_error"
+            assert (await scores.ask_genrm("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
+
+    asyncio.run(main())
+
+
+def test_every_event_loop_has_its_own_session():
+    def in_thread():
+        results.append(score_with(Judge("\\boxed{1}"))["score"])
+
+    results = []
+    threads = [threading.Thread(target=in_thread) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert results == [0.0] * 4
+
+
+# --- training the judge ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score", "acc", "pred"),
+    [
+        ("\\boxed{-1}", -1, 1.0, True, -1),
+        ("\\boxed{2}", -1, -1.0, False, 2),
+        ("\\boxed{-1}", 2, -1.0, False, -1),
+        ("\\boxed{2}", 2, 1.0, True, 2),
+        ("\\boxed{4}", 2, 1 - 2 / 5, True, 4),
+        ("\\boxed{0}", 4, 1 - 4 / 5, True, 0),  # the worst index still gets 1 / total_steps
+        ("\\boxed{5}", 2, -1.0, False, None),
+        ("no box", -1, -1.0, False, None),
+        ("\\boxed{2}" + "x" * 300, 2, -1.0, False, None),
+    ],
+)
+def test_genrm_score(text, truth, score, acc, pred):
+    result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5}, anything=1)
+    assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth}
+
+
+@pytest.mark.parametrize(("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})])
+def test_genrm_score_needs_its_numbers(truth, extra_info):
+    with pytest.raises(ValueError, match="ground_truth"):
+        scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info)
+
+
+# --- math-verify ---------------------------------------------------------------------------------------------------------------
+
+has_math_verify = importlib.util.find_spec("math_verify") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_math_verify, reason="math-verify is not installed")
+def test_math_verify(monkeypatch):
+    def equal(pred, truth):
+        return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
+
+    assert equal("\\frac{1}{2}", "0.5") == {"score": 1.0, "acc": True, "pred": "\\frac{1}{2}"}
+    assert not equal("\\frac{1}{3}", "0.5")["acc"]
+    assert not scores.compute_score("x", "no box", "1", verifier="math_verify")["acc"]
+
+    grader = scores._grader
+    results = []  # in threads, where the library itself has no time limit
+    threads = [threading.Thread(target=lambda i=i: results.append(equal(str(i), "3")["acc"])) for i in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(results) == [False] * 5 + [True] and scores._grader is grader
+
+    result = score_with(Judge("\\boxed{-1}"), verifier="math_verify", solution="\\boxed{84/2}")
+    assert (result["score"], result["genrm_status"]) == (1.0, "ok")
+
+    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 0.0)  # one that does not finish counts as wrong and is stopped
+    assert equal("(x+1)^{50}", "(1+x)^{50}") == {"score": -1.0, "acc": False, "pred": "(x+1)^{50}", "verify_status": "timeout"}
+    assert grader.poll() is not None
+    monkeypatch.undo()
+    assert equal("2", "2")["acc"]  # by a new child
+    assert not equal("9^{9^{9^{9^{9}}}}", "2")["acc"]  # neither an exception nor a hang
+    assert equal("3", "3")["acc"]
+
+
+@pytest.mark.skipif(has_math_verify, reason="math-verify is installed")
+def test_math_verify_missing():
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        scores.compute_score("x", "\\boxed{1}", "1", verifier="math_verify")

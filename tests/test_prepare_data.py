@@ -1,0 +1,352 @@
+"""Tests of prepare_data.py on the real samples in tests/data and on made-up rows where no sample is free to copy."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import prepare_data
+from prepare_data import SOURCES, Config, local_files, prepare, validate_rows
+
+DATA = Path(__file__).parent / "data"
+REPO = Path(__file__).parent.parent
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def build(tasks: list[str], source_dir: Path, out_dir: Path, **settings) -> dict[str, list[dict]]:
+    """File name -> rows, as read back from parquet; checks that the counts told are the counts written."""
+    counts = prepare(Config(tasks=tasks, source_dir=source_dir, out_dir=out_dir, **settings))
+    files = {path.name: pq.read_table(path).to_pylist() for path in out_dir.glob("*.parquet")}
+    assert {name: len(rows) for name, rows in files.items()} == counts
+    assert [path for path in out_dir.iterdir() if path.suffix != ".parquet"] == []  # no half-written file is left
+    return files
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> dict[str, list[dict]]:
+    return build(["all"], DATA, tmp_path_factory.mktemp("data"))
+
+
+# --- the real samples --------------------------------------------------------------------------------------------------------
+
+
+def test_counts(real):
+    assert {name: len(rows) for name, rows in real.items()} == {
+        "gsm8k_train.parquet": 100, "gsm8k_test.parquet": 400, "math500_test.parquet": 500, "aime24_test.parquet": 30,
+        "aime25_test.parquet": 30, "fapo_critic_train.parquet": 100,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "sample", "question", "answer", "split"),
+    [
+        ("gsm8k_train", "gsm8k_train_100", "question", lambda row: row["answer"].split("#### ")[1].replace(",", ""), "train"),
+        ("gsm8k_test", "gsm8k_test_400", "question", lambda row: row["answer"].split("#### ")[1].replace(",", ""), "test"),
+        ("math500_test", "math500", "problem", lambda row: row["answer"], "test"),
+        ("aime24_test", "aime24", "problem", lambda row: row["answer"].lstrip("0"), "test"),
+        ("aime25_test", "aime25", "problem", lambda row: row["answer"], "test"),
+    ],
+)
+def test_math_rows(real, file, sample, question, answer, split):
+    for index, (row, raw) in enumerate(zip(real[f"{file}.parquet"], read(f"{sample}.jsonl"), strict=True)):
+        prompt = raw[question].strip() + "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+        assert row == {
+            "data_source": file.split("_")[0],
+            "prompt": [{"role": "user", "content": prompt}],
+            "ability": "Math",
+            "reward_model": {"style": "rule", "ground_truth": answer(raw)},
+            "extra_info": {"split": split, "index": index, "question": raw[question]},
+        }
+
+
+def test_one_prompt_letter_by_letter(real):
+    assert real["aime25_test.parquet"][0]["prompt"][0]["content"] == (
+        "Find the sum of all integer bases $b>9$ for which $17_b$ is a divisor of $97_b.$\n\n"
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    )
+
+
+def test_critic_rows_keep_their_prompts_and_labels(real):
+    rows, raws = real["fapo_critic_train.parquet"], read("fapo_critic_100.jsonl")
+    for index, (row, raw) in enumerate(zip(rows, raws, strict=True)):
+        assert row["prompt"] == raw["prompt"] and row["ability"] == "math_critic" and row["data_source"] == "fapo_critic"
+        assert row["reward_model"] == raw["reward_model"]
+        question = row["extra_info"]["question"]
+        assert question and f"[Math Problem]\n\n{question}\n\n[Ground Truth]" in raw["prompt"][0]["content"]
+        assert row["extra_info"] == raw["extra_info"] | {"index": index, "question": question, "subset": None, "final_answer_correct": True}
+    assert Counter(row["reward_model"]["ground_truth"] == -1 for row in rows) == {True: 50, False: 50}
+
+
+# --- made-up rows of the others ------------------------------------------------------------------------------------------------
+
+
+def gpqa_rows(count: int) -> list[dict]:
+    wrong = {f"Incorrect Answer {i}": f"wrong {i}\n" for i in (1, 2, 3)}
+    return [{"Question": f"Question {i}?", "Correct Answer": " right ", **wrong, "Record ID": i} for i in range(count)]
+
+
+def test_gpqa(tmp_path):
+    write_jsonl(tmp_path / "gpqa_diamond.jsonl", gpqa_rows(200))
+    rows = build(["gpqa"], tmp_path, tmp_path / "a")["gpqa-diamond_test.parquet"]
+    for i, row in enumerate(rows):
+        letter = row["reward_model"]["ground_truth"]
+        question, *choices, empty, ask = row["prompt"][0]["content"].split("\n")
+        assert (question, empty, row["extra_info"]["question"]) == (f"Question {i}?", "", f"Question {i}?")
+        assert ask == "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{}."
+        assert [choice[:3] for choice in choices] == ["A. ", "B. ", "C. ", "D. "]
+        assert choices["ABCD".index(letter)] == f"{letter}. right"
+        assert sorted(choice[3:] for choice in choices) == ["right", "wrong 1", "wrong 2", "wrong 3"]
+        assert row["ability"] == "General" and row["data_source"] == "gpqa-diamond"
+    assert all(count > 30 for count in Counter(row["reward_model"]["ground_truth"] for row in rows).values())
+
+    assert build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows  # the same every time
+    other = build(["gpqa"], tmp_path, tmp_path / "c", seed=1)["gpqa-diamond_test.parquet"]
+    assert sum(a["prompt"] != b["prompt"] for a, b in zip(rows, other)) > 150
+    (tmp_path / "half").mkdir()  # a row's order does not depend on the rows before it
+    write_jsonl(tmp_path / "half" / "gpqa-diamond.jsonl", gpqa_rows(200)[100:])
+    half = build(["gpqa"], tmp_path / "half", tmp_path / "d")["gpqa-diamond_test.parquet"]
+    assert [row["prompt"] for row in half] == [row["prompt"] for row in rows[100:]]
+
+
+def test_dapo(tmp_path):
+    write_jsonl(tmp_path / "math-dapo.jsonl", [{"prompt": " What is 1+1? ", "solution": "2", "source_prompt": []}])
+    (row,) = build(["dapo"], tmp_path, tmp_path / "out")["math-dapo_train.parquet"]
+    assert row["prompt"][0]["content"].startswith("What is 1+1?\n\nPlease reason step by step") and row["reward_model"]["ground_truth"] == "2"
+    assert row["extra_info"] == {"split": "train", "index": 0, "question": " What is 1+1? "}
+
+
+def test_processbench(tmp_path):
+    def raw(id, problem, steps, label, correct):
+        return {"id": id, "generator": "g", "problem": problem, "steps": steps, "label": label, "final_answer_correct": correct}
+
+    rows = [
+        raw("gsm8k-0", "P", ["one ", "so \\boxed{7}"], -1, True),
+        raw("gsm8k-1", "P", ["one", "two", "so \\boxed{8}"], 1, False),
+        raw("gsm8k-2", "Q", ["one", "so 9"], 0, True),
+    ]
+    (tmp_path / "processbench_gsm8k.json").write_text(json.dumps(rows))
+    write_jsonl(tmp_path / "processbench_omnimath.jsonl", [raw("omnimath-0", "R", ["one"], 0, False)])
+    files = build(["processbench"], tmp_path, tmp_path / "out")
+    bench, flawed = files["processbench_test.parquet"], files["flawed_positive_bench_test.parquet"]
+    assert [row["reward_model"]["ground_truth"] for row in bench] == [-1, 1, 0, 0]
+    assert [row["extra_info"]["subset"] for row in bench] == ["gsm8k", "gsm8k", "gsm8k", "omnimath"]
+    assert [row["extra_info"]["total_steps"] for row in bench] == [2, 3, 2, 1]
+    assert [row["extra_info"]["index"] for row in bench] == [0, 1, 2, 3] and [row["extra_info"]["index"] for row in flawed] == [0, 1]
+    assert [row["prompt"] for row in flawed] == [bench[0]["prompt"], bench[2]["prompt"]]
+    prompts = [row["prompt"][0]["content"] for row in bench]
+    assert "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n" in prompts[0]
+    assert "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]  # told by the other solution of the same problem
+    assert "Ground Truth" not in prompts[2] and "Ground Truth" not in prompts[3]
+
+
+def test_ready_made_rows_pass_through(tmp_path, real):
+    rows = real["gsm8k_test.parquet"][:3] + real["aime24_test.parquet"][:2]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "fapo-reasoning_test.parquet")
+    assert build(["fapo-reasoning"], tmp_path, tmp_path / "out")["fapo-reasoning_test.parquet"] == rows
+    del rows[4]["extra_info"]["question"]
+    write_jsonl(tmp_path / "fapo-reasoning_test.jsonl", rows)
+    (tmp_path / "fapo-reasoning_test.parquet").unlink()
+    with pytest.raises(ValueError, match=r"fapo-reasoning_test.jsonl, row 4: .*extra_info.question"):
+        build(["fapo-reasoning"], tmp_path, tmp_path / "out")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("gsm8k_train_2000.jsonl", {("gsm8k", "train")}),
+        ("gsm8k_test.parquet", {("gsm8k", "test")}),
+        ("gsm8k.jsonl", {("gsm8k", "train")}),
+        ("aime24.jsonl", {("aime24", "test")}),
+        ("aime25_test.csv", {("aime25", "test")}),
+        ("fapo_critic_100.jsonl", {("fapo_critic", "train")}),
+        ("fapo_critic_test.parquet", {("fapo_critic", "test")}),
+        ("gpqa_diamond.csv", {("gpqa-diamond", "test")}),
+        ("GPQA-Diamond.csv", {("gpqa-diamond", "test")}),
+        ("math500.jsonl", {("math500", "test")}),
+        ("math5000.jsonl", set()),
+        ("my_gsm8k.jsonl", set()),
+        ("gsm8k.txt", set()),
+        ("processbench_math.json", {("processbench", "test"), ("flawed_positive_bench", "test")}),
+    ],
+)
+def test_which_source_a_file_serves(tmp_path, name, served):
+    (tmp_path / name).touch()
+    assert {(source.data_source, source.split) for source in SOURCES if local_files(source, tmp_path)} == served
+
+
+@pytest.mark.parametrize("format", ["parquet", "json", "jsonl", "csv"])
+def test_formats(tmp_path, format):
+    rows = [{"problem": "One,\n\"two\"\u2028?", "answer": "1"}, {"problem": "Zwölf?", "answer": "12"}]
+    path = tmp_path / f"math500.{format}"
+    if format == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif format == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif format == "jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding="utf-8")
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["problem", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    built = build(["math500"], tmp_path, tmp_path / "out")["math500_test.parquet"]
+    assert [row["extra_info"]["question"] for row in built] == [row["problem"] for row in rows]
+
+
+def test_tasks_are_obeyed_and_repeat_copies(tmp_path):
+    files = build(["aime24", "aime25"], DATA, tmp_path, repeat=3)
+    assert set(files) == {"aime24_test.parquet", "aime25_test.parquet"}
+    rows = files["aime24_test.parquet"]
+    assert len(rows) == 90 and rows[:30] == rows[30:60] == rows[60:]
+
+
+def test_tilde_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "math500.jsonl", [{"problem": "1?", "answer": "1"}])
+    prepare(Config(tasks=["math500"], source_dir=Path("~/in"), out_dir=Path("~/out")))
+    assert (tmp_path / "out" / "math500_test.parquet").exists()
+
+
+def test_hub(tmp_path, monkeypatch):
+    """The hub is played by a function: which repository and files are asked for, and what a failure says."""
+    asked = []
+
+    def fetch(repo, repo_type, allow_patterns):
+        asked.append((repo, repo_type, allow_patterns))
+        if repo == "Idavidrein/gpqa":
+            raise OSError("401 gated")
+        (tmp_path / "hub" / "main").mkdir(parents=True, exist_ok=True)
+        for split in ("train", "test"):
+            rows = read(f"gsm8k_{split}_{100 if split == 'train' else 400}.jsonl")
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "main" / f"{split}-00000-of-00001.parquet")
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "out")) == {"gsm8k_train.parquet": 100, "gsm8k_test.parquet": 400}
+    assert asked[0] == ("openai/gsm8k", "dataset", ["main/train-*.parquet"])
+    with pytest.raises(OSError, match="HF_TOKEN.*--source-dir"):
+        prepare(Config(tasks=["gpqa"], out_dir=tmp_path / "out"))
+    with pytest.raises(OSError, match="has no file test.jsonl"):
+        prepare(Config(tasks=["math500"], out_dir=tmp_path / "out"))
+
+
+# --- what is wrong is named --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "message"),
+    [
+        ("math500.jsonl", {"question": "?", "answer": "1"}, r"math500.jsonl, row 0: no column 'problem'.*columns: question, answer"),
+        ("math500.jsonl", {"problem": "?", "answer": ""}, r"math500.jsonl, row 0: no column 'answer', or it is empty"),
+        ("gsm8k_test.jsonl", {"question": "?", "answer": "so 5"}, r"gsm8k_test.jsonl, row 0: column 'answer' has no '####'"),
+        ("aime24.jsonl", {"problem": "?", "answer": "1/2"}, r"aime24.jsonl, row 0: column Answer or answer is '1/2'"),
+        ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, r"no column 'Incorrect Answer 1'"),
+        ("fapo_critic.jsonl", {"prompt": [{"role": "user", "content": "?"}]}, r"fapo_critic.jsonl, row 0: no column 'reward_model'"),
+        ("processbench.jsonl", {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
+         r"processbench.jsonl, row 0: .*ground_truth is '1'; expected -1 .. 0"),
+    ],
+)  # fmt: skip
+def test_bad_rows(tmp_path, file, row, message):
+    write_jsonl(tmp_path / file, [row])
+    with pytest.raises(ValueError, match=message):
+        prepare(Config(tasks=["all"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    assert list((tmp_path / "out").glob("*.parquet")) == []
+
+
+def test_files_that_are_not_what_they_say(tmp_path):
+    (tmp_path / "math500.jsonl").write_text('{"problem": "?", \n')
+    with pytest.raises(ValueError, match="math500.jsonl"):
+        prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    (tmp_path / "math500.jsonl").write_text("")
+    with pytest.raises(ValueError, match="math500 test: no rows"):
+        prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+
+
+def edited(row: dict, field: str, value: object) -> dict:
+    row = json.loads(json.dumps(row))
+    *parents, last = field.split(".")
+    target = row
+    for parent in parents:
+        target = target[parent][0] if isinstance(target[parent], list) else target[parent]
+    target[last] = value
+    return row
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("gsm8k_test", "data_source", ""), ("gsm8k_test", "prompt", "text"), ("gsm8k_test", "prompt", []),
+        ("gsm8k_test", "prompt.role", "robot"), ("gsm8k_test", "prompt.content", " "), ("gsm8k_test", "ability", None),
+        ("gsm8k_test", "reward_model", None), ("gsm8k_test", "reward_model.style", None),
+        ("gsm8k_test", "reward_model.ground_truth", 5), ("gsm8k_test", "extra_info.split", "dev"),
+        ("gsm8k_test", "extra_info.index", "0"), ("gsm8k_test", "extra_info.question", None),
+        ("fapo_critic_train", "reward_model.ground_truth", "1"), ("fapo_critic_train", "reward_model.ground_truth", -2),
+        ("fapo_critic_train", "extra_info.total_steps", 0),
+    ],
+)  # fmt: skip
+def test_validate_rows(real, file, field, value):
+    row = real[f"{file}.parquet"][0]
+    validate_rows([row], "s")
+    with pytest.raises(ValueError, match=rf"^s, row 1: {field} is .*expected"):
+        validate_rows([row, edited(row, field, value)], "s")
+
+
+def test_validate_rows_missing_field(real):
+    row = {key: value for key, value in real["gsm8k_test.parquet"][0].items() if key != "ability"}
+    with pytest.raises(ValueError, match="s, row 0: ability is 'missing'"):
+        validate_rows([row], "s")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": ["gpqa"]}, r"--tasks gpqa: no file in .* is called gpqa-diamond"),
+        ({"tasks": ["aime24"], "repeat": 0}, "--repeat: 0"),
+        ({"tasks": ["aime24"], "source_dir": Path("/nowhere")}, "--source-dir: /nowhere is not a directory"),
+    ],
+)
+def test_bad_settings(tmp_path, settings, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        prepare(Config(**({"source_dir": DATA, "out_dir": tmp_path} | settings)))
+
+
+def test_a_source_file_is_not_overwritten(tmp_path, real):
+    pq.write_table(pa.Table.from_pylist(read("aime25.jsonl")), tmp_path / "aime25_test.parquet")
+    with pytest.raises(ValueError, match="--out-dir"):
+        prepare(Config(tasks=["aime25"], source_dir=tmp_path, out_dir=tmp_path))
+
+
+def test_command_line(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, str(REPO / "prepare_data.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    result = run("--tasks", "aime24", "math500", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
+    assert result.returncode == 0, result.stderr
+    assert "math500_test.parquet: 500 rows from math500.jsonl" in result.stdout and '"data_source": "aime24"' in result.stdout
+    result = run("--tasks", "gpqa", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
+    assert result.returncode == 2 and result.stderr.startswith("error: --tasks gpqa") and result.stderr.count("\n") == 1
+    assert run("--tasks", "nonsense").returncode == 2
+
+
+def test_every_task_has_a_source():
+    tasks = set(prepare_data.Task.__args__)
+    assert tasks == {source.task for source in SOURCES} | {"toy", "all"}

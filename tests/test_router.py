@@ -1,0 +1,676 @@
+"""router.py against real HTTP servers that play a script: errors, deaths, hangs, slow streams, large and broken input."""
+
+import asyncio
+import gzip
+import json
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router import Config, Router, clean_url
+
+ROUTER = Path(__file__).parent.parent / "router.py"
+
+
+class Upstream:
+    """A real HTTP server; `play(request)` is its script, `seen` what came in (looks at /health excepted)."""
+
+    def __init__(self, play=None, health=200):
+        self.play, self.health, self.seen = play or say_name, health, []
+        self.cancelled = asyncio.Event()
+
+    async def __aenter__(self):
+        self.runner = web.ServerRunner(web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
+                                                  request_factory=self.request), shutdown_timeout=0.1)
+        await self.runner.setup()
+        await self.open(0)
+        return self
+
+    async def open(self, port):
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def __aexit__(self, *exception):
+        await self.runner.cleanup()
+
+    async def die(self):
+        """As SIGKILL would do it: no port, all connections reset."""
+        for site in list(self.runner.sites):
+            await site.stop()
+        for connection in self.runner.server.connections:
+            connection.transport.abort()
+
+    def request(self, message, payload, protocol, writer, task):
+        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=1 << 27)
+
+    async def handle(self, request):
+        if request.raw_path == "/health":
+            return web.Response(status=self.health)
+        self.seen.append(request)
+        try:
+            return await self.play(request, self)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+async def say_name(request, upstream):
+    await request.read()
+    return web.Response(text=upstream.url)
+
+
+def answers(status, text="scripted", **headers):
+    async def play(request, upstream):
+        await request.read()
+        return web.Response(status=status, text=text, headers=headers)
+    return play
+
+
+async def reset(request, upstream):
+    request.transport.abort()
+    return web.Response()
+
+
+async def hang(request, upstream):
+    await asyncio.Event().wait()
+
+
+class Running:
+    """A router in this process over the given upstreams, and a client to it."""
+
+    def __init__(self, *upstreams, **settings):
+        settings = dict(port=0, health_interval=30.0, allow_empty=True) | settings
+        self.router = Router(Config(workers=tuple(getattr(u, "url", u) for u in upstreams), **settings))
+
+    async def __aenter__(self):
+        self.port = await self.router.start()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = aiohttp.ClientSession(self.url, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.client.close()
+        await self.router.stop()
+
+    async def ask(self, method, path, **arguments):
+        """(status, body, headers)"""
+        async with self.client.request(method, path, **arguments) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    def worker(self, upstream):
+        return self.router.workers[upstream.url]
+
+
+def run(coroutine, limit=30):
+    """Runs a test; the limit only catches hangs."""
+    return asyncio.run(asyncio.wait_for(coroutine, limit))
+
+
+async def until(condition, limit=10):
+    async with asyncio.timeout(limit):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# ---- passing on --------------------------------------------------------------------------------------------------------
+
+def test_method_path_query_headers_and_body_arrive_unchanged():
+    async def play(request, upstream):
+        body = await request.read()
+        answer = web.Response(status=207, reason="Some Reason", body=body[::-1], headers={"X-Back": "1"})
+        answer.headers.add("Set-Cookie", "a=1")
+        answer.headers.add("Set-Cookie", "b=2")
+        return answer
+
+    async def test():
+        async with Upstream(play) as up, Running(up) as it:
+            packed = gzip.compress(b"hello")
+            raw = "/a%2Fb//c?x=%20&y=1+2&y=&z=%C3%A9"
+            async with it.client.request("PATCH", aiohttp.client.URL(raw, encoded=True), data=packed, headers={
+                    "Content-Encoding": "gzip", "X-One": "uno", "Authorization": "Bearer t", "Connection": "X-Drop",
+                    "X-Drop": "1", "Content-Type": "text/x"}) as answer:
+                assert (answer.status, answer.reason, await answer.read()) == (207, "Some Reason", packed[::-1])
+                assert answer.headers["X-Back"] == "1" and answer.headers.getall("Set-Cookie") == ["a=1", "b=2"]
+            got = up.seen[0]
+            assert (got.method, got.raw_path) == ("PATCH", raw)
+            assert got.headers["X-One"] == "uno" and got.headers["Authorization"] == "Bearer t"
+            assert got.headers["Content-Type"] == "text/x" and got.headers["Host"] == up.url[7:]
+            assert "X-Drop" not in got.headers and "User-Agent" in got.headers
+    run(test())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"])
+def test_any_method(method):
+    async def test():
+        async with Upstream() as up, Running(up) as it:
+            assert (await it.ask(method, "/x"))[:2] == (200, up.url.encode())
+            assert up.seen[0].method == method
+    run(test())
+
+
+def test_answers_without_a_body():
+    async def play(request, upstream):
+        return web.Response(status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None)
+
+    async def test():
+        async with Upstream(play) as up, Running(up) as it:
+            status, body, headers = await it.ask("HEAD", "/200")
+            assert (status, body, headers["Content-Length"]) == (200, b"", "5")
+            assert (await it.ask("GET", "/204"))[:2] == (204, b"")
+            assert (await it.ask("GET", "/304"))[:2] == (304, b"")
+            status, _, headers = await it.ask("GET", "/302", allow_redirects=False)
+            assert status == 302 and len(up.seen) == 4  # a redirect is the client's business
+    run(test())
+
+
+def test_a_stream_comes_as_it_is_written():
+    async def test():
+        got_first = asyncio.Event()
+
+        async def play(request, upstream):
+            answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await answer.prepare(request)
+            await answer.write(b"data: 1\n\n")
+            await got_first.wait()  # the second event is written only after the client has the first
+            await answer.write(b"data: [DONE]\n\n")
+            return answer
+
+        async with Upstream(play) as up, Running(up) as it, it.client.post("/v1/chat/completions") as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream"
+            assert await answer.content.readany() == b"data: 1\n\n"
+            got_first.set()
+            assert await answer.content.read() == b"data: [DONE]\n\n"
+    run(test())
+
+
+def test_large_bodies_both_ways_and_the_limit():
+    async def play(request, upstream):
+        return web.Response(body=await request.read())
+
+    async def test():
+        async with Upstream(play) as up, Running(up, max_body_mib=31) as it:
+            body = random.Random(0).randbytes(30 << 20)
+            assert (await it.ask("POST", "/", data=body))[:2] == (200, body)
+            status, text, _ = await it.ask("POST", "/", data=b"x" * ((31 << 20) + 1))
+            assert status == 413 and b"--max-body-mib" in text
+
+            async def chunks():  # no Content-Length: counted as it comes
+                for _ in range(32):
+                    yield b"x" * (1 << 20)
+            assert (await it.ask("POST", "/", data=chunks()))[0] == 413
+            assert len(up.seen) == 1
+    run(test())
+
+
+def test_expect_100_continue():
+    async def test():
+        async with Upstream() as up, Running(up) as it:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"ok")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+    run(test())
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501])
+def test_answers_that_are_not_failures_pass_once(status):
+    async def test():
+        async with Upstream(answers(status, X_Why="w")) as one, Upstream(answers(status)) as two, Running(one, two) as it:
+            assert (await it.ask("POST", "/", data=b"{}"))[:2] == (status, b"scripted")
+            assert len(one.seen) + len(two.seen) == 1
+            assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
+    run(test())
+
+
+@pytest.mark.parametrize("play", [*map(answers, (500, 502, 503, 504)), reset], ids=["500", "502", "503", "504", "reset"])
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
+    async def test():
+        async with Upstream(play) as bad, Upstream() as good, Running(bad, good, policy=policy) as it:
+            results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(200)))
+            assert [(status, body) for status, body, _ in results] == [(200, good.url.encode())] * 200
+            assert not it.worker(bad).healthy and it.worker(good).healthy
+            before = len(bad.seen)
+            for _ in range(5):
+                assert (await it.ask("POST", "/"))[0] == 200
+            assert len(bad.seen) == before
+            assert it.worker(bad).failures == before == it.worker(good).retries
+    run(test())
+
+
+def test_a_poisonous_request_is_asked_once_per_server_and_empties_nothing():
+    async def test():
+        async with Upstream(answers(500, "boom")) as one, Upstream(answers(500, "boom")) as two, \
+                Running(one, two, queue_timeout=20) as it:
+            for i in range(1, 6):
+                assert (await it.ask("POST", "/"))[:2] == (500, b"boom")
+                assert len(one.seen) == len(two.seen) == i
+            assert it.worker(one).healthy and it.worker(two).healthy
+    run(test())
+
+
+def test_requests_in_flight_survive_the_death_of_their_server():
+    async def test():
+        async with Upstream(hang) as dying, Upstream() as good, Running(dying, good) as it:
+            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(64)]
+            await until(lambda: len(dying.seen) == 32)
+            await dying.die()
+            assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 64
+            assert not it.worker(dying).healthy
+    run(test())
+
+
+def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_it_is_not():
+    async def short_of_its_length(request, upstream):
+        request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nonly this")
+        await asyncio.sleep(0.01)
+        return await reset(request, upstream)
+
+    async def stream_that_breaks(request, upstream):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"part")
+        await asyncio.sleep(0.01)
+        return await reset(request, upstream)
+
+    async def test():
+        async with Upstream(short_of_its_length) as bad, Upstream() as good, Running(bad, good) as it:
+            for _ in range(2):
+                assert (await it.ask("GET", "/"))[:2] == (200, good.url.encode())
+            assert len(bad.seen) == 2 == it.worker(bad).failures
+        async with Upstream(stream_that_breaks) as one, Upstream(stream_that_breaks) as two, Running(one, two) as it:
+            with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
+                await it.ask("GET", "/")
+            assert len(one.seen) + len(two.seen) == 1
+            assert it.worker(one).failures + it.worker(two).failures == 1
+    run(test())
+
+
+def test_a_server_leaves_by_its_health_and_comes_back_by_itself():
+    async def test():
+        async with Upstream() as one, Upstream() as two, Running(one, two, health_interval=0.05) as it:
+            one.health = 503
+            await until(lambda: not it.worker(one).healthy)
+            assert {(await it.ask("GET", "/"))[1] for _ in range(6)} == {two.url.encode()}
+            await two.die()
+            await until(lambda: not it.worker(two).healthy)
+            status, text, _ = await it.ask("GET", "/health")
+            assert status == 503 and json.loads(text)["healthy"] == 0
+            one.health = 200
+            await two.open(two.port)
+            await until(lambda: it.worker(one).healthy and it.worker(two).healthy)
+            assert len({(await it.ask("GET", "/"))[1] for _ in range(2)}) == 2
+    run(test())
+
+
+def test_a_hanging_server_leaves_by_its_health():
+    async def test():
+        async with Upstream() as up:
+            with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
+                url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+                async with Running(up, url, health_interval=0.05, health_timeout=0.1) as it:
+                    assert not it.router.workers[url].healthy  # not even at the start
+                    assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
+    run(test())
+
+
+def test_without_a_server_503_at_once_or_after_a_bounded_wait():
+    async def test():
+        async with Running() as it:
+            status, text, headers = await it.ask("POST", "/v1/chat/completions", data=b"{}")
+            assert status == 503 and int(headers["Retry-After"]) > 0
+            assert "no healthy server" in json.loads(text)["error"]["message"]
+        async with Running(queue_timeout=0.2) as it:
+            assert (await it.ask("GET", "/"))[0] == 503
+        async with Upstream() as up, Running(queue_timeout=20) as it:  # the server that comes in time answers
+            asked = asyncio.create_task(it.ask("GET", "/"))
+            await until(lambda: it.router.active)
+            assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
+            assert (await asked)[:2] == (200, up.url.encode())
+    run(test())
+
+
+def test_servers_that_all_refuse_give_503_and_leave():
+    async def test():
+        async with Upstream() as up, Running(up) as it:
+            await up.die()
+            status, text, headers = await it.ask("GET", "/")
+            assert status == 503 and "Retry-After" in headers and up.url in json.loads(text)["error"]["message"]
+            assert not it.worker(up).healthy
+    run(test())
+
+
+# ---- time limits -------------------------------------------------------------------------------------------------------
+
+def test_request_timeout_gives_504_or_cuts_a_begun_stream():
+    async def begin_and_hang(request, upstream):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"part")
+        await asyncio.Event().wait()
+
+    async def test():
+        async with Upstream(hang) as up, Running(up, request_timeout=0.2) as it:
+            status, text, _ = await it.ask("POST", "/", data=b"{}")
+            assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
+            await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
+            assert it.worker(up).failed_in_a_row == 1
+        async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await it.ask("GET", "/")
+    run(test())
+
+
+def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_none():
+    async def test():
+        full = socket.socket()
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]  # fill its queue: from now on a connection neither comes nor fails
+        for sock in waiting:
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with Upstream() as up, Running(up, url, connect_timeout=0.2) as it:
+            it.router.workers[url].healthy = True
+            assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
+            assert 1 <= it.router.workers[url].failures <= 3
+            await it.ask("DELETE", f"/workers?url={up.url}")
+            it.router.workers[url].failed_in_a_row, it.router.workers[url].healthy = 0, True
+            assert (await it.ask("GET", "/"))[0] == 504
+        for sock in (full, *waiting):
+            sock.close()
+    run(test())
+
+
+def test_a_client_that_goes_away_stops_the_server():
+    async def test():
+        async with Upstream(hang) as up, Running(up) as it:
+            asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
+            await until(lambda: up.seen)
+            asked.cancel()
+            await asyncio.wait_for(up.cancelled.wait(), 5)
+            await until(lambda: it.worker(up).in_flight == 0)
+            assert it.worker(up).failures == 0  # nobody's fault
+    run(test())
+
+
+# ---- policies, own endpoints -------------------------------------------------------------------------------------------
+
+def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
+    async def slow_if_asked(request, upstream):
+        await (hang(request, upstream) if request.raw_path == "/slow" else asyncio.sleep(0))
+        return web.Response()
+
+    async def test(policy):
+        async with Upstream(slow_if_asked) as one, Upstream(slow_if_asked) as two, Running(one, two, policy=policy) as it:
+            slow = asyncio.create_task(it.ask("GET", "/slow"))
+            await until(lambda: one.seen or two.seen)
+            for _ in range(10):
+                await it.ask("GET", "/")
+            slow.cancel()
+            return sorted((len(one.seen), len(two.seen)))
+    assert run(test("round_robin")) == [5, 6]
+    assert run(test("least_loaded")) == [1, 10]
+
+
+def test_workers_can_be_listed_added_and_drained():
+    async def test():
+        release = asyncio.Event()
+
+        async def wait(request, upstream):
+            await release.wait()
+            return web.Response(text="late")
+
+        async with Upstream(wait) as one, Upstream() as two, Running(one) as it:
+            asked = asyncio.create_task(it.ask("GET", "/"))
+            await until(lambda: one.seen)
+            status, text, _ = await it.ask("DELETE", "/workers", params={"url": one.url})
+            assert status == 202 and json.loads(text)["in_flight"] == 1
+            assert (await it.ask("GET", "/health"))[0] == 503
+            assert (await it.ask("POST", "/workers", json={"url": two.url + "/"}))[0] == 200
+            assert (await it.ask("GET", "/"))[1] == two.url.encode()
+            assert [w["draining"] for w in json.loads((await it.ask("GET", "/workers"))[1])["workers"]] == [True, False]
+            release.set()
+            assert (await asked)[:2] == (200, b"late")
+            await until(lambda: list(it.router.workers) == [two.url])
+            assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 404
+    run(test())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"http://a"', b"\xff\xfe", b'{"url": 3}', b'{"url": "a:1"}',
+                                  b'{"url": "http://"}', b'{"url": "http://u:p@h"}', b'{"url": "http://h:99999"}', b"[" * 99999,
+                                  b'{"url": "http://h/\\n\\"x"}', b'{"url": "http://h:1?q=1"}', b'{"url": "http://[::1"}'])
+def test_broken_input_to_the_own_endpoint_gives_400(body):
+    async def test():
+        async with Running() as it:
+            status, text, _ = await it.ask("POST", "/workers", data=body)
+            assert status == 400 and json.loads(text)["error"]["type"] == "router_error"
+            assert (await it.ask("DELETE", "/workers"))[0] == 400
+            assert (await it.ask("PUT", "/workers"))[0] == 405
+            assert not it.router.workers
+    run(test())
+
+
+def test_urls_that_mean_the_same_are_the_same():
+    assert clean_url("http://LOCALHOST:80/") == clean_url("http://localhost") == "http://localhost"
+    assert clean_url("https://a.b-c:1/x/") == "https://a.b-c:1/x"
+
+
+def test_metrics():
+    async def test():
+        async with Upstream(reset) as bad, Upstream() as good, Running(bad, good) as it:
+            for _ in range(4):
+                await it.ask("POST", "/")
+            status, text, headers = await it.ask("GET", "/metrics")
+            assert status == 200 and headers["Content-Type"].startswith("text/plain")
+            values = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+            assert all(re.fullmatch(r'router_\w+\{worker="[^"]+"(,le="[^"]+")?\}', name) for name in values)
+
+            def value(name, up, more=""):
+                return float(values[f'router_{name}{{worker="{up.url}"{more}}}'])
+            failures = len(bad.seen)
+            assert 1 <= failures <= 3
+            assert value("requests_total", bad) == value("failures_total", bad) == failures
+            assert value("requests_total", good) == 4 and value("retries_total", good) == failures
+            assert value("in_flight", good) == 0 and value("healthy", good) == 1
+            assert value("latency_seconds_count", good) == value("latency_seconds_bucket", good, ',le="+Inf"') == 4
+            assert value("latency_seconds_sum", good) > 0
+    run(test())
+
+
+def test_api_key():
+    async def test():
+        async with Upstream() as up, Running(up, api_key="s3cret") as it:
+            assert (await it.ask("GET", "/health"))[0] == 200
+            for path in ("/", "/workers", "/metrics", "/v1/models", "/sleep"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}, {"Authorization": "é"}):
+                    assert (await it.ask("GET", path, headers=headers))[0] == 401
+            assert not up.seen
+            right = {"Authorization": "Bearer s3cret"}
+            assert (await it.ask("GET", "/workers", headers=right))[0] == 200
+            assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
+            assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may ask for it too
+    run(test())
+
+
+def test_control_calls_go_to_every_server():
+    async def test():
+        async with Upstream() as one, Upstream(answers(409, "no")) as two, Running(one, two) as it:
+            status, text, _ = await it.ask("POST", "/sleep?level=1", data=b"{}")
+            assert status == 409 and json.loads(text)["servers"][two.url] == {"status": 409, "body": "no"}
+            assert one.seen[0].raw_path == two.seen[0].raw_path == "/sleep?level=1"
+            await two.die()
+            assert (await it.ask("POST", "/wake_up"))[0] == 502
+            await it.ask("DELETE", f"/workers?url={two.url}")
+            assert (await it.ask("POST", "/wake_up"))[0] == 200
+    run(test())
+
+
+# ---- fuzz --------------------------------------------------------------------------------------------------------------
+
+def make_fuzzed(rng):
+    """(bytes of one request, the statuses that are right). The server answers with the status its path asks for."""
+    kind = rng.random()
+    name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
+    value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
+    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30)))
+    body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
+    status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
+    head = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND")) + b" " + path + b"?status=%d" % status + b" HTTP/1.1\r\nHost: x\r\n"
+    extra = b"X-" + name + b": " + value + b"\r\n"
+    if kind < 0.5:  # sound: any method, path, header and body
+        return head + extra + b"Content-Length: %d\r\n\r\n" % len(body) + body, {status}
+    if kind < 0.6:  # sound, in chunks
+        return head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"%x\r\n" % len(body) + body + b"\r\n" if body else b"") + b"0\r\n\r\n", {status}
+    if kind < 0.75:  # the router's own endpoints with rubbish
+        what = rng.choice((b"/workers", b"/workers?url=" + path[1:], b"/workers?url=http://h:1"))
+        method = rng.choice((b"POST", b"DELETE", b"PUT"))
+        return method + b" " + what + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body, {400, 404, 405}
+    if kind < 0.85:  # broken framing
+        broken = rng.choice((b"Content-Length: -1\r\n", b"Content-Length: x\r\n", b"Content-Length: 1\r\nContent-Length: 2\r\n",
+                             b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"No colon here\r\n", b"X: a\x00b\r\n",
+                             b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"X" * 70000 + b": 1\r\n"))
+        return head + broken + b"\r\n", {400}
+    return rng.randbytes(rng.randint(1, 200)) + b"\r\n\r\n", {400}
+
+
+def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
+    async def play(request, upstream):
+        await request.read()
+        return web.Response(status=int(request.raw_path.rpartition("status=")[2]))
+
+    async def test():
+        rng = random.Random(20251022)
+        jobs = [make_fuzzed(rng) for _ in range(10_000)]
+        wrong = []
+
+        async def client(share):
+            for data, right in share:
+                reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+                writer.write(data)
+                if right == {400} and rng.random() < 0.5:
+                    writer.write_eof()
+                try:
+                    line = await asyncio.wait_for(reader.readline(), 20)
+                except ConnectionResetError:
+                    line = b""
+                writer.close()
+                status = int(line.split()[1]) if line.startswith(b"HTTP/1.") else None
+                if status not in right and not (status is None and right == {400}):  # hanging up on rubbish is fine
+                    wrong.append((data[:300], line, right))
+
+        async with Upstream(play) as up, Running(up, unhealthy_after=10**9, max_attempts=2) as it:
+            await asyncio.gather(*(client(jobs[i::32]) for i in range(32)))
+            assert not wrong, (len(wrong), wrong[:3])
+            assert (await it.ask("GET", "/?status=200"))[0] == 200
+            assert it.router.active == 0 and it.worker(up).in_flight == 0
+            assert list(it.router.workers) == [up.url]
+
+    with caplog.at_level(logging.ERROR):
+        run(test(), limit=120)
+    assert not [record for record in caplog.records if record.name == "router"]  # no exception went unhandled
+
+
+# ---- the command line --------------------------------------------------------------------------------------------------
+
+def command(*arguments):
+    return [sys.executable, str(ROUTER), *arguments]
+
+
+def test_bad_arguments_give_one_clear_line_and_exit_code_2():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, expected in (
+                (["--workers", "localhost:1"], "http://"),
+                (["--workers", "http://"], "host"),
+                ([], "no server"),
+                (["--workers", "http://h:1", "http://h:1/"], "twice"),
+                (["--allow-empty", "--port", "70000"], "--port 70000"),
+                (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
+                (["--allow-empty", "--port", port], f"--port {port}")):
+            done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_ends(number):
+    async def test():
+        release = asyncio.Event()
+
+        async def wait(request, upstream):
+            await release.wait()
+            return web.Response(text="late")
+
+        async with Upstream(wait) as up, aiohttp.ClientSession() as client:
+            process = await asyncio.create_subprocess_exec(*command("--port", "0", "--workers", up.url),
+                                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            try:
+                url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
+                asked = asyncio.create_task(client.get(url))
+                await until(lambda: up.seen)
+                process.send_signal(number)
+                async with asyncio.timeout(5):
+                    while True:  # the port closes at once
+                        try:
+                            async with aiohttp.ClientSession() as other, other.get(url + "/health"):
+                                await asyncio.sleep(0.01)
+                        except aiohttp.ClientConnectionError:
+                            break
+                release.set()
+                answer = await asked
+                assert (answer.status, await answer.text()) == (200, "late")
+                assert await asyncio.wait_for(process.wait(), 10) == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
+    async def test():
+        async with Upstream(hang) as up, aiohttp.ClientSession() as client:
+            process = await asyncio.create_subprocess_exec(*command("--port", "0", "--workers", up.url),
+                                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
+            asked = asyncio.create_task(client.get(url))
+            await until(lambda: up.seen)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert time.monotonic() - begun < 10
+            with pytest.raises(aiohttp.ClientError):
+                await asked
+    run(test())
+
+
+def test_the_key_can_come_from_the_environment():
+    async def test():
+        process = await asyncio.create_subprocess_exec(*command("--port", "0", "--allow-empty"), stdout=subprocess.PIPE,
+                                                       env=dict(os.environ, ROUTER_API_KEY="k"), stderr=subprocess.DEVNULL)
+        url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
+        async with aiohttp.ClientSession() as client:
+            assert (await client.get(url + "/workers")).status == 401
+            assert (await client.get(url + "/workers", headers={"Authorization": "Bearer k"})).status == 200
+        process.terminate()
+        await process.wait()
+    run(test())
