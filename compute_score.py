@@ -11,7 +11,7 @@ How to use it: name one of them as reward function, for example
 The file imports nothing of this repository. Copy it, change it, or give it to verl as a custom reward function.
 
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
-("no verdict"), not +1 and not 0.
+("no verdict"), not +1 and not 0. A framework that needs a number, such as verl, sets on_no_verdict="rule".
 
 What it leaves out: code execution, process rewards per token, and judges that are not OpenAI-compatible servers.
 """
@@ -25,11 +25,10 @@ import select
 import subprocess
 import sys
 import threading
-import weakref
 
 import aiohttp
 
-# --- 1. The answer in the box ------------------------------------------------------------------------------------------
+# --- 1. The answer in the box -----------------------------------------------------------------------------------------
 
 TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
 MAX_SEARCH_CHARS = 20_000  # an upper bound on work for callers who pass a whole text, such as a critique
@@ -98,15 +97,16 @@ def normalize_final_answer(answer: str) -> str:
     return answer
 
 
-# --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) -------------------------------------------------------
+# --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ----------------------------------------------------
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, verifier="rule", **_) -> dict:
     """Score of one solution by its final answer.
 
     verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal.
-    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}, and "verify_status": "timeout" where math-verify had to be
-    stopped (such an answer counts as wrong). Raises ValueError for an unknown verifier or a missing library.
+    Rows of GSM8K are scored by compute_score_gsm8k.
+    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify had to be stopped, score None and
+    "verify_status": "failed". Raises ValueError for an unknown verifier or a missing library.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
@@ -116,9 +116,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, veri
     if boxed is None:
         return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
     if verifier == "math_verify":
-        pred, equal = remove_boxed(boxed), _math_verify(remove_boxed(boxed), str(ground_truth))
-        status = {"verify_status": "timeout"} if equal is None else {}
-        return {"score": 1.0 if equal else -1.0, "acc": bool(equal), "pred": pred, **status}
+        pred = remove_boxed(boxed)
+        equal = _math_verify(pred, str(ground_truth))
+        if equal is None:
+            return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
+        return {"score": 1.0 if equal else -1.0, "acc": equal, "pred": pred}
     pred = normalize_final_answer(remove_boxed(boxed))
     acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
@@ -139,7 +141,7 @@ def compute_score_gsm8k(data_source, solution_str, ground_truth, extra_info=None
 
 # math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward
 # functions run in threads and event loops. So one child process per process grades, one answer a line, with an outer
-# deadline: a child that misses it is killed and the next answer gets a new one.
+# deadline: a child that misses it is killed, its answer has no verdict, and the next answer gets a new child.
 GRADE_TIMEOUT_S = 15.0  # math-verify's own limits are 5 s for parsing each side and 5 s for comparing
 GRADE_START_S = 120.0  # importing sympy on a busy machine
 _grader: subprocess.Popen | None = None
@@ -148,8 +150,9 @@ _grader_lock = threading.Lock()
 
 def _read_grader_line(timeout_s: float) -> str | None:
     """The next line of the grader, "" at its end, None if it says nothing for `timeout_s`."""
-    readable, _, _ = select.select([_grader.stdout], [], [], timeout_s)
-    return _grader.stdout.readline().decode() if readable else None
+    poll = select.poll()  # select.select fails in a process with more than 1,024 open files
+    poll.register(_grader.stdout, select.POLLIN)
+    return _grader.stdout.readline().decode() if poll.poll(1000 * timeout_s) else None
 
 
 def _math_verify(pred: str, truth: str) -> bool | None:
@@ -178,7 +181,8 @@ def _grade_forever() -> None:
 
     from math_verify import parse, verify
 
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # an answer such as 9^{9^{9^9}} must not eat the machine
+    if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
@@ -187,7 +191,7 @@ def _grade_forever() -> None:
         print(json.dumps(bool(equal)), file=answers, flush=True)
 
 
-# --- 3. The judge's prompt and its answer --------------------------------------------------------------------------------
+# --- 3. The judge's prompt and its answer -----------------------------------------------------------------------------
 
 # What FAPO-GenRM was trained on (paper appendix F and every row of the FAPO-Critic data), letter by letter.
 _TAGGED = (
@@ -257,7 +261,7 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
     return index if index >= -1 and (num_paragraphs is None or index < num_paragraphs) else None
 
 
-# --- 4. Asking the judge -------------------------------------------------------------------------------------------------
+# --- 4. Asking the judge ----------------------------------------------------------------------------------------------
 
 MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
 CONNECT_TIMEOUT_S = 10.0
@@ -265,13 +269,13 @@ RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # any other 4xx would be r
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # all attempts together; below the reward loop's 600 s per sample, so that it is named here
 
-_loop_state: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # event loop -> (session, {address: model id task})
+_loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, dict[str, asyncio.Task]]] = {}
 
 
 def _state() -> tuple[aiohttp.ClientSession, dict]:
-    """The one session of this event loop (a session cannot be shared between loops) and the model ids it has looked up."""
+    """This event loop's one session (loops cannot share one) and its look-ups of model ids, address -> task."""
     loop = asyncio.get_running_loop()
-    if loop not in _loop_state or _loop_state[loop][0].closed:
+    if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is ask_genrm's timeout_s
         _loop_state[loop] = (aiohttp.ClientSession(connector=connector, timeout=timeout), {})
@@ -360,7 +364,7 @@ async def ask_genrm(prompt: str, router_address: str, **kwargs) -> tuple[str, st
     return status, text
 
 
-# --- 5. FAPO (paper eq. 8 and 11) ----------------------------------------------------------------------------------------
+# --- 5. FAPO (paper eq. 8 and 11) -------------------------------------------------------------------------------------
 
 
 async def _judged(
@@ -431,7 +435,7 @@ async def compute_score_fapo(
     the defaults of `_judged`.
     Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "unparsable", "http_error"
     or "timeout"), critique if keep_critique, genrm_error after a failure.
-    Raises ValueError where a judge is needed and reward_router_address is None, and for unknown settings.
+    Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
@@ -453,7 +457,7 @@ async def compute_score_baseline(
     return await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
 
 
-# --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) --------------------------------------------------
+# --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) ---------------------------------------------
 
 
 def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info, **_) -> dict:
@@ -461,7 +465,8 @@ def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info
 
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| / total_steps where
     both say flawed. A critique without a valid index in its last 300 characters scores -1.
-    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt.
+    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt, and three whose means over
+    many critiques are rates: recall and location (on flawed solutions, else None), sound_kept (on sound ones, else None).
     Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
     """
     try:
@@ -472,11 +477,13 @@ def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info
     if not -1 <= truth < total_steps:
         raise ValueError(f"ground_truth: {truth} is not in -1 .. total_steps - 1 = {total_steps - 1}")
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
-    acc = pred is not None and (pred == -1) == (truth == -1)
+    flawed, exact = truth != -1, pred == truth
+    acc = pred is not None and (pred != -1) == flawed
     score = 1.0 if acc else -1.0
-    if acc and truth != -1:
+    if acc and flawed:
         score -= abs(pred - truth) / total_steps
-    return {"score": score, "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth}
+    rates = {"recall": acc if flawed else None, "location": exact if flawed else None, "sound_kept": None if flawed else acc}
+    return {"score": score, "acc": acc, "exact": exact, "pred": pred, "gt": truth} | rates
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Config:
     """Only the first so many rows."""
 
 
-# --- Metrics (paper eq. 6); a row is {"label", "prediction", "subset", "final_answer_correct"} ------------------------------
+# --- Metrics (paper eq. 6); a row is {"label", "prediction", "subset", "final_answer_correct"} ------------------------
 
 
 def majority_vote(indices: list[int | None]) -> int | None:
@@ -122,14 +122,15 @@ def report(rows: list[dict]) -> str:
     lines.append(f"unparsable: {percent(unparsable).strip()} % of the critiques, "
                  f"{percent(_share([row['prediction'] is None for row in answered])).strip()} % of the rows")  # fmt: skip
     lines.append(f"mean tokens per critique: {sum(c['tokens'] for c in ok) / len(ok) if ok else float('nan'):.1f}")
-    if len(ok) < len(critiques):
-        failed = Counter(critique["status"] for critique in critiques if critique["status"] != "ok")
-        lines.append(f"INCOMPLETE: of {len(critiques)} requests failed: {dict(failed)}; {len(rows) - len(answered)} rows are left "
-                     "out of the tables; run the same command again to ask for the missing ones")  # fmt: skip
+    bad = [critique for critique in critiques if critique["status"] != "ok"]
+    if bad:
+        lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in bad))} of {len(critiques)}, one with: "
+                     f"{bad[0]['text']}\n{len(rows) - len(answered)} rows are left out of the tables; run the same command again "
+                     "to ask for the missing answers")  # fmt: skip
     return "\n".join(lines)
 
 
-# --- Asking ----------------------------------------------------------------------------------------------------------------
+# --- Asking -----------------------------------------------------------------------------------------------------------
 
 
 def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
@@ -179,14 +180,15 @@ async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise OSError(f"--router-address: {config.router_address} names no model ({reason})") from error
-    not_settings = ("out", "router_address", "concurrency", "timeout_s", "limit")
+    not_settings = ("out", "router_address", "concurrency", "timeout_s", "limit", "n")  # these may change when resuming
     settings = {key: str(value) for key, value in asdict(config).items() if key not in not_settings} | {"model": model}
     progress_path = config.out.with_suffix(".jsonl")
     done = open_progress(progress_path, settings)
     waiting = [(i, j) for i in range(len(rows)) for j in range(config.n) if (i, j) not in done]
     failed = {}
-    with progress_path.open("a") as progress, tqdm(total=len(rows) * config.n, initial=len(done), unit=" critiques") as bar:
-        queue = iter(waiting)
+    total = len(rows) * config.n
+    with progress_path.open("a") as progress, tqdm(total=total, initial=total - len(waiting), unit=" critiques") as bar:
+        queue = iter(waiting)  # shared by the workers
 
         async def worker() -> None:
             for i, j in queue:
@@ -205,7 +207,6 @@ async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
                 bar.update()
 
         await asyncio.gather(*(worker() for _ in range(config.concurrency)))
-    await scores.close_session()
     judged = []
     for i, row in enumerate(rows):
         critiques = []
@@ -217,20 +218,26 @@ async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     return judged
 
 
+async def run(config: Config) -> list[dict]:
+    try:
+        return await judge_rows(read_judge_rows(config.data, config.limit), config)
+    finally:
+        await scores.close_session()
+
+
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     try:
         if config.n < 1 or config.concurrency < 1:
             raise ValueError(f"--n {config.n}, --concurrency {config.concurrency}: both must be 1 or more")
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        judged = asyncio.run(judge_rows(read_judge_rows(config.data, config.limit), config))
+        judged = asyncio.run(run(config))
         pq.write_table(pa.Table.from_pylist(judged), config.out)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    text = report(judged)
-    print(text)
-    sys.exit(1 if "INCOMPLETE" in text else 0)
+    print(report(judged))
+    sys.exit(1 if any(critique["status"] != "ok" for row in judged for critique in row["critiques"]) else 0)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,8 +77,8 @@ class Config:
     --sleep-mode on GPU. Trusted clients only."""
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
     """The router's policy."""
-    queue_timeout: float = 60.0
-    """Seconds that the router holds a request while no server is healthy (a restart takes about a minute)."""
+    queue_timeout: float = 180.0
+    """Seconds that the router holds a request while no server is healthy; a restart takes a minute or more."""
     request_timeout: float = 3600.0
     """Seconds one request may take in all."""
     api_key: str = field(default_factory=lambda: os.environ.get("ROUTER_API_KEY", ""))
@@ -97,26 +98,23 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """Arguments for vLLM's server; on the command line whatever follows a lone --."""
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """ValueError naming the field, the value and the remedy."""
         path = Path(self.model).expanduser()
         if path.exists():
             if not (path / "config.json").is_file():
                 raise ValueError(f"--model {self.model}: no config.json in it; give a Hugging Face model folder")
-            self.model = str(path.resolve())
         elif self.model.startswith((".", "/", "~")) or self.model.count("/") != 1:
             raise ValueError(f"--model {self.model}: no such folder (a name on the Hub is written OWNER/NAME)")
-        for name in ("num_servers", "tensor_parallel_size", "cpu_kv_cache_gib", "max_deaths"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for name in ("startup_timeout", "hang_timeout", "request_timeout", "restart_delay"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be a positive number of seconds")
-        if self.max_model_len < 0:
-            raise ValueError(f"--max-model-len {self.max_model_len}: must be 0 or more")
+        least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, cpu_kv_cache_gib=1, startup_timeout=0.01,
+                     max_deaths=1, restart_delay=0.01, hang_timeout=0.01, ray_cpus=0)
+        for name, lowest in least.items():
+            if not getattr(self, name) >= lowest:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
         parse_ids(self.gpus, "--gpus")
         parse_ids(self.cpus, "--cpus")
-        self.log_dir = Path(self.log_dir).expanduser().absolute()
-        self.vllm_args = tuple(self.vllm_args)
+        router.Config(allow_empty=True, host=self.host, port=self.port, queue_timeout=self.queue_timeout,
+                      request_timeout=self.request_timeout).check()
 
 
 def parse_ids(text: str, name: str) -> list[int]:
@@ -130,6 +128,10 @@ def share(things: list, count: int) -> list[list]:
     """Deals `things` (cores) evenly to `count` servers; when there are fewer things than servers, some share one."""
     n = len(things)
     return [things[i * n // count:(i + 1) * n // count] or [things[i % n]] for i in range(count)]
+
+
+def log_path(config: Config, name: str) -> Path:
+    return Path(config.log_dir).expanduser().absolute() / f"{name}.log"
 
 
 def say(text: str) -> None:
@@ -214,42 +216,49 @@ class Process:
         tell_guard(f"-{self.child.pid}")
 
     def output(self) -> str:
-        """What this process has written so far."""
+        """What this process has written, the last 64 KiB of it."""
         with open(self.log, "rb") as file:
-            file.seek(self.log_start)
+            file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - (1 << 16)))
             return file.read().decode("utf-8", "replace")
 
 
 class VllmServer:
     """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager."""
 
-    def __init__(self, config: Config, index: int, host: str = "127.0.0.1"):
-        self.config, self.index, self.host = config, index, host
+    def __init__(self, config: Config, index: int, driver_node: str = ""):
+        self.config, self.index, self.host = config, index, "127.0.0.1"
         self.process: Process | None = None
+        if driver_node and self.node() != driver_node:
+            import ray
+            self.host = ray.util.get_node_ip_address()  # the router has to reach it over the network
         # Bound, never listening, kept for good: with SO_REUSEADDR the server can bind the same port, and nobody else
         # gets it, neither while the server starts (20 s before it binds) nor while it restarts.
         self.reserved = socket.socket()
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.reserved.bind((host, 0))
-        self.url = f"http://{host}:{self.reserved.getsockname()[1]}"
+        self.reserved.bind((self.host, 0))
+        self.url = f"http://{self.host}:{self.reserved.getsockname()[1]}"
 
-    def start(self, device: str, cores: list[int], gpus: list[int] | None) -> str:
-        """Starts the process (again) and returns its URL. gpus None: CUDA_VISIBLE_DEVICES is right already."""
+    def start(self, device: str, part: int, parts: int, gpus: list[int] | None) -> str:
+        """Starts the process (again) and returns its URL. It gets the `part`-th of `parts` shares of the cores on CPU, else
+        `gpus`; None means that CUDA_VISIBLE_DEVICES is right already."""
         config = self.config
         self.stop(patience=0)  # an engine can outlive its API server
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
+        path = Path(config.model).expanduser()
+        model = str(path.resolve()) if path.exists() else config.model
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
                    "--host", self.host, "--port", self.url.rpartition(":")[2],
                    "--served-model-name", config.served_model_name or config.model,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log"]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1")
         if config.api_key:
             env["VLLM_API_KEY"] = config.api_key
-        if os.path.isdir(config.model):
+        if path.exists():
             env["HF_HUB_OFFLINE"] = "1"
         if device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             env["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
-            ranks = share(cores, config.tensor_parallel_size)
+            cores = parse_ids(config.cpus, "--cpus") or sorted(os.sched_getaffinity(0))
+            ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
@@ -264,7 +273,7 @@ class VllmServer:
             command += ["--runner", "pooling"]
         if config.max_model_len:
             command += ["--max-model-len", str(config.max_model_len)]
-        self.process = Process(command + list(config.vllm_args), env, config.log_dir / f"server_{self.index}.log")
+        self.process = Process(command + list(config.vllm_args), env, log_path(config, f"server_{self.index}"))
         return self.url
 
     def alive(self) -> bool:
@@ -278,21 +287,26 @@ class VllmServer:
     def last_lines(self, count: int = 25) -> str:
         return "\n".join(self.process.output().splitlines()[-count:]) if self.process else ""
 
-    def where(self) -> tuple[str, list[int], int]:
-        """(node id in Ray, cores of this process, process id)"""
+    def node(self) -> str:
+        """Ray's id of the machine that this actor runs on."""
         import ray
-        return ray.get_runtime_context().get_node_id(), sorted(os.sched_getaffinity(0)), os.getpid()
+        return ray.get_runtime_context().get_node_id()
 
 
 # ---- one model: servers, watched, behind a router ----------------------------------------------------------------------
+
+WATCH_EVERY = 0.5  # seconds between two looks at a server
+HEALTH_TIMEOUT = 2.0  # seconds; one that is late is only counted out after hang_timeout
+
 
 @dataclass
 class Slot:
     """One server's place and what the watcher knows about it."""
 
     server: object  # VllmServer, or the handle of an actor of it
-    cores: list[int]
-    gpus: list[int] | None
+    part: int  # on CPU: which of the
+    parts: int  # shares of the machine's cores
+    gpus: list[int] | None = None  # None in Ray, which sets CUDA_VISIBLE_DEVICES
     state: str = "down"  # down -> starting -> ready -> down ...; at the end "given up"
     url: str = ""
     since: float = 0.0  # when it entered the state
@@ -309,7 +323,8 @@ class ModelServers:
     the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
     """
 
-    def __init__(self, config: Config, name: str = "", slots: list[Slot] | None = None, device: str = ""):
+    def __init__(self, config: Config, name: str = "", slots: list[Slot] | None = None, device: str = "", wait: bool = True):
+        config.check()
         self.config, self.label = config, f"[{name}] " if name else ""
         self.device = device or find_device(config)
         self.slots = slots or local_slots(config, self.device)
@@ -326,12 +341,17 @@ class ModelServers:
             for slot in self.slots:
                 self.start_server(slot)
             self.thread.start()
-            while not self.all_ready.wait(0.1):
-                if self.failure:
-                    raise RuntimeError(self.failure)
+            if wait:
+                self.wait_ready()
         except BaseException:
             self.shutdown()
             raise
+
+    def wait_ready(self) -> None:
+        """Blocks until all servers are ready. RuntimeError when one fails to start."""
+        while not self.all_ready.wait(0.1):
+            if self.failure:
+                raise RuntimeError(self.failure)
         say(f"{self.label}router ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     @property
@@ -351,7 +371,7 @@ class ModelServers:
         command = [sys.executable, router.__file__, "--host", config.host, "--port", str(self.router_port), "--allow-empty",
                    "--policy", config.policy, "--queue-timeout", str(config.queue_timeout),
                    "--request-timeout", str(config.request_timeout)]
-        process = Process(command, dict(os.environ, ROUTER_API_KEY=config.api_key), config.log_dir / "router.log")
+        process = Process(command, dict(os.environ, ROUTER_API_KEY=config.api_key), log_path(config, "router"))
         self.router_process = process
         while True:
             found = re.search(r"router listening at http://\S+:(\d+) ", process.output())
@@ -366,15 +386,19 @@ class ModelServers:
     # ---- the watcher ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """The thread that looks at everything once a second."""
-        while not self.stopping.wait(1.0 if self.all_ready.is_set() else 0.2):
+        """The thread that looks at the router and every server, again and again."""
+        while not self.stopping.wait(WATCH_EVERY):
             with self.lock:
                 if self.stopping.is_set():
                     return
-                if not self.router_process.alive():
-                    self.revive_router()
-                for slot in self.slots:
-                    self.look_at(slot)
+                try:
+                    if not self.router_process.alive():
+                        self.revive_router()
+                    for slot in self.slots:
+                        self.look_at(slot)
+                except Exception:  # say a full disk: loud, but in an hour it may have room again
+                    self.failure = f"{self.label}the watcher failed: {traceback.format_exc()}"
+                    say(self.failure)
                 if not self.all_ready.is_set() and all(slot.state == "ready" for slot in self.slots):
                     self.all_ready.set()
 
@@ -389,7 +413,7 @@ class ModelServers:
             return
         if not self.call(slot, "alive"):
             return self.mourn(slot, "died")
-        healthy = http("GET", slot.url + "/health")[0] == 200
+        healthy = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200
         if healthy:
             slot.seen = now
         if slot.state == "starting":
@@ -407,13 +431,15 @@ class ModelServers:
         if isinstance(slot.server, VllmServer):
             return getattr(slot.server, method)(*args)
         import ray
+        if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
+            return None
         try:
             return ray.get(getattr(slot.server, method).remote(*args), timeout=60)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
 
     def start_server(self, slot: Slot) -> None:
-        slot.url = self.call(slot, "start", self.device, slot.cores, slot.gpus) or slot.url
+        slot.url = self.call(slot, "start", self.device, slot.part, slot.parts, slot.gpus) or slot.url
         slot.state, slot.since = "starting", time.monotonic()
 
     def welcome(self, slot: Slot) -> None:
@@ -426,13 +452,13 @@ class ModelServers:
             say(f"{self.label}server {number}: the router did not take it ({status} {text}); trying again")
             return
         say(f"{self.label}server {number} ready at {slot.url} after {time.monotonic() - slot.since:.0f} s "
-            f"(log: {self.config.log_dir}/server_{number}.log)")
+            f"(log: {log_path(self.config, f'server_{number}')})")
         slot.state, slot.since = "ready", time.monotonic()
 
     def mourn(self, slot: Slot, what: str) -> None:
         """A server is dead or as good as dead: out of the router, and plan its restart."""
         number = self.slots.index(slot)
-        log = f"{self.config.log_dir}/server_{number}.log"
+        log = log_path(self.config, f"server_{number}")
         self.call_router("DELETE", f"/workers?url={slot.url}")
         last_lines = self.call(slot, "last_lines") or "(nothing)"
         self.call(slot, "stop", 0)
@@ -513,21 +539,18 @@ def find_device(config: Config) -> str:
 
 
 def local_slots(config: Config, device: str) -> list[Slot]:
-    """The servers of one model on this machine, with their cores or GPUs."""
-    servers = [VllmServer(config, index) for index in range(config.num_servers)]
+    """The servers of one model on this machine, each with its share of the cores or its GPUs."""
+    count, size = config.num_servers, config.tensor_parallel_size
     if device == "cpu":
-        cores = parse_ids(config.cpus, "--cpus") or sorted(os.sched_getaffinity(0))
-        return [Slot(server, part, None) for server, part in zip(servers, share(cores, len(servers)))]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = parse_ids(config.gpus or (visible or ""), "--gpus")
+        return [Slot(VllmServer(config, i), part=i, parts=count) for i in range(count)]
+    gpus = parse_ids(config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""), "--gpus")
     if not gpus:
         import torch
         gpus = list(range(torch.cuda.device_count()))
-    size = config.tensor_parallel_size
-    if len(gpus) < size * len(servers):
-        raise ValueError(f"--num-servers {len(servers)} x --tensor-parallel-size {size}: needs {size * len(servers)} GPUs, "
-                         f"there are {len(gpus)}; lower one of them or name more in --gpus")
-    return [Slot(server, [], gpus[i * size:(i + 1) * size]) for i, server in enumerate(servers)]
+    if len(gpus) < size * count:
+        raise ValueError(f"--num-servers {count} --tensor-parallel-size {size}: needs {size * count} GPUs, there are {len(gpus)}"
+                         "; lower one of them or name more in --gpus")
+    return [Slot(VllmServer(config, i), i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
 
 
 # ---- inside a Ray program ----------------------------------------------------------------------------------------------
@@ -536,21 +559,63 @@ class RewardModelManager:
     """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
 
     `RewardModelManager({"genrm": Config(model=..., port=0), "rm": Config(model=..., task="classify", port=0)})` blocks
-    until all are ready. `router_addresses` maps each name to "host:port"; `router_address` is that of the first.
-    Raises what ModelServers raises.
+    until all are ready, and initialises Ray if that has not been done. The placement group spreads the servers over the
+    nodes; each reserves its GPUs, or `ray_cpus` CPUs. On a cluster of several nodes a router whose host is 127.0.0.1
+    listens on the driver's node address instead, because workers on other nodes have to reach it.
+
+    `router_addresses` maps each name to "host:port"; `router_address` is that of the first. Raises what ModelServers raises,
+    and RuntimeError when the cluster has no room for the servers.
     """
 
-    def __init__(self, models: dict[str, Config]):
+    def __init__(self, models: dict[str, Config], placement_timeout: float = 60.0):
+        import ray
         if not models:
             raise ValueError("models: name at least one reward model")
+        for config in models.values():
+            config.check()
         self.models: dict[str, ModelServers] = {}
+        self.actors, self.group = [], None
         atexit.register(self.shutdown)
         try:
-            for name, config in models.items():
-                self.models[name] = ModelServers(config, name)
+            if not ray.is_initialized():
+                ray.init(include_dashboard=False, logging_level="warning")
+            devices = {name: config.device if config.device != "auto" else
+                       "cuda" if ray.cluster_resources().get("GPU") else "cpu" for name, config in models.items()}
+            if sum(node["Alive"] for node in ray.nodes()) > 1:
+                address = ray.util.get_node_ip_address()
+                models = {name: replace(config, host=address) if config.host == "127.0.0.1" else config
+                          for name, config in models.items()}
+            models = {name: replace(config, log_dir=Path(config.log_dir).absolute() / name) for name, config in models.items()}
+            slots = self.place(models, devices, placement_timeout)
+            for name, config in models.items():  # all start at the same time
+                self.models[name] = ModelServers(config, name, slots[name], devices[name], wait=False)
+            for servers in self.models.values():
+                servers.wait_ready()
         except BaseException:
             self.shutdown()
             raise
+
+    def place(self, models: dict[str, Config], devices: dict[str, str], timeout: float) -> dict[str, list[Slot]]:
+        """One bundle of the placement group and one actor per server."""
+        import ray
+        wanted = [(name, index) for name, config in models.items() for index in range(config.num_servers)]
+        bundles = [{"CPU": models[name].ray_cpus} |
+                   ({"GPU": models[name].tensor_parallel_size} if devices[name] == "cuda" else {}) for name, _ in wanted]
+        self.group = ray.util.placement_group(bundles, strategy="SPREAD")
+        if not self.group.wait(timeout):
+            raise RuntimeError(f"no room in the Ray cluster for {bundles} within {timeout:g} s; free are "
+                               f"{ray.available_resources()}")
+        driver = ray.get_runtime_context().get_node_id()
+        for number, ((name, index), bundle) in enumerate(zip(wanted, bundles)):
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, number)
+            actor = ray.remote(VllmServer).options(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1,
+                                                   scheduling_strategy=strategy)
+            self.actors.append(actor.remote(models[name], index, driver))
+        nodes = ray.get([actor.node.remote() for actor in self.actors])
+        slots: dict[str, list[Slot]] = {name: [] for name in models}
+        for number, (name, _) in enumerate(wanted):
+            slots[name].append(Slot(self.actors[number], nodes[:number].count(nodes[number]), nodes.count(nodes[number])))
+        return slots
 
     @property
     def router_addresses(self) -> dict[str, str]:
@@ -570,8 +635,15 @@ class RewardModelManager:
 
     def shutdown(self) -> None:
         """Ends everything. Idempotent; also runs at the end of the program."""
+        import ray
         for servers in self.models.values():
             servers.shutdown()
+        if ray.is_initialized():
+            for actor in self.actors:
+                ray.kill(actor)
+            if self.group is not None:
+                ray.util.remove_placement_group(self.group)
+        self.actors, self.group = [], None
         atexit.unregister(self.shutdown)
 
 

@@ -37,6 +37,7 @@ import tyro
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
@@ -64,7 +65,7 @@ class Config:
     """Folder or hub name of a generative reward model to start and stop with this run."""
     genrm_servers: int = 1
     """Number of vLLM servers for --genrm."""
-    genrm_cpus: str | None = None
+    genrm_cpus: str = ""
     """On CPU: cores for the servers of --genrm, such as "1"; default: all, shared out evenly."""
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     """standalone: score each sample the moment its rollout ends. colocate: first all rollouts, then all scores."""
@@ -346,6 +347,8 @@ def numbers_of(results: list[dict]) -> dict[str, list]:
     """The numeric and boolean columns of the results' reward_extra_info, None where a sample lacks one."""
     infos = [result["reward_extra_info"] for result in results]
     keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
+    for label in ("pred", "gt"):  # an index, say: its mean means nothing
+        keys.pop(label, None)
     return {key: [info.get(key) if isinstance(info.get(key), (bool, int, float)) else None for info in infos] for key in keys}
 
 
@@ -697,6 +700,7 @@ def train(config: Config) -> Path:
     Raises ValueError for what is wrong with the input, RuntimeError where the run must stop (too few verdicts, loss not finite).
     """
     check(config)
+    transformers_logging.disable_progress_bar()
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)

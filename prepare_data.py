@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from compute_score import PROMPT_STYLES, format_critic_prompt, last_boxed_only_string, remove_boxed
 
-# --- 1. Prompts (paper appendix F), letter by letter ----------------------------------------------------------------------
+# --- 1. Prompts (paper appendix F), letter by letter ------------------------------------------------------------------
 
 MATH_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 CHOICE_PROMPT = (
@@ -45,7 +45,7 @@ CHOICE_PROMPT = (
     "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{{}}."
 )
 
-# --- 2. Row schema --------------------------------------------------------------------------------------------------------
+# --- 2. Row schema ----------------------------------------------------------------------------------------------------
 
 
 def _schema(ground_truth: pa.DataType, extra: list[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -72,42 +72,44 @@ def validate_rows(rows: list[dict], source: str) -> None:
     A row is a judge's if its ability is "math_critic": integer ground_truth in -1 .. total_steps - 1.
     """
     for number, row in enumerate(rows):
+        _validate_row(row, f"{source}, row {number}")
 
-        def check(fine: bool, field: str, value: object, expected: str) -> None:
-            if not fine:
-                raise ValueError(f"{source}, row {number}: {field} is {str(value)[:80]!r}; expected {expected}")
 
-        for field in REASONING_SCHEMA.names:
-            check(field in row, field, "missing", f"the fields {', '.join(REASONING_SCHEMA.names)}")
-        data_source, prompt, reward_model, extra = row["data_source"], row["prompt"], row["reward_model"], row["extra_info"]
-        check(isinstance(data_source, str) and data_source != "", "data_source", data_source, "a name")
-        check(isinstance(row["ability"], str), "ability", row["ability"], "a string")
-        is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
-        check(is_chat, "prompt", prompt, "a list of {role, content}")
-        for message in prompt:
-            check(message.get("role") in ("system", "user", "assistant"), "prompt.role", message.get("role"), "system, user ...")
-            text = message.get("content")
-            check(isinstance(text, str) and text.strip() != "", "prompt.content", text, "a non-empty string")
-        check(isinstance(reward_model, dict), "reward_model", reward_model, "{style, ground_truth}")
-        check(isinstance(reward_model.get("style"), str), "reward_model.style", reward_model.get("style"), "a string")
-        check(isinstance(extra, dict), "extra_info", extra, "{split, index, question, ...}")
-        check(extra.get("split") in ("train", "test"), "extra_info.split", extra.get("split"), "train or test")
-        check(_is_int(extra.get("index")), "extra_info.index", extra.get("index"), "an integer")
-        check(isinstance(extra.get("question"), str), "extra_info.question", extra.get("question"), "the problem text")
-        truth, steps = reward_model.get("ground_truth"), extra.get("total_steps")
-        if row["ability"] == "math_critic":
-            check(_is_int(steps) and steps > 0, "extra_info.total_steps", steps, "a positive integer")
-            check(_is_int(truth) and -1 <= truth < steps, "reward_model.ground_truth", truth, f"-1 .. {steps - 1}")
-        else:
-            fine = isinstance(truth, str) and truth.strip() != ""
-            check(fine, "reward_model.ground_truth", truth, "a non-empty string")
+def _validate_row(row: dict, where: str) -> None:
+    def check(fine: bool, field: str, value: object, expected: str) -> None:
+        if not fine:
+            raise ValueError(f"{where}: {field} is {str(value)[:80]!r}; expected {expected}")
+
+    for field in REASONING_SCHEMA.names:
+        check(field in row, field, "missing", f"the fields {', '.join(REASONING_SCHEMA.names)}")
+    data_source, prompt, reward_model, extra = row["data_source"], row["prompt"], row["reward_model"], row["extra_info"]
+    check(isinstance(data_source, str) and data_source != "", "data_source", data_source, "a name")
+    check(isinstance(row["ability"], str), "ability", row["ability"], "a string")
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
+    check(is_chat, "prompt", prompt, "a list of {role, content}")
+    for message in prompt:
+        role, text = message.get("role"), message.get("content")
+        check(role in ("system", "user", "assistant"), "prompt.role", role, "system, user or assistant")
+        check(isinstance(text, str) and text.strip() != "", "prompt.content", text, "a non-empty string")
+    check(isinstance(reward_model, dict), "reward_model", reward_model, "{style, ground_truth}")
+    check(isinstance(reward_model.get("style"), str), "reward_model.style", reward_model.get("style"), "a string")
+    check(isinstance(extra, dict), "extra_info", extra, "{split, index, question, ...}")
+    check(extra.get("split") in ("train", "test"), "extra_info.split", extra.get("split"), "train or test")
+    check(_is_int(extra.get("index")), "extra_info.index", extra.get("index"), "an integer")
+    check(isinstance(extra.get("question"), str), "extra_info.question", extra.get("question"), "the problem text")
+    truth, steps = reward_model.get("ground_truth"), extra.get("total_steps")
+    if row["ability"] == "math_critic":
+        check(_is_int(steps) and steps > 0, "extra_info.total_steps", steps, "a positive integer")
+        check(_is_int(truth) and -1 <= truth < steps, "reward_model.ground_truth", truth, f"-1 .. {steps - 1}")
+    else:
+        check(isinstance(truth, str) and truth.strip() != "", "reward_model.ground_truth", truth, "a non-empty string")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# --- 3. One raw row of a data set -> one row (without its index and split) --------------------------------------------------
+# --- 3. One raw row of a data set -> one row (without its index and split) --------------------------------------------
 
 
 def _pick(raw: dict, columns: tuple[str, ...]) -> object:
@@ -205,7 +207,7 @@ def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
     }
 
 
-# --- 4. Where the data sets are ----------------------------------------------------------------------------------------------
+# --- 4. Where the data sets are ---------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
@@ -294,7 +296,7 @@ def read_rows(path: Path) -> Iterator[dict]:
         raise ValueError(f"{path}: not a readable {path.suffix} file: {error}") from error
 
 
-# --- 5. Building -----------------------------------------------------------------------------------------------------------
+# --- 5. Building ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -327,13 +329,13 @@ def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
         for number, raw in enumerate(raw_rows):
             try:
                 row = source.build(raw, source, seed)
-                if source.data_source == "flawed_positive_bench" and not row["extra_info"]["final_answer_correct"]:
-                    continue
-                if row["extra_info"].get("index") is None:
-                    row["extra_info"]["index"] = index
-                validate_rows([row], source.data_source)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
                 raise ValueError(f"{path}, row {number}: {error}") from error
+            if source.data_source == "flawed_positive_bench" and not row["extra_info"]["final_answer_correct"]:
+                continue
+            if source.build is not build_ready_made:
+                row["extra_info"]["index"] = index
+            _validate_row(row, f"{path}, row {number}")
             yield row
             index += 1
 
@@ -372,11 +374,18 @@ def prepare(config: Config) -> dict[str, int]:
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     wanted = {source.task for source in SOURCES} if "all" in config.tasks else set(config.tasks) - {"toy"}
-    counts = {}
+    counts, failed = {}, []
     for task in dict.fromkeys(source.task for source in SOURCES if source.task in wanted):
         sources = [source for source in SOURCES if source.task == task]
         if config.source_dir is None:
-            files = {source: hub_files(source) for source in sources}
+            try:
+                files = {source: hub_files(source) for source in sources}
+            except OSError as error:
+                if task in config.tasks:
+                    raise
+                failed.append(task)  # `all` goes on: one gated data set must not cost the others
+                print(f"{task}: skipped: {error}", flush=True)
+                continue
         else:
             source_dir = config.source_dir.expanduser()
             files = {source: local_files(source, source_dir) for source in sources}
@@ -392,6 +401,8 @@ def prepare(config: Config) -> dict[str, int]:
         import toy_world  # here, because it loads torch
 
         toy_world.build(out_dir=config.out_dir, seed=config.seed)
+    if failed:
+        raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others are in {config.out_dir}")
     return counts
 
 

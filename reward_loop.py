@@ -30,6 +30,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
@@ -239,6 +240,8 @@ def fork_server(control_fd: int) -> None:
     For each socket that comes over `control_fd` it forks a process that serves that socket. When the worker goes away, however
     it died, the control socket ends, and everything that was forked is killed.
     """
+    if os.fork():  # a grandchild of the worker: Ray kills a worker's children with it, and then nobody could clear up
+        os._exit(0)
     control = socket.socket(fileno=control_fd)
     with control.makefile("rb") as stream:
         setup = pickle.load(stream)
@@ -360,7 +363,7 @@ class GradingPool:
             if self.control is None:
                 control, theirs = socket.socketpair()
                 code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
-                subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True)
+                subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
                 theirs.close()
                 control.setblocking(False)
                 await loop.sock_sendall(control, pickle.dumps(self.setup))
@@ -576,6 +579,7 @@ class RewardLoopManager:
         self._next_ticket = 0
         self._timer = None
         self._slots = [Slot(index) for index in range(num_workers)]
+        self._batches = set()  # a future for each score_batch under way
         self._tasks = []  # one per worker, taking its results
         self._closed = None  # the reason, once closed
         self._warnings_left = 3
@@ -608,6 +612,8 @@ class RewardLoopManager:
         Wakes the reward models first and puts them to sleep afterwards. A batch that takes long shows a progress bar.
         on_result(index, result) is called as each result arrives (in the loop's thread); what it raises ends the batch.
         """
+        if self._closed:
+            raise RuntimeError(self._closed)
         if self.reward_models:
             self.reward_models.wake_up()
         try:
@@ -653,20 +659,35 @@ class RewardLoopManager:
     async def _score_all(self, samples, on_result):
         from tqdm import tqdm
 
-        results = [None] * len(samples)
-        with tqdm(total=len(samples), desc="scoring", unit="sample", delay=3, leave=False) as bar:
+        tickets = [self._ticket(sample, self._loop) for sample in samples]
+        results = [None] * len(tickets)
+        complete = self._loop.create_future()
+        self._batches.add(complete)
+        with tqdm(total=len(tickets), desc="scoring", unit="sample", delay=3, leave=False, disable=None) as bar:
 
-            async def one(index, ticket):
-                results[index] = await ticket.future
+            def arrived(index, future):
+                if complete.done():  # the batch has ended early
+                    return
+                try:
+                    results[index] = future.result()
+                    if on_result:
+                        on_result(index, results[index])
+                except BaseException as error:  # goes to the caller of score_batch
+                    complete.set_exception(error)
                 bar.update()
-                if on_result:
-                    on_result(index, results[index])
+                if bar.n == len(tickets) and not complete.done():
+                    complete.set_result(results)
 
-            tickets = [self._ticket(sample, self._loop) for sample in samples]
+            for index, ticket in enumerate(tickets):
+                ticket.future.add_done_callback(functools.partial(arrived, index))
             self._queue.extend(tickets)
             self._dispatch()
-            await asyncio.gather(*(one(index, ticket) for index, ticket in enumerate(tickets)))
-        return results
+            try:
+                return await complete if tickets else []
+            finally:
+                self._batches.discard(complete)
+                for ticket in tickets:
+                    ticket.future.cancel()  # in a batch that ended early: those not yet handed out never will be
 
     async def _start(self) -> bool:
         """Starts the workers side by side -> whether the function is sync. Raises ValueError with a worker's complaint."""
@@ -811,7 +832,8 @@ class RewardLoopManager:
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*others, *self._batches, return_exceptions=True)
+        await asyncio.sleep(0.01)  # lets the failed batches return before the loop stops
 
 
 class RateLimit:

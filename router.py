@@ -34,6 +34,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import sys
@@ -97,17 +98,13 @@ class Config:
             raise ValueError(f"--workers {' '.join(self.workers)}: the same server is given twice; name each once")
         if not urls and not self.allow_empty:
             raise ValueError("--workers: no server given; name at least one URL, or pass --allow-empty to add them later")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port {self.port}: must be 0 to 65535")
-        for name in ("max_attempts", "unhealthy_after", "max_body_mib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for name in ("health_interval", "health_timeout", "request_timeout", "connect_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be a positive number of seconds")
-        for name in ("queue_timeout", "drain_timeout"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more seconds")
+        least = dict(port=0, max_attempts=1, unhealthy_after=1, max_body_mib=1, health_interval=0.01, health_timeout=0.01,
+                     request_timeout=0.01, connect_timeout=0.01, queue_timeout=0, drain_timeout=0)
+        for name, lowest in least.items():
+            if not lowest <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
+        if self.port > 65535:
+            raise ValueError(f"--port {self.port}: must be at most 65535")
 
 
 def clean_url(text) -> str:
@@ -130,6 +127,7 @@ RETRIED = {500, 502, 503, 504}
 LOG = logging.getLogger("router")  # aiohttp's report of unhandled exceptions, less one traceback per malformed request
 LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 BUFFERED = 1 << 20  # bytes; a longer answer, or one of unknown length, is streamed and so cannot be retried
+BODY_SECONDS = 120  # for a request's body to arrive: clients that stop halfway, or send chunks nobody can read
 BUCKETS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1200)  # seconds, of the latency histogram
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NOT_TO_SERVER = HOP_BY_HOP | {"host", "content-length", "expect"}  # the client session writes its own
@@ -225,7 +223,7 @@ class Router:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
                           "choose another one") from None
         self.poller = asyncio.create_task(self.poll_forever())
-        return site._server.sockets[0].getsockname()[1]
+        return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Takes no new requests, waits up to drain_timeout for those in flight, then ends them."""
@@ -262,7 +260,10 @@ class Router:
     async def poll_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.health_interval)
-            await asyncio.gather(*(self.look_at(worker) for worker in self.workers.values()))
+            try:
+                await asyncio.gather(*(self.look_at(worker) for worker in self.workers.values()))
+            except Exception:  # without this loop no server would ever come back: report it and go on
+                LOG.exception("looking at the servers failed")
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy != healthy:
@@ -312,8 +313,9 @@ class Router:
                 return await self.forward(request, body)
         except TimeoutError:
             return error_response(504, f"no complete answer within {self.config.request_timeout:g} s (--request-timeout)")
-        except web.HTTPRequestEntityTooLarge:
-            response = error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
+        except (web.HTTPRequestEntityTooLarge, web.HTTPRequestTimeout) as error:
+            response = error_response(error.status, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)"
+                                      if error.status == 413 else f"the request body did not arrive within {BODY_SECONDS} s")
             response.force_close()
             return response
         finally:
@@ -324,7 +326,11 @@ class Router:
             raise web.HTTPRequestEntityTooLarge(self.config.max_body_mib << 20)
         if "Expect" in request.headers and request.version >= (1, 1):
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits for it with large bodies
-        return await request.read() if request.can_read_body else b""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read() if request.can_read_body else b""
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
 
     def choose(self, tried: list[Worker], suspects: list[Worker]) -> Worker | None:
         """The next healthy server by the policy: none that answered 500 to this request, one not tried yet if there is any."""
@@ -536,6 +542,8 @@ async def serve(config: Config) -> None:
 
 
 def main() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # two files per request in flight; 1,024 is the usual limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         config = tyro.cli(Config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:

@@ -19,9 +19,12 @@ positives are as varied as mathematics. It shows the mechanism and exercises eve
 """
 
 import json
+import math
 import multiprocessing
+import os
 import random
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,8 +146,17 @@ class Oversights:
     alarm: float = 0.0  # a right result is recomputed wrongly, and so flagged
 
 
-def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, oversights: Oversights) -> str:
-    """Recomputes line after line from the value stated before ("0:65+9=74?64 not") and stops at the first that differs."""
+def read_until_different(recomputed: int, stated: int) -> str:
+    """The digits of `stated` up to the first that differs: so a tiny model compares one digit with one digit."""
+    shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
+    return str(stated)[: shared + 1]
+
+
+def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, oversights: Oversights, stop: bool = True) -> str:
+    """Recomputes line after line from the value stated before ("0:65+9=74?6 not") and stops at the first that differs.
+
+    stop=False checks the lines after it as well, and gives no verdict: practice for a judge that learns to compare.
+    """
     value, checks, verdict = problem.start, [], -1
     for index, paragraph in enumerate(paragraphs):
         if index < len(problem.steps):
@@ -159,12 +171,19 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, 
         slip = rng.random()
         recomputed = stated if true != stated and slip < oversights.miss else max(wrong, 0) if true == stated and slip < oversights.alarm else true
         same = recomputed == stated
-        checks.append(f"{index}:{sum_}={recomputed}?{stated} {'ok' if same else 'not'}")
-        if not same:
+        checks.append(f"{index}:{sum_}={recomputed}?{read_until_different(recomputed, stated)} {'ok' if same else 'not'}")
+        if not same and stop:
             verdict = index
             break
         value = stated
-    return "\n".join(checks) + f"\n\\boxed{{{verdict}}}"
+    return "\n".join(checks) + (f"\n\\boxed{{{verdict}}}" if stop else "")
+
+
+# What the warm-started models go wrong in. The policy's slips are those of about 60 % right answers, most of them flawed;
+# the judge overlooks half of the wrong lines and sometimes raises a false alarm: reinforcement learning has something to mend.
+POLICY_SLIPS = Slips(carry=0.35, off=0.10, last=0.06)
+JUDGE_OVERSIGHTS = Oversights(miss=0.5, alarm=0.05)
+CONFUSED = Slips(carry=0.5, off=0.25, last=0.5)  # for learning to compare: every other line is wrong
 
 
 # ------------------------------------------------------------------------------------------------------ reward functions
@@ -224,6 +243,17 @@ def build_tokenizer(texts: list[str]):
     return fast
 
 
+def tokenizer_corpus(rng: random.Random) -> list[str]:
+    """Texts of every kind that the models read and write."""
+    texts = []
+    for _ in range(3000):
+        problem = random_problem(rng, rng.choice((REST, TOTAL)))
+        paragraphs = write_solution(problem, rng, POLICY_SLIPS)
+        critique = write_critique(problem, paragraphs, rng, JUDGE_OVERSIGHTS)
+        texts += [str(problem), "\n\n".join(paragraphs), critic_prompt(problem, paragraphs), critique]
+    return texts
+
+
 def policy_row(problem: Problem, data_source: str, split: str, index: int) -> dict:
     """A row of the schema for training or validating the policy."""
     return {
@@ -257,5 +287,258 @@ def critic_row(rng: random.Random, flawed: bool, split: str, index: int) -> dict
         "prompt": [{"role": "user", "content": critic_prompt(problem, paragraphs)}],
         "ability": "math_critic",
         "reward_model": {"style": "rule", "ground_truth": first_wrong_paragraph(str(problem), paragraphs)},
-        "extra_info": {"split": split, "index": index, "total_steps": len(paragraphs)},
+        "extra_info": {"split": split, "index": index, "question": str(problem), "total_steps": len(paragraphs)},
     }
+
+
+# ------------------------------------------------------------------------------------------------------------ warm start
+
+def new_model(vocab_size: int, seed: int):
+    """A Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        initializer_range=0.05,  # 0.02 learns visibly slower at this width
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progress) -> None:
+    """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
+
+    The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
+    """
+    import torch
+
+    verdicts = torch.tensor([token for word in (" ok", " not") for token in tokenizer.encode(word, add_special_tokens=False)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(steps):
+        cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
+        pairs = [[tokenizer.encode(text, add_special_tokens=False) for text in example] for example in (examples() for _ in range(16))]
+        ids = torch.zeros(len(pairs), max(len(prompt) + len(response) for prompt, response in pairs), dtype=torch.long)
+        counts = torch.zeros_like(ids, dtype=torch.bool)
+        for row, (prompt, response) in enumerate(pairs):
+            ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+            counts[row, len(prompt) : len(prompt) + len(response)] = True
+        hidden = model.model(ids).last_hidden_state[:, :-1][counts[:, 1:]]
+        targets = ids[:, 1:][counts[:, 1:]]
+        losses = torch.nn.functional.cross_entropy(model.lm_head(hidden), targets, reduction="none")
+        weights = torch.where(torch.isin(targets, verdicts), verdict_weight, 1.0)
+        loss = (losses * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress.update()
+        if step % 10 == 9:
+            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+def policy_phases(rng: random.Random):
+    """(what, steps, learning rate, last learning rate, weight of verdicts, examples) of the policy's warm start."""
+
+    def solve(slips):
+        problem = random_problem(rng, REST if rng.random() < 0.6 else TOTAL)
+        return chat(str(problem), "\n\n".join(write_solution(problem, rng, slips)))
+
+    return [
+        ("to solve", 700, 2e-3, 2e-4, 1.0, lambda: solve(Slips())),
+        ("to slip", 200, 1e-3, 1e-4, 1.0, lambda: solve(POLICY_SLIPS)),
+    ]
+
+
+def judge_phases(rng: random.Random):
+    """The same for the judge. It learns to add before it compares: with solutions at hand it would only learn to copy."""
+
+    def solve():
+        problem = random_problem(rng, REST)
+        return chat(str(problem), "\n\n".join(write_solution(problem, rng, Slips())))
+
+    def compare():  # every line is checked and every other one is wrong, whatever the answer: many verdicts to learn from
+        problem = random_problem(rng, REST)
+        paragraphs = write_solution(problem, rng, CONFUSED)
+        return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, Oversights(), stop=False))
+
+    def criticise(oversights):
+        problem, paragraphs = right_solution(rng, rng.random() < 0.5)
+        return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, oversights))
+
+    return [
+        ("to add", 400, 2e-3, 1.2e-3, 1.0, solve),
+        ("to compare", 400, 2e-3, 1.2e-3, 5.0, lambda: solve() if rng.random() < 0.3 else compare()),
+        ("to criticise", 300, 1.5e-3, 2e-4, 3.0, lambda: criticise(Oversights())),
+        ("to overlook", 150, 1e-3, 1e-4, 1.0, lambda: criticise(JUDGE_OVERSIGHTS)),
+    ]
+
+
+def chat(prompt: str, response: str) -> tuple[str, str]:
+    """The two halves of a conversation as the chat template writes them."""
+    return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
+
+
+def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
+    """Trains the policy or the judge on one thread (two would be slower for this size) and saves it in out_dir/name."""
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(1)
+    rng = random.Random(f"{seed}/{name}")
+    tokenizer = AutoTokenizer.from_pretrained(out_dir / name)
+    model = new_model(len(tokenizer), seed)
+    phases = policy_phases(rng) if name == "policy" else judge_phases(rng)
+    with tqdm(total=sum(phase[1] for phase in phases), desc=f"{name:6}", position=position, mininterval=2) as progress:
+        for what, steps, lr, final_lr, verdict_weight, examples in phases:
+            progress.set_description(f"{name:6} learns {what}")
+            fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progress)
+    model.save_pretrained(out_dir / name)
+
+
+def build(out_dir: Path, seed: int = 0) -> dict[str, int]:
+    """Writes the whole toy world into `out_dir`: parquet files, and the models in policy/ and judge/, trained side by side.
+
+    Returns the number of rows by file name. The same seed gives the same files.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"{seed}/rows")
+    files = {
+        "toy_train": [policy_row(random_problem(rng, REST), "toy", "train", i) for i in range(4096)],
+        "toy_test": [policy_row(random_problem(rng, REST), "toy", "test", i) for i in range(512)],
+        "toy_total_test": [policy_row(random_problem(rng, TOTAL), "toy_total", "test", i) for i in range(512)],
+        "fapo_critic_train": [critic_row(rng, i % 2 == 0, "train", i) for i in range(4096)],
+        "fapo_critic_test": [critic_row(rng, i % 2 == 0, "test", i) for i in range(512)],
+    }
+    for name, rows in files.items():
+        pq.write_table(pa.Table.from_pylist(rows), out_dir / f"{name}.parquet")
+        print(f"{out_dir / name}.parquet: {len(rows)} rows")
+    tokenizer = build_tokenizer(tokenizer_corpus(random.Random(f"{seed}/tokenizer")))
+    for name in ("policy", "judge"):
+        tokenizer.save_pretrained(out_dir / name)
+    context = multiprocessing.get_context("spawn")  # a forked torch may hang
+    trainings = [context.Process(target=warm_start, args=(name, out_dir, seed, i)) for i, name in enumerate(("judge", "policy"))]
+    for training in trainings:
+        training.start()
+    for training in trainings:
+        training.join()
+        if training.exitcode != 0:
+            raise RuntimeError(f"toy world: a warm start ended with exit code {training.exitcode}; its error stands above")
+    return {name: len(rows) for name, rows in files.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass
+class Config:
+    runs: Path
+    """Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one. Gets report.md and report.png."""
+
+
+COLOURS = {"baseline": "tab:red", "fapo": "tab:green"}
+PANELS = (
+    ("answer accuracy", "reward/acc", "val/toy/mean@1"),
+    ("flawed positives by the oracle\n(share of right answers with a wrong step)", "reward/oracle_flawed_positive_rate", "val/toy/oracle_flawed_positive_rate/mean@1"),
+    ("truly correct\n(right answer, no wrong step)", "reward/truly_correct", "val/toy/truly_correct/mean@1"),
+    ("flawed positives as the judge sees them", "reward/flawed_positive_rate", None),
+)  # fmt: skip
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """metrics.jsonl of a finished run. Raises OSError where there is none, ValueError where it was not evaluated twice."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise OSError(f"runs: {path} does not exist; run recipes/toy_demo.sh first")
+    metrics = [json.loads(line) for line in path.read_text().splitlines()]
+    if len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
+        raise ValueError(f"runs: {run} is not finished; its first and last line must hold an evaluation")
+    return metrics
+
+
+def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
+    """One panel a question, one line a run: thin as measured on the rollouts, thick smoothed, dots on held-out problems."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.2), constrained_layout=True, sharey=True)
+    for axis, (title, key, val_key) in zip(axes, PANELS):
+        for name, metrics in runs.items():
+            points = [(m["step"], m[key]) for m in metrics if key in m]
+            steps, values = zip(*points) if points else ((), ())
+            smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+            axis.plot(steps, values, color=COLOURS[name], alpha=0.25)
+            axis.plot(steps, smooth, color=COLOURS[name], linewidth=2, label={"baseline": "rule only", "fapo": "FAPO"}[name])
+            held_out = [(m["step"], m[val_key]) for m in metrics if val_key in m]
+            axis.plot(*zip(*held_out), "o", color=COLOURS[name]) if held_out else None
+        axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def policy_table(runs: dict[str, list[dict]]) -> str:
+    """Held-out numbers before, after the rule-only run and after FAPO, as Markdown."""
+    columns = []
+    for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
+        columns += [
+            (f"accuracy, {label}", f"val/toy/{way}"),
+            (f"flawed positives, {label}", f"val/toy/oracle_flawed_positive_rate/{way}"),
+            (f"truly correct, {label}", f"val/toy/truly_correct/{way}"),
+            (f"\"How many?\" accuracy, {label}", f"val/toy_total/{way}"),
+        ]
+    rows = {"before": runs["baseline"][0], "rule only": runs["baseline"][-1], "FAPO": runs["fapo"][-1]}
+    lines = ["| 512 held-out problems | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, metrics in rows.items():
+        lines.append(f"| {name} | " + " | ".join(f"{metrics[key]:.3f}" if key in metrics else "-" for _, key in columns) + " |")
+    return "\n".join(lines)
+
+
+def judge_table(metrics: list[dict]) -> str:
+    """The judge on held-out critiques before and after its own training, as Markdown. Half of the solutions are flawed."""
+    lines = ["| judge, 512 held-out solutions | recall | sound kept | precision | F1 | exact location |", "|---|---|---|---|---|---|"]
+    for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
+        for when, values in (("before", metrics[0]), ("after", metrics[-1])):
+            recall, kept, location = (values[f"val/fapo_critic/{key}/{way}"] for key in ("recall", "sound_kept", "location"))
+            precision = recall / (recall + 1 - kept) if recall else 0.0  # as many sound solutions as flawed ones
+            f1 = 2 * precision * recall / (precision + recall) if recall else 0.0
+            lines.append(f"| {when}, {label} | {recall:.3f} | {kept:.3f} | {precision:.3f} | {f1:.3f} | {location:.3f} |")
+    return "\n".join(lines)
+
+
+def report(runs: Path) -> str:
+    """Draws report.png and writes report.md into `runs`; returns the text. Raises OSError or ValueError for unfinished runs."""
+    policies = {name: read_metrics(runs / name) for name in ("baseline", "fapo")}
+    draw_runs(policies, runs / "report.png")
+    tables = [policy_table(policies)]
+    if (runs / "judge").is_dir():
+        tables.insert(0, judge_table(read_metrics(runs / "judge")))
+    text = "\n\n".join(tables)
+    (runs / "report.md").write_text(text + "\n")
+    return text
+
+
+def main() -> None:
+    import tyro
+
+    config = tyro.cli(Config, description="Draws the figure and the tables of finished demo runs.")
+    try:
+        print(report(config.runs))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    print(f"figure: {config.runs / 'report.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ def read(name: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
 
 
-# --- the box ---------------------------------------------------------------------------------------------------------------
+# --- the box ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_remove_boxed():
         scores.remove_boxed("boxed{1}")
 
 
-# --- the rule --------------------------------------------------------------------------------------------------------------
+# --- the rule ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,11 @@ def test_wrong_gold_solutions_are_wrong():
     assert {pair for pair in same if pair[0] != pair[1]} == {("5", "x=5")}
 
 
-# --- anything a model may write ----------------------------------------------------------------------------------------------
+# --- anything a model may write ---------------------------------------------------------------------------------------
 
-PIECES = ["\\boxed{", "{", "}", "\\", "$", "=", ",", "#### ", "\\frac", "\\sqrt", "\\text{", "\\left", "-1", "9" * 50, " ", "\n\n", "\0",
-          "\x1b", "\u2028", "\ud800", "½", "٣", "é", "</paragraph_0>", "{problem}", "%s", "{0}", "__import__('os')"]  # fmt: skip
+PIECES = ["\\boxed{", "{", "}", "\\", "$", "=", ",", "#### ", "\\frac", "\\sqrt", "\\text{", "\\left", "-1", "9" * 50,
+          " ", "\n\n", "\0", "\x1b", "\u2028", "\ud800", "½", "٣", "é", "</paragraph_0>", "{problem}", "%s", "{0}",
+          "__import__('os')"]  # fmt: skip
 
 
 def check_survives(text: str) -> None:
@@ -174,23 +175,24 @@ def test_fuzz():
         check_survives(text)
 
 
-@pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "{}", "\\boxed{}", "\n", " ", "\\frac", "$", "#### ", "####  ", "a ", "=", "9"])
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "{", "}", "{}", "\\boxed{}", "\n", " ", "\\frac", "$", "#### ", "####  ", "a ", "=", "9"]
+)
 def test_a_megabyte(piece):
     text = piece * (1_000_000 // len(piece))
     check_survives(text)
     check_survives(text + "}")
 
 
-# --- the judge's prompt and answer -------------------------------------------------------------------------------------------
+# --- the judge's prompt and answer ------------------------------------------------------------------------------------
 
 
 def test_critic_prompts_are_rebuilt_byte_by_byte():
     paragraphs_seen = 0
     for row in read("fapo_critic_100.jsonl"):
         prompt = row["prompt"][0]["content"]
-        problem, answer, tagged = re.fullmatch(
-            r".*?\[Math Problem\]\n\n(.*)\n\n\[Ground Truth\]\n\n(.*?)\n\n\[AI Solution\]\n\n(.*)\n\nYour task is .*", prompt, re.S
-        ).groups()
+        parts = r".*?\[Math Problem\]\n\n(.*)\n\n\[Ground Truth\]\n\n(.*?)\n\n\[AI Solution\]\n\n(.*)\n\nYour task is .*"
+        problem, answer, tagged = re.fullmatch(parts, prompt, re.S).groups()
         paragraphs = re.findall(r"^<paragraph_\d+>\n(.*?)\n</paragraph_\d+>$", tagged, re.S | re.M)
         assert len(paragraphs) == row["extra_info"]["total_steps"]
         assert scores.split_paragraphs("\n\n".join(paragraphs)) == paragraphs
@@ -239,13 +241,14 @@ def test_parse_critique_without_a_bound():
     assert scores.parse_critique("\\boxed{99}", None) == 99 and scores.parse_critique("\\boxed{-2}", None) is None
 
 
-# --- the judge over HTTP -------------------------------------------------------------------------------------------------------
+# --- the judge over HTTP ----------------------------------------------------------------------------------------------
 
 
 class Judge:
     """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever after.
 
-    An entry is the text of a critique, an HTTP status, or a dict sent as the JSON body; "hang" never answers.
+    An entry is the text of a critique, an HTTP status, a dict sent as the JSON body, or a function from the request's JSON to
+    one of them; "hang" never answers.
     """
 
     def __init__(self, *script):
@@ -259,6 +262,8 @@ class Judge:
     async def chat(self, request):
         self.requests.append(await request.json())
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if callable(entry):
+            entry = entry(self.requests[-1])
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
@@ -332,7 +337,7 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
     ]  # fmt: skip
     judge = Judge("\\boxed{-1}")
     score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, keep_critique=True)
-    assert {k: judge.requests[0][k] for k in ("model", "temperature", "max_tokens")} == {"model": "m", "temperature": 0.0, "max_tokens": 7}
+    assert judge.requests[0] | {"messages": None} == {"model": "m", "temperature": 0.0, "max_tokens": 7, "messages": None}
     assert judge.model_lookups == 0
 
 
@@ -400,7 +405,8 @@ def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
 
     async def main():
         async with judge.running():
-            results = await asyncio.gather(*(scores.compute_score_fapo("x", RIGHT, "42", EXTRA, judge.address) for _ in range(200)))
+            calls = [scores.compute_score_fapo("x", RIGHT, "42", EXTRA, judge.address) for _ in range(200)]
+            results = await asyncio.gather(*calls)
             assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 1
             judge.script = [404, "\\boxed{-1}"]  # the server was restarted with another model
             assert (await scores.ask_genrm("hello", judge.address))[0] == "http_error"
@@ -420,7 +426,7 @@ def test_every_event_loop_has_its_own_session():
     assert results == [0.0] * 4
 
 
-# --- training the judge ------------------------------------------------------------------------------------------------------
+# --- training the judge -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -439,7 +445,9 @@ def test_every_event_loop_has_its_own_session():
 )
 def test_genrm_score(text, truth, score, acc, pred):
     result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5}, anything=1)
-    assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth}
+    rates = {"recall": acc, "location": pred == truth, "sound_kept": None} if truth != -1 else {"sound_kept": acc}
+    assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth,
+                      "recall": None, "location": None} | rates  # fmt: skip
 
 
 @pytest.mark.parametrize(("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})])
@@ -448,41 +456,74 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
         scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info)
 
 
-# --- math-verify ---------------------------------------------------------------------------------------------------------------
+# --- math-verify ------------------------------------------------------------------------------------------------------
 
-has_math_verify = importlib.util.find_spec("math_verify") is not None
+FAKE_MATH_VERIFY = """
+import os, time
+def parse(text):
+    return text
+def verify(truth, pred):
+    print("noise that must not get among the answers")
+    if "hang" in pred:
+        time.sleep(3600)
+    if "die" in pred:
+        os._exit(1)
+    return truth == pred
+"""
+
+
+@pytest.fixture
+def fake_math_verify(tmp_path, monkeypatch):
+    """A path of modules that the grading child prefers; a new child before and after."""
+
+    def install(source: str):
+        (tmp_path / "math_verify.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(scores, "_grader", None)
+
+    yield install
+    if scores._grader is not None:
+        scores._grader.kill()
+        scores._grader.wait()
+
+
+def verified(pred: str, truth: str) -> dict:
+    return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
+
+
+def test_math_verify_in_its_own_process(fake_math_verify, monkeypatch):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    assert verified("1", "1") == {"score": 1.0, "acc": True, "pred": "1"}
+    assert verified("2", "1") == {"score": -1.0, "acc": False, "pred": "2"}
+    assert scores.compute_score("x", "no box", "1", verifier="math_verify")["score"] == -1.0
+    first = scores._grader
+    results = []  # from threads, where the library itself has no time limit
+    threads = [threading.Thread(target=lambda i=i: results.append(verified(str(i), "3")["acc"])) for i in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(results) == [False] * 5 + [True] and scores._grader is first
+    assert score_with(Judge("\\boxed{-1}"), verifier="math_verify")["score"] == 1.0
+
+    assert verified("die", "1") == {"score": None, "acc": False, "pred": "die", "verify_status": "failed"}
+    assert verified("1", "1")["acc"] and scores._grader is not first
+    second = scores._grader
+    with monkeypatch.context() as patch:
+        patch.setattr(scores, "GRADE_TIMEOUT_S", 0.2)
+        assert verified("hang", "1")["verify_status"] == "failed"
+    assert second.poll() is not None and verified("1", "1")["acc"]
+    assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}")["score"] is None
+
+
+def test_math_verify_missing(fake_math_verify):
+    fake_math_verify("raise ImportError('not here')")
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        verified("1", "1")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_math_verify, reason="math-verify is not installed")
-def test_math_verify(monkeypatch):
-    def equal(pred, truth):
-        return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
-
-    assert equal("\\frac{1}{2}", "0.5") == {"score": 1.0, "acc": True, "pred": "\\frac{1}{2}"}
-    assert not equal("\\frac{1}{3}", "0.5")["acc"]
-    assert not scores.compute_score("x", "no box", "1", verifier="math_verify")["acc"]
-
-    grader = scores._grader
-    results = []  # in threads, where the library itself has no time limit
-    threads = [threading.Thread(target=lambda i=i: results.append(equal(str(i), "3")["acc"])) for i in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert sorted(results) == [False] * 5 + [True] and scores._grader is grader
-
-    result = score_with(Judge("\\boxed{-1}"), verifier="math_verify", solution="\\boxed{84/2}")
-    assert (result["score"], result["genrm_status"]) == (1.0, "ok")
-
-    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 0.0)  # one that does not finish counts as wrong and is stopped
-    assert equal("(x+1)^{50}", "(1+x)^{50}") == {"score": -1.0, "acc": False, "pred": "(x+1)^{50}", "verify_status": "timeout"}
-    assert grader.poll() is not None
-    monkeypatch.undo()
-    assert equal("2", "2")["acc"]  # by a new child
-    assert not equal("9^{9^{9^{9^{9}}}}", "2")["acc"]  # neither an exception nor a hang
-    assert equal("3", "3")["acc"]
-
-
-@pytest.mark.skipif(has_math_verify, reason="math-verify is installed")
-def test_math_verify_missing():
-    with pytest.raises(ValueError, match="pip install math-verify"):
-        scores.compute_score("x", "\\boxed{1}", "1", verifier="math_verify")
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+def test_math_verify_itself():
+    assert verified("\\frac{1}{2}", "0.5")["acc"] and verified("84/2", "42")["acc"]
+    assert not verified("\\frac{1}{3}", "0.5")["acc"]
+    assert not verified("9^{9^{9^{9^{9}}}}", "2")["acc"]  # neither an exception nor a hang
+    assert verified("3", "3")["acc"]

@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+import router
 from router import Config, Router, clean_url
 
 ROUTER = Path(__file__).parent.parent / "router.py"
@@ -589,6 +590,22 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
     assert not [record for record in caplog.records if record.name == "router"]  # no exception went unhandled
 
 
+@pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["stops", "breaks"])
+def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
+    monkeypatch.setattr(router, "BODY_SECONDS", 0.2)
+
+    async def test():
+        async with Upstream() as up, Running(up) as it:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            await until(lambda: it.router.active)
+            writer.write(rest)
+            assert (await reader.readline()).split()[1] == b"408"
+            writer.close()
+            assert not up.seen
+    run(test())
+
+
 # ---- the command line --------------------------------------------------------------------------------------------------
 
 def command(*arguments):
@@ -660,6 +677,28 @@ def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
             assert time.monotonic() - begun < 10
             with pytest.raises(aiohttp.ClientError):
                 await asked
+    run(test())
+
+
+def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
+    async def test():
+        release = asyncio.Event()
+
+        async def wait(request, upstream):
+            await release.wait()
+            return web.Response()
+
+        async with Upstream(wait) as up, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            process = await asyncio.create_subprocess_exec(
+                "sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command("--port", "0", "--workers", up.url),
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
+            asked = [asyncio.create_task(client.post(url)) for _ in range(100)]
+            await until(lambda: len(up.seen) == 100)
+            release.set()
+            assert [(await task).status for task in asked] == [200] * 100
+            process.terminate()
+            await process.wait()
     run(test())
 
 

@@ -1,0 +1,330 @@
+"""How fast is router.py, and when does which policy win? Prints two Markdown tables.
+
+    python benchmarks/bench_router.py                                  # needs nginx for the upstreams (apt-get install nginx-light)
+    python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
+
+Table 1, proxying: --connections connections send POSTs of --body-bytes, one after the other, through each router to two
+nginx servers that answer at once; every router in turn, --rounds times, in one run, the median of the rounds. Requests/s,
+p50 and p99 latency, answers that were not 200, and CPU time per request of the router alone, the figure that drifts least.
+Besides router.py: the same load without a router, a bare aiohttp proxy (below; what the HTTP library costs without any of
+a router's duties), and the Rust routers of sglang and vllm where their paths are given or they are found on PATH.
+
+Table 2, policies: --skew-requests requests through round_robin and least_loaded to four fake servers that work on eight
+requests each at a time, with answer times from constant to heavily skewed (log-normal), and with one slow server. Both
+policies get the same answer times. Wall time until the last answer.
+
+Left out: TLS, streams, real models, routers on several cores.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import tyro
+from aiohttp import web
+
+try:
+    import uvloop
+except ImportError:
+    uvloop = None
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+@dataclass
+class Config:
+    """Speed of router.py and of its policies."""
+
+    connections: int = 64
+    """Connections of the load."""
+    body_bytes: int = 4096
+    """Bytes per request."""
+    seconds: float = 8.0
+    """Seconds per router and round."""
+    rounds: int = 3
+    """Rounds; the table shows the median."""
+    skew_requests: int = 2000
+    """Requests per policy and kind of answer times; 0 leaves out the second table."""
+    sglang_router: str = ""
+    """Python that can import sglang_router. Empty: this one if it can, else left out."""
+    vllm_router: str = ""
+    """The vllm-router program. Empty: that on PATH, else left out."""
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------------
+
+class Client(asyncio.Protocol):
+    """One connection that sends the same request again as soon as the answer is complete. Minimal, so that the load
+    generator takes little of the machine: it needs answers with a Content-Length."""
+
+    def __init__(self, data, latencies, bad):
+        self.data, self.latencies, self.bad, self.buffer, self.stopped = data, latencies, bad, b"", False
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.send()
+
+    def send(self):
+        self.begun = time.perf_counter()
+        self.transport.write(self.data)
+
+    def data_received(self, data):
+        self.buffer += data
+        head, found, body = self.buffer.partition(b"\r\n\r\n")
+        if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]):
+            return
+        self.latencies.append(time.perf_counter() - self.begun)
+        self.bad.append(head[:30]) if head[9:12] != b"200" else None
+        self.buffer = b""
+        if self.stopped:
+            self.transport.close()
+        else:
+            self.send()
+
+    def connection_lost(self, error):
+        if not self.stopped:
+            self.bad.append(b"connection lost")
+        self.ended.set_result(None)
+
+
+def chat_request(size: int) -> bytes:
+    """A chat completion request of `size` bytes; the Rust routers read it."""
+    start, end = b'{"model": "m", "messages": [{"role": "user", "content": "', b'"}]}'
+    return start + b"x" * max(1, size - len(start) - len(end)) + end
+
+
+async def load(port: int, config: Config, seconds: float) -> tuple[list[float], int, float]:
+    """(latencies in s, failures, seconds)"""
+    body = chat_request(config.body_bytes)
+    data = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" \
+           b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    latencies, bad = [], []
+    loop = asyncio.get_running_loop()
+    begun = time.perf_counter()
+    clients = [(await loop.create_connection(lambda: Client(data, latencies, bad), "127.0.0.1", port))[1]
+               for _ in range(config.connections)]
+    await asyncio.sleep(seconds)
+    for client in clients:
+        client.stopped = True
+    await asyncio.wait([client.ended for client in clients], timeout=10)
+    return latencies, len(bad), time.perf_counter() - begun
+
+
+# ---- what is measured --------------------------------------------------------------------------------------------------------
+
+async def bare_proxy(port: int, upstreams: list[str]) -> None:
+    """The least an aiohttp proxy can be: no retries, no health, no time limits, no streams."""
+    turn = 0
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async def handle(request):
+            nonlocal turn
+            turn += 1
+            body = await request.read()
+            headers = {name: value for name, value in request.headers.items() if name not in ("Host", "Content-Length")}
+            async with session.request(request.method, upstreams[turn % len(upstreams)] + request.path_qs, data=body,
+                                       headers=headers) as answer:
+                return web.Response(body=await answer.read(), status=answer.status,
+                                    headers={"Content-Type": answer.headers["Content-Type"]})
+
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.Event().wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start_nginx(folder: Path, port: int) -> subprocess.Popen:
+    settings = folder / f"{port}.conf"
+    settings.write_text(f"""daemon off; worker_processes 1; pid {folder}/{port}.pid; error_log {folder}/{port}.log;
+events {{ worker_connections 4096; }}
+http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 128k; keepalive_requests 100000000;
+server {{ listen 127.0.0.1:{port}; location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} }}""")
+    return subprocess.Popen(["nginx", "-c", str(settings)])
+
+
+def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
+    """name -> command that takes the port at its end"""
+    commands = {"router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
+                "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams]}
+    python = config.sglang_router or sys.executable
+    if subprocess.run([python, "-c", "import sglang_router"], capture_output=True).returncode == 0:
+        commands["sglang-router (Rust)"] = [python, "-m", "sglang_router.launch_router", "--policy", "round_robin", "--host",
+                                            "127.0.0.1", "--disable-circuit-breaker", "--log-level", "warn",
+                                            "--worker-urls", *upstreams, "--port"]
+    program = config.vllm_router or shutil.which("vllm-router")
+    if program:
+        commands["vllm-router (Rust)"] = [program, "--policy", "round_robin", "--host", "127.0.0.1", "--log-level", "warning",
+                                         "--worker-urls", *upstreams, "--port"]
+    return commands
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def wait_for(port: int, process: subprocess.Popen, limit: float = 60) -> None:
+    """Until POSTs are answered with 200."""
+    end = time.monotonic() + limit
+    async with aiohttp.ClientSession() as session:
+        while process.poll() is None and time.monotonic() < end:
+            try:
+                async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", data=chat_request(0),
+                                        headers={"Content-Type": "application/json"}) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+    raise OSError(f"{' '.join(map(str, process.args))}: no answer on port {port}; run it by hand to see why")
+
+
+async def compare_routers(config: Config) -> None:
+    if not shutil.which("nginx"):
+        raise OSError("nginx not found: apt-get install nginx-light")
+    with tempfile.TemporaryDirectory() as folder:
+        ports = [free_port(), free_port()]
+        servers = [start_nginx(Path(folder), port) for port in ports]
+        rows: dict[str, list] = {}
+        try:
+            for port, server in zip(ports, servers):
+                await wait_for(port, server)
+            commands = find_routers(config, [f"http://127.0.0.1:{port}" for port in ports])
+            for _ in range(config.rounds):
+                latencies, failures, seconds = await load(ports[0], config, config.seconds)
+                rows.setdefault("no router (nginx itself)", []).append((latencies, failures, seconds, 0.0))
+                for name, command in commands.items():
+                    port = free_port()
+                    process = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    try:
+                        await wait_for(port, process)
+                        await load(port, config, 1.0)  # warm up
+                        before = cpu_seconds(process.pid)
+                        latencies, failures, seconds = await load(port, config, config.seconds)
+                        rows.setdefault(name, []).append((latencies, failures, seconds, cpu_seconds(process.pid) - before))
+                    finally:
+                        process.terminate()
+                        process.wait()
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+    print(f"{config.connections} connections, {config.body_bytes} bytes, {config.rounds} rounds of {config.seconds:g} s, "
+          f"{os.cpu_count()} cores, uvloop {'yes' if uvloop else 'no'}\n")
+    print("| router | requests/s | p50 ms | p99 ms | failures | CPU ms per request |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, rounds in rows.items():
+        figures = []
+        for latencies, _, seconds, cpu in rounds:
+            ordered = sorted(latencies)
+            figures.append((len(ordered) / seconds, 1000 * ordered[len(ordered) // 2], 1000 * ordered[int(len(ordered) * 0.99)],
+                            1000 * cpu / len(ordered)))
+        rate, p50, p99, cpu = (statistics.median(column) for column in zip(*figures))
+        print(f"| {name} | {rate:,.0f} | {p50:.1f} | {p99:.1f} | {sum(one[1] for one in rounds)} | {cpu:.3f} |".replace(" 0.000 ", " - "))
+
+
+# ---- policies --------------------------------------------------------------------------------------------------------------------
+
+class FakeServer:
+    """Works on eight requests at a time; each takes the seconds that its path names, times `slowness`."""
+
+    def __init__(self, slowness: float):
+        self.slowness, self.slots = slowness, asyncio.Semaphore(8)
+
+    async def handle(self, request):
+        if request.raw_path == "/health":
+            return web.Response()
+        async with self.slots:
+            await asyncio.sleep(float(request.raw_path[1:]) * self.slowness)
+        return web.Response(text="done")
+
+
+async def time_policy(policy: str, slownesses: list[float], times: list[float]) -> float:
+    """Seconds until all are answered, 64 at a time."""
+    import router as ours
+    ours.say = lambda text: None  # no line per server and round
+    runners, urls = [], []
+    for slowness in slownesses:
+        runner = web.ServerRunner(web.Server(FakeServer(slowness).handle, access_log=None))
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        runners.append(runner)
+        urls.append(f"http://127.0.0.1:{port}")
+    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy))
+    port = await router.start()
+    waiting = iter(times)
+
+    async def client(session):
+        for seconds in waiting:
+            async with session.get(f"http://127.0.0.1:{port}/{seconds:.6f}") as answer:
+                if answer.status != 200:
+                    raise RuntimeError(f"{policy}: {answer.status} {await answer.text()}")
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        begun = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(64)))
+        spent = time.perf_counter() - begun
+    await router.stop()
+    for runner in runners:
+        await runner.cleanup()
+    return spent
+
+
+async def compare_policies(config: Config) -> None:
+    rng = random.Random(0)
+    mean = 0.05
+    cases = {"constant": (0.0, [1, 1, 1, 1]), "log-normal, sigma 0.5": (0.5, [1, 1, 1, 1]), "log-normal, sigma 1": (1.0, [1, 1, 1, 1]),
+             "log-normal, sigma 1.5": (1.5, [1, 1, 1, 1]), "constant, one server 3 times slower": (0.0, [1, 1, 1, 3]),
+             "log-normal, sigma 1, one server 3 times slower": (1.0, [1, 1, 1, 3])}
+    print(f"\n{config.skew_requests} requests, 64 at a time, four servers with eight slots, mean answer time {1000 * mean:.0f} ms, "
+          f"{config.rounds} rounds\n")
+    print("| answer times | at best s | round_robin s | least_loaded s | round_robin / least_loaded |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, (sigma, slownesses) in cases.items():
+        times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
+        best = sum(times) / (8 * sum(1 / slowness for slowness in slownesses))
+        spent = {policy: statistics.median([await time_policy(policy, slownesses, times) for _ in range(config.rounds)])
+                 for policy in ("round_robin", "least_loaded")}
+        print(f"| {name} | {best:.2f} | {spent['round_robin']:.2f} | {spent['least_loaded']:.2f} | "
+              f"{spent['round_robin'] / spent['least_loaded']:.2f} |", flush=True)
+
+
+async def measure(config: Config) -> None:
+    await compare_routers(config)
+    if config.skew_requests:
+        await compare_policies(config)
+
+
+def main() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        if sys.argv[1:2] == ["--bare-proxy"]:  # this script again, as one of the things it measures
+            runner.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
+            return
+        try:
+            runner.run(measure(tyro.cli(Config)))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Tests of evaluate_genrm.py: metrics worked out by hand, and whole runs against a real HTTP server that plays a script."""
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from test_compute_score import Judge
+
+from evaluate_genrm import (
+    Config,
+    flawed_positive_metrics,
+    judge_rows,
+    majority_vote,
+    processbench_metrics,
+    read_judge_rows,
+    report,
+)
+from prepare_data import Config as DataConfig
+from prepare_data import prepare
+
+REPO = Path(__file__).parent.parent
+
+
+def row(label, prediction, subset="math", correct=True):
+    return {"label": label, "prediction": prediction, "subset": subset, "final_answer_correct": correct}
+
+
+@pytest.mark.parametrize(
+    ("indices", "vote"),
+    [([1, 1, -1], 1), ([-1, 2, 2, -1], -1), ([None, None, 3], 3), ([None, None], None), ([], None), ([2, -1, None, -1], -1)],
+)
+def test_majority_vote(indices, vote):
+    assert majority_vote(indices) == vote
+
+
+def test_processbench_metrics():
+    rows = [row(2, 2), row(2, 1), row(0, -1), row(1, None), row(-1, -1), row(-1, None), row(-1, 0), row(-1, -1)]
+    metrics = processbench_metrics(rows + [row(3, 3, "gsm8k"), row(-1, -1, "gsm8k")])
+    # math: 1 of 4 errors found exactly, 2 of 4 correct ones called correct; an unparsable row is a miss in both
+    assert metrics["math"] == {"count": 8, "error": 0.25, "correct": 0.5, "f1": pytest.approx(2 * 0.25 * 0.5 / 0.75)}
+    assert metrics["gsm8k"] == {"count": 2, "error": 1.0, "correct": 1.0, "f1": 1.0}
+    assert processbench_metrics([row(1, 0), row(-1, 0)])["math"]["f1"] == 0.0
+    assert math.isnan(processbench_metrics([row(1, 1)])["math"]["f1"])
+
+
+def test_flawed_positive_metrics():
+    rows = [row(2, 0), row(1, 1), row(0, -1), row(3, None), row(-1, 4), row(-1, -1), row(-1, None), row(5, 5, correct=False)]
+    metrics = flawed_positive_metrics(rows)
+    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2; right about flawed or not: 2 + 1 of 7
+    assert metrics == pytest.approx({"count": 7, "precision": 2 / 3, "recall": 0.5, "f1": 4 / 7, "acc": 3 / 7})
+    assert math.isnan(flawed_positive_metrics([row(-1, -1)])["f1"])
+
+
+@pytest.fixture
+def bench(tmp_path) -> Path:
+    """Six rows of two subsets as prepare_data.py builds them; problem k of row k, labels -1 1 0 -1 2 -1."""
+    rows = [
+        {"id": f"{'gsm8k' if k < 3 else 'math'}-{k}", "generator": "g", "problem": f"Problem {k}", "label": label,
+         "steps": ["one", "two", "so \\boxed{7}"], "final_answer_correct": k != 4}
+        for k, label in enumerate([-1, 1, 0, -1, 2, -1])
+    ]  # fmt: skip
+    (tmp_path / "processbench.json").write_text(json.dumps(rows))
+    prepare(DataConfig(tasks=["processbench"], source_dir=tmp_path, out_dir=tmp_path))
+    return tmp_path / "processbench_test.parquet"
+
+
+def problem_of(request: dict) -> int:
+    return int(request["messages"][0]["content"].split("[Math Problem]\n\nProblem ")[1][0])
+
+
+def answer(request: dict) -> str:
+    """Exact on 0, 1 and 3; wrong paragraph on 2; exact on 4, no index on 5."""
+    return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][problem_of(request)]
+
+
+def run(judge: Judge, config: Config) -> list[dict]:
+    async def main():
+        async with judge.running():
+            config.router_address = judge.address
+            return await judge_rows(read_judge_rows(config.data), config)
+
+    return asyncio.run(main())
+
+
+def test_a_whole_run(bench, tmp_path):
+    judge = Judge(answer)
+    rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
+    assert len(judge.requests) == 18 and judge.model_lookups == 1
+    sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
+    assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
+    assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
+    assert all(len(row["critiques"]) == 3 for row in rows)
+    lines = [line.split() for line in report(rows).splitlines()]
+    assert ["gsm8k", "3", "50.0", "100.0", "66.7"] in lines
+    assert ["math", "3", "100.0", "50.0", "66.7"] in lines
+    assert ["average", "F1", "6", "66.7"] in lines
+    assert ["5", "100.0", "100.0", "100.0", "80.0"] in lines  # 2 flawed, both found; the unparsable one costs accuracy only
+    assert "unparsable: 16.7 % of the critiques, 16.7 % of the rows" in report(rows)
+    lengths = [len(text) for text in ("\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know")]
+    assert f"mean tokens per critique: {sum(lengths) / 6:.1f}" in report(rows) and "INCOMPLETE" not in report(rows)
+
+
+def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, concurrency=2)
+    rows = run(Judge(lambda request: 400 if problem_of(request) in (1, 4) else answer(request)), config)
+    assert [row["prediction"] for row in rows] == [-1, None, 2, -1, None, None]
+    text = report(rows)
+    assert "INCOMPLETE: requests failed: {'http_error': 4} of 12, one with: HTTP 400: no luck" in text
+    assert "\n2 rows are left out of the tables" in text
+    assert ["average", "F1", "4"] == [line.split() for line in text.splitlines() if "average" in line][0][:3]
+
+    progress = tmp_path / "c.jsonl"
+    assert len(progress.read_text().splitlines()) == 1 + 8
+    progress.write_text(progress.read_text()[:-5])  # as if the run had been killed in the middle of its last line
+    judge = Judge(answer)
+    rows = run(judge, config)
+    assert len(judge.requests) == 4 + 1 and {1, 4} <= set(map(problem_of, judge.requests))
+    assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
+    judge = Judge(answer)
+    assert run(judge, config) == rows and judge.requests == []
+    run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
+    assert len(judge.requests) == 6  # one more critique of each row
+
+    with pytest.raises(ValueError, match="--out: .*c.jsonl is from a run with other settings"):
+        run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
+
+
+def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
+    calls = []
+
+    def flaky(request):
+        calls.append(problem_of(request))
+        return 400 if calls.count(problem_of(request)) == 2 else answer(request)
+
+    rows = run(Judge(flaky), Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3))
+    assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
+    assert "{'http_error': 6} of 18" in report(rows) and "\n0 rows are left out" in report(rows)
+
+
+def test_limit_and_bad_files(bench, tmp_path):
+    assert len(read_judge_rows(bench, limit=2)) == 2
+    prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
+    with pytest.raises(ValueError, match="aime25_test.parquet, row 0: not a judge row"):
+        read_judge_rows(tmp_path / "aime25_test.parquet")
+
+
+def test_command_line(bench, tmp_path):
+    async def call(*arguments):
+        pipe = asyncio.subprocess.PIPE
+        command = [sys.executable, str(REPO / "evaluate_genrm.py"), *arguments]
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        out, err = await asyncio.wait_for(process.communicate(), 120)
+        return process.returncode, out.decode(), err.decode()
+
+    async def main():
+        arguments = ["--data", str(bench), "--out", str(tmp_path / "c.parquet"), "--n", "1"]
+        async with Judge(answer).running() as judge:
+            code, out, err = await call(*arguments, "--router-address", judge.address)
+        assert (code, "FlawedPositiveBench" in out) == (0, True), err
+        return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
+
+    code, out, err = asyncio.run(main())
+    assert code == 2 and err.startswith("error: --router-address") and "names no model" in err
+    rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
+    assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
+    assert rows[1]["critiques"] == [{"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1}]

@@ -1,0 +1,200 @@
+"""The toy world: problems, the oracle against hand-made texts, noisy solvers and critics, rows, tokenizer, report."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+import compute_score
+import prepare_data
+import toy_world
+from toy_world import REST, TOTAL, Oversights, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
+
+BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REST)  # 74, 66 (a borrow), 69
+QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+SOUND = ["65+9=74", "74-8=66", "66+3=69", r"Rest \boxed{4}"]
+
+
+def test_problem_text_and_its_inverse():
+    assert str(BEN) == QUESTION and BEN.answer == "4"
+    assert str(Problem("Ben", "eggs", 65, (9, -8, 3), TOTAL)).endswith("How many?")
+    assert Problem("Ben", "eggs", 65, (9, -8, 3), TOTAL).answer == "69"
+    rng = random.Random(0)
+    for _ in range(300):
+        problem = toy_world.random_problem(rng, rng.choice((REST, TOTAL)))
+        assert toy_world.parse_problem(str(problem)) == problem
+        value = problem.start
+        for step in problem.steps:
+            value += step
+            assert toy_world.LOWEST <= value <= toy_world.HIGHEST
+
+
+@pytest.mark.parametrize("text", ["", "Ben has eggs. Rest by 5?", QUESTION + " Please.", QUESTION.replace("Rest", "Ist")])
+def test_a_foreign_question_is_refused(text):
+    with pytest.raises(ValueError, match="question: not a problem of the toy world"):
+        toy_world.parse_problem(text)
+
+
+@pytest.mark.parametrize(
+    "left, step, result", [(65, 9, 64), (65, 4, None), (61, -8, 63), (68, -8, None), (95, 9, 94), (60, 5, None), (65, 5, 60)]
+)
+def test_forgotten_carry_is_off_by_ten(left, step, result):
+    assert toy_world.forgets_carry(left, step) == result
+
+
+@pytest.mark.parametrize(
+    "solution, index",
+    [
+        (SOUND, -1),
+        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], 0),  # forgotten carry: the answer is right all the same
+        (["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"], 1),  # forgotten borrow, likewise
+        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], 1),  # does not start from the stated value
+        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], 1),  # not the problem's step
+        (["65+9=74", "74+8=82", "82+3=85", r"Rest \boxed{0}"], 1),  # the wrong sign
+        (SOUND[:3] + [r"Rest \boxed{3}"], 3),
+        (SOUND[:3] + [r"Total \boxed{69}"], 3),  # answers another question
+        (SOUND[:3], 3),  # the last line is missing
+        (SOUND + ["65+9=74"], 4),  # a surplus line
+        (["65 + 9 = 74"] + SOUND[1:], 0),  # malformed
+        ([], 0),
+        (["65+9=74\n74-8=66"] + SOUND[2:], 0),  # two lines in one paragraph
+    ],
+)
+def test_oracle_by_hand(solution, index):
+    assert first_wrong_paragraph(QUESTION, solution) == index
+    assert first_wrong_paragraph(QUESTION, "\n\n".join(solution)) == index
+
+
+def test_oracle_takes_any_text():
+    rng = random.Random(0)
+    alphabet = "0123456789+-=\n {}\\boxedRstTal,.?\x00é٣"
+    for _ in range(3000):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 60)))
+        assert first_wrong_paragraph(QUESTION, text) in range(0, 5)
+
+
+def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
+    rng = random.Random(1)
+    carries = forgotten = 0
+    for _ in range(2000):
+        problem = toy_world.random_problem(rng, rng.choice((REST, TOTAL)))
+        assert first_wrong_paragraph(str(problem), write_solution(problem, rng, Slips())) == -1
+        lines = write_solution(problem, rng, Slips(carry=0.35))
+        value = problem.start
+        for step, line in zip(problem.steps, lines):
+            stated = int(line.split("=")[1])
+            if toy_world.forgets_carry(value, step) not in (None, -1):
+                carries += 1
+                forgotten += stated != value + step
+            value = stated
+        if problem.question == REST:  # forgotten carries never cost the answer
+            assert compute_score.compute_score("toy", lines[-1], problem.answer)["acc"]
+    assert carries > 2000 and abs(forgotten / carries - 0.35) < 0.03
+
+
+def test_critique_by_hand():
+    rng = random.Random(0)
+    assert write_critique(BEN, SOUND, rng, Oversights()) == (
+        "0:65+9=74?74 ok\n1:74-8=66?66 ok\n2:66+3=69?69 ok\n3:69 by 5=4?4 ok\n\\boxed{-1}"
+    )
+    flawed = ["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"]
+    assert write_critique(BEN, flawed, rng, Oversights()) == "0:65+9=74?74 ok\n1:74-8=66?7 not\n\\boxed{1}"
+    everything = write_critique(BEN, flawed, rng, Oversights(), stop=False)
+    assert everything == "0:65+9=74?74 ok\n1:74-8=66?7 not\n2:76+3=79?79 ok\n3:79 by 5=4?4 ok"
+    overlooked = write_critique(BEN, flawed, rng, Oversights(miss=1.0))
+    assert overlooked.splitlines()[1] == "1:74-8=76?76 ok" and overlooked.endswith("\\boxed{-1}")
+    alarmed = write_critique(BEN, SOUND, rng, Oversights(alarm=1.0))
+    assert alarmed.startswith("0:65+9=") and alarmed.endswith(" not\n\\boxed{0}")
+
+
+def test_critic_without_oversights_agrees_with_the_oracle():
+    rng = random.Random(2)
+    for i in range(500):
+        problem, paragraphs = toy_world.right_solution(rng, flawed=i % 2 == 0)
+        index = first_wrong_paragraph(str(problem), paragraphs)
+        assert (index >= 0) == (i % 2 == 0)
+        assert compute_score.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
+        critique = write_critique(problem, paragraphs, rng, Oversights())
+        assert compute_score.parse_critique(critique, len(paragraphs)) == index
+
+
+def test_rows_have_the_schema():
+    rng = random.Random(3)
+    problem = toy_world.random_problem(rng, REST)
+    critic_row = toy_world.critic_row(rng, True, "test", 1)
+    prepare_data.validate_rows([toy_world.policy_row(problem, "toy", "train", 0)], "toy policy")
+    prepare_data.validate_rows([critic_row], "toy critic")
+    assert critic_row["reward_model"]["ground_truth"] >= 0 and critic_row["prompt"][0]["content"].endswith("\nCheck:")
+
+
+def test_reward_functions():
+    info = {"question": QUESTION, "split": "train"}
+    flawed = "65+9=64\n\n64-8=56\n\n56+3=59\n\nRest \\boxed{4}"
+    cases = {"\n\n".join(SOUND): (1.0, False, True), flawed: (0.0, True, False), flawed.replace("{4}", "{3}"): (-1.0, False, False)}
+    for solution, (score, is_flawed, truly) in cases.items():
+        result = toy_world.compute_score_fapo_oracle("toy", solution, "4", info)
+        assert (result["score"], result["oracle_flawed_positive"], result["truly_correct"]) == (score, is_flawed, truly)
+        assert toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"] == score + 0.5 * is_flawed
+        baseline = asyncio.run(toy_world.compute_score_baseline("toy", solution, "4", info))
+        assert baseline["score"] == (1.0 if score >= 0 else -1.0) and baseline["oracle_flawed_positive"] == is_flawed
+
+
+def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path):
+    from transformers import AutoTokenizer
+
+    toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0))).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ["\n\n".join(SOUND), QUESTION, "Überraschung: 3²\t\x00"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.tokenize("64\n\n64") == tokenizer.tokenize("64") + ["ĊĊ"] + tokenizer.tokenize("64")
+    prompt, response = toy_world.chat(QUESTION, "x")
+    messages = [{"role": "user", "content": QUESTION}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer.encode(prompt, add_special_tokens=False)
+    assert response == "x" + tokenizer.eos_token
+    assert len(tokenizer) < 512
+
+
+def test_report_computes_its_numbers_from_the_runs(tmp_path):
+    def run(name, *metrics):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+
+    def critic(recall, kept):
+        return {f"val/fapo_critic/{k}/{w}": v for w in ("mean@1", "greedy") for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()}
+
+    with pytest.raises(OSError, match="does not exist"):
+        toy_world.report(tmp_path)
+    run("judge", {"step": 0} | critic(1.0, 0.0), {"step": 9} | critic(0.5, 1.0))
+    run("baseline", {"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5, "val/toy/mean@1": 0.75})
+    run("fapo", {"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5, "val/toy/mean@1": 0.875})
+    text = toy_world.report(tmp_path)
+    # Flag-everything: precision 1/2, F1 2/3; half of the flaws found without a false alarm: precision 1, F1 2/3.
+    assert "| before, T=1 | 1.000 | 0.000 | 0.500 | 0.667 | 0.100 |" in text
+    assert "| after, greedy | 0.500 | 1.000 | 1.000 | 0.667 | 0.100 |" in text
+    assert "| before | 0.250 |" in text and "| rule only | 0.750 |" in text and "| FAPO | 0.875 |" in text
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch):
+    """The first hundred steps of a warm start, twice: the same weights, and a loss far below chance."""
+    import torch
+
+    rng_tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    short = toy_world.policy_phases
+    monkeypatch.setattr(toy_world, "policy_phases", lambda rng: [(*short(rng)[0][:1], 100, *short(rng)[0][2:])])
+    weights = []
+    for run in ("a", "b"):
+        rng_tokenizer.save_pretrained(tmp_path / run / "policy")
+        toy_world.warm_start("policy", tmp_path / run, seed=0)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / run / "policy")
+        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+    prompt, response = toy_world.chat(QUESTION, "\n\n".join(SOUND))
+    ids = torch.tensor([rng_tokenizer.encode(prompt + response, add_special_tokens=False)])
+    assert model(ids, labels=ids).loss.item() < 4.0  # chance is log(365) = 5.9
+    assert sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.config.tie_word_embeddings
