@@ -31,7 +31,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,8 +81,8 @@ class Config:
     """Seconds that the router holds a request while no server is healthy; a restart takes a minute or more."""
     request_timeout: float = 3600.0
     """Seconds one request may take in all."""
-    api_key: str = field(default_factory=lambda: os.environ.get("ROUTER_API_KEY", ""))
-    """Key asked by router and servers. Better set as the environment variable ROUTER_API_KEY."""
+    api_key: str = ""
+    """Key asked by router and servers. Empty: the environment variable ROUTER_API_KEY, which is the better place."""
     log_dir: Path = Path("outputs/genrm_logs")
     """Folder of the logs: server_0.log, ..., router.log."""
     startup_timeout: float = 1800.0
@@ -171,18 +171,24 @@ for group in groups:
         pass
 """
 _guard: subprocess.Popen | None = None
+_groups: set[int] = set()
 _guard_lock = threading.Lock()
 
 
-def tell_guard(text: str) -> None:
+def tell_guard(sign: str, group: int) -> None:
+    """Adds ("+") or removes ("-") a process group."""
     global _guard
     with _guard_lock:
-        if _guard is None:
+        (_groups.add if sign == "+" else _groups.discard)(group)
+        try:
+            if _guard is None:
+                raise BrokenPipeError
+            _guard.stdin.write(f"{sign}{group}\n")
+        except BrokenPipeError:  # none yet, or somebody has killed it
             _guard = subprocess.Popen([sys.executable, "-S", "-c", GUARD], stdin=subprocess.PIPE, text=True, bufsize=1,
                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
             _guard.wait()  # the part that forked; the fork keeps reading
-        _guard.stdin.write(text + "\n")
-        _guard.stdin.flush()
+            _guard.stdin.write("".join(f"+{group}\n" for group in _groups))
 
 
 class Process:
@@ -195,7 +201,7 @@ class Process:
             self.child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file,
                                           stderr=subprocess.STDOUT, start_new_session=True)
         self.log = log
-        tell_guard(f"+{self.child.pid}")
+        tell_guard("+", self.child.pid)
 
     def alive(self) -> bool:
         return self.child.poll() is None
@@ -213,7 +219,7 @@ class Process:
         except ProcessLookupError:
             pass
         self.child.wait()
-        tell_guard(f"-{self.child.pid}")
+        tell_guard("-", self.child.pid)
 
     def output(self) -> str:
         """What this process has written, the last 64 KiB of it."""
@@ -238,7 +244,7 @@ class VllmServer:
         self.reserved.bind((self.host, 0))
         self.url = f"http://{self.host}:{self.reserved.getsockname()[1]}"
 
-    def start(self, device: str, part: int, parts: int, gpus: list[int] | None) -> str:
+    def start(self, device: str, part: int, parts: int, gpus: list[str] | None) -> str:
         """Starts the process (again) and returns its URL. It gets the `part`-th of `parts` shares of the cores on CPU, else
         `gpus`; None means that CUDA_VISIBLE_DEVICES is right already."""
         config = self.config
@@ -264,7 +270,7 @@ class VllmServer:
         else:
             command += ["--dtype", config.dtype or "auto"]
             if gpus is not None:
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             if config.sleep_mode:
                 command += ["--enable-sleep-mode"]
         if config.control_endpoints or (config.sleep_mode and device == "cuda"):
@@ -306,7 +312,7 @@ class Slot:
     server: object  # VllmServer, or the handle of an actor of it
     part: int  # on CPU: which of the
     parts: int  # shares of the machine's cores
-    gpus: list[int] | None = None  # None in Ray, which sets CUDA_VISIBLE_DEVICES
+    gpus: list[str] | None = None  # None in Ray, which sets CUDA_VISIBLE_DEVICES
     state: str = "down"  # down -> starting -> ready -> down ...; at the end "given up"
     url: str = ""
     since: float = 0.0  # when it entered the state
@@ -325,9 +331,9 @@ class ModelServers:
 
     def __init__(self, config: Config, name: str = "", slots: list[Slot] | None = None, device: str = "", wait: bool = True):
         config.check()
-        self.config, self.label = config, f"[{name}] " if name else ""
+        self.config, self.label = with_key(config), f"[{name}] " if name else ""
         self.device = device or find_device(config)
-        self.slots = slots or local_slots(config, self.device)
+        self.slots = slots or local_slots(self.config, self.device)
         self.router_process: Process | None = None
         self.router_port = config.port
         self.failure = ""  # why the start failed
@@ -363,8 +369,7 @@ class ModelServers:
         return [slot.url for slot in self.slots]
 
     def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 15.0) -> tuple[int, str]:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
-        return http(method, f"http://{host}:{self.router_port}{path}", body, self.config.api_key, timeout)
+        return http(method, f"http://{self.router_address}{path}", body, self.config.api_key, timeout)
 
     def start_router(self) -> None:
         config = self.config
@@ -530,6 +535,10 @@ class ModelServers:
                 thread.join()
 
 
+def with_key(config: Config) -> Config:
+    return replace(config, api_key=config.api_key or os.environ.get("ROUTER_API_KEY", ""))
+
+
 def find_device(config: Config) -> str:
     """"cuda" or "cpu"."""
     if config.device != "auto":
@@ -543,10 +552,11 @@ def local_slots(config: Config, device: str) -> list[Slot]:
     count, size = config.num_servers, config.tensor_parallel_size
     if device == "cpu":
         return [Slot(VllmServer(config, i), part=i, parts=count) for i in range(count)]
-    gpus = parse_ids(config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""), "--gpus")
+    named = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES", "")  # the variable may hold long names (GPU-6f...)
+    gpus = named.split(",") if named else []
     if not gpus:
         import torch
-        gpus = list(range(torch.cuda.device_count()))
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
     if len(gpus) < size * count:
         raise ValueError(f"--num-servers {count} --tensor-parallel-size {size}: needs {size * count} GPUs, there are {len(gpus)}"
                          "; lower one of them or name more in --gpus")
@@ -560,8 +570,8 @@ class RewardModelManager:
 
     `RewardModelManager({"genrm": Config(model=..., port=0), "rm": Config(model=..., task="classify", port=0)})` blocks
     until all are ready, and initialises Ray if that has not been done. The placement group spreads the servers over the
-    nodes; each reserves its GPUs, or `ray_cpus` CPUs. On a cluster of several nodes a router whose host is 127.0.0.1
-    listens on the driver's node address instead, because workers on other nodes have to reach it.
+    nodes; each reserves its GPUs, or `ray_cpus` CPUs. On a cluster of several nodes the routers listen on the address of
+    the driver's node instead of 127.0.0.1, and so do servers on other nodes: they have to reach each other.
 
     `router_addresses` maps each name to "host:port"; `router_address` is that of the first. Raises what ModelServers raises,
     and RuntimeError when the cluster has no room for the servers.
@@ -583,9 +593,10 @@ class RewardModelManager:
                        "cuda" if ray.cluster_resources().get("GPU") else "cpu" for name, config in models.items()}
             if sum(node["Alive"] for node in ray.nodes()) > 1:
                 address = ray.util.get_node_ip_address()
-                models = {name: replace(config, host=address) if config.host == "127.0.0.1" else config
+                models = {name: replace(config, host=address) if config.host in ("127.0.0.1", "0.0.0.0") else config
                           for name, config in models.items()}
-            models = {name: replace(config, log_dir=Path(config.log_dir).absolute() / name) for name, config in models.items()}
+            models = {name: replace(with_key(config), log_dir=Path(config.log_dir).absolute() / name)
+                      for name, config in models.items()}
             slots = self.place(models, devices, placement_timeout)
             for name, config in models.items():  # all start at the same time
                 self.models[name] = ModelServers(config, name, slots[name], devices[name], wait=False)
@@ -655,25 +666,24 @@ def main() -> None:
     def end(number, frame):
         raise SystemExit(0)
 
+    def on_signals(action):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, action)
+
     try:
         config = tyro.cli(Config, args=argv[:at])
         config.vllm_args = tuple(argv[at + 1:])
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, end)
+        on_signals(end)
         servers = ModelServers(config)
         while not servers.given_up():
             time.sleep(1)
         print("error: every server was given up", file=sys.stderr)
         raise SystemExit(1)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running
+        on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running
         if servers is not None:
             servers.shutdown()
 

@@ -310,6 +310,8 @@ class Config:
     """Take the data sets from files in this directory instead of the hub; ~ is expanded."""
     seed: int = 0
     """For the order of GPQA's choices, and for the toy world."""
+    toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
+    """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four."""
     repeat: int = 1
     """Write all rows this many times over. For exchange with verl, which averages over k answers by k copies; the trainer
     here does not need it (--val-n)."""
@@ -400,7 +402,7 @@ def prepare(config: Config) -> dict[str, int]:
     if "toy" in config.tasks:
         import toy_world  # here, because it loads torch
 
-        toy_world.build(out_dir=config.out_dir, seed=config.seed)
+        toy_world.build(config.out_dir, config.seed, config.toy_models)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others are in {config.out_dir}")
     return counts

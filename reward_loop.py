@@ -314,6 +314,7 @@ class GradingPool:
             more = min(int(QUICK_BATCH_S / self.mean_s), self.queue.qsize() // len(self.tasks))
             batch.extend(self.queue.get_nowait() for _ in range(more))
             process = await self._grade_batch(process, batch)
+        self.tasks.discard(asyncio.current_task())  # now, not when the task is done: two must not leave on the same count
         self._kill(process)
 
     async def _grade_batch(self, process, batch):
@@ -661,6 +662,7 @@ class RewardLoopManager:
 
         tickets = [self._ticket(sample, self._loop) for sample in samples]
         results = [None] * len(tickets)
+        left = set(range(len(tickets)))
         complete = self._loop.create_future()
         self._batches.add(complete)
         with tqdm(total=len(tickets), desc="scoring", unit="sample", delay=3, leave=False, disable=None) as bar:
@@ -675,7 +677,8 @@ class RewardLoopManager:
                 except BaseException as error:  # goes to the caller of score_batch
                     complete.set_exception(error)
                 bar.update()
-                if bar.n == len(tickets) and not complete.done():
+                left.discard(index)
+                if not left and not complete.done():
                     complete.set_result(results)
 
             for index, ticket in enumerate(tickets):

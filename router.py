@@ -50,7 +50,7 @@ from yarl import URL
 
 try:
     import uvloop
-except ImportError:  # about 40 % slower without it, otherwise the same
+except ImportError:  # slower without it, otherwise the same
     uvloop = None
 
 
@@ -86,9 +86,9 @@ class Config:
     """Largest request body in MiB; above it 413."""
     drain_timeout: float = 8.0
     """Seconds that requests in flight get to end after Ctrl-C or SIGTERM."""
-    api_key: str = field(default_factory=lambda: os.environ.get("ROUTER_API_KEY", ""))
-    """Key that clients send as "Authorization: Bearer KEY" (/health excepted); passed on to the servers. Better set as the
-    environment variable ROUTER_API_KEY, which does not show in the process list."""
+    api_key: str = ""
+    """Key that clients send as "Authorization: Bearer KEY" (/health excepted); passed on to the servers. Empty: the environment
+    variable ROUTER_API_KEY, which is the better place, as it does not show in the process list."""
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
@@ -183,6 +183,7 @@ class Router:
     def __init__(self, config: Config):
         config.check()
         self.config = config
+        self.api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.turns = itertools.count(1)
         self.some_healthy = asyncio.Event()
@@ -289,9 +290,9 @@ class Router:
         path = request.raw_path.partition("?")[0]
         if path == "/health":
             return self.get_health()
-        if self.config.api_key:
+        if self.api_key:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, b"Bearer " + self.config.api_key.encode()):
+            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
                 return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
                                       WWW_Authenticate="Bearer")
         if self.stopping:
@@ -503,7 +504,7 @@ class Router:
         lines = []
         for name, kind, key, what in (
                 ("router_requests_total", "counter", "requests", "Attempts sent to this server."),
-                ("router_failures_total", "counter", "failures", "Attempts this server did not answer, or answered 500, 502, 503, 504."),
+                ("router_failures_total", "counter", "failures", "Attempts not answered, or with 500, 502, 503 or 504."),
                 ("router_retries_total", "counter", "retries", "Attempts sent here because another attempt had failed."),
                 ("router_in_flight", "gauge", "in_flight", "Requests this server is working on."),
                 ("router_healthy", "gauge", "healthy", "1 while the server is in the rotation.")):

@@ -93,19 +93,30 @@ class Slips:
     carry: float = 0.0  # a carry or borrow is forgotten: off by ten, which "Rest by 5?" never notices
     off: float = 0.0  # off by one or two: costs the answer nearly always
     last: float = 0.0  # a wrong last line
+    fives: float = 0.0  # off by 5, 10 or 20 for no reason at all
+    misread: float = 0.0  # the line starts from another value, or applies another step, 5 or 10 away
 
 
 def write_solution(problem: Problem, rng: random.Random, slips: Slips) -> list[str]:
     """A solution as paragraphs, with slips. A slip is carried on: the next line starts from what was stated."""
     value, lines = problem.start, []
     for step in problem.steps:
-        result, forgotten = value + step, forgets_carry(value, step)
+        left, operand = value, abs(step)
+        if rng.random() < slips.misread:
+            if rng.random() < 0.5:
+                left = abs(left + rng.choice((-10, -5, 5, 10)))
+            else:
+                operand += -5 if operand > 5 else 5
+        signed = operand if step > 0 else -operand
+        result, forgotten = left + signed, forgets_carry(left, signed)
         if forgotten is not None and rng.random() < slips.carry:
             result = forgotten
         elif rng.random() < slips.off:
             result += rng.choice((-2, -1, 1, 2))
+        elif rng.random() < slips.fives:
+            result += rng.choice((-20, -10, -5, 5, 10, 20))
         result = max(result, 0)
-        lines.append(f"{value}{'+' if step > 0 else '-'}{abs(step)}={result}")
+        lines.append(f"{left}{'+' if step > 0 else '-'}{operand}={result}")
         value = result
     answer = value % 5 if problem.question == REST else value
     if rng.random() < slips.last:
@@ -179,11 +190,14 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, 
     return "\n".join(checks) + (f"\n\\boxed{{{verdict}}}" if stop else "")
 
 
-# What the warm-started models go wrong in. The policy's slips are those of about 60 % right answers, most of them flawed;
-# the judge overlooks half of the wrong lines and sometimes raises a false alarm: reinforcement learning has something to mend.
+# What the warm-started models go wrong in: the policy's slips are those of about 60 % right answers, most of them flawed; the
+# judge overlooks half of the wrong lines and sometimes raises a false alarm, so that reinforcement learning can mend it.
 POLICY_SLIPS = Slips(carry=0.35, off=0.10, last=0.06)
 JUDGE_OVERSIGHTS = Oversights(miss=0.5, alarm=0.05)
-CONFUSED = Slips(carry=0.5, off=0.25, last=0.5)  # for learning to compare: every other line is wrong
+# What the judge learns from has flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten carries only,
+# it overlooks "82-2=70" (nothing to borrow), and the policy finds that out within twenty steps.
+CRITIC_SLIPS = Slips(carry=0.25, off=0.05, last=0.05, fives=0.08, misread=0.06)
+CONFUSED = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)  # practice in comparing: every other line is wrong
 
 
 # ------------------------------------------------------------------------------------------------------ reward functions
@@ -269,7 +283,7 @@ def right_solution(rng: random.Random, flawed: bool) -> tuple[Problem, list[str]
     """A problem and a solution with the right answer, sound or flawed as asked: what FAPO-Critic consists of."""
     while True:
         problem = random_problem(rng, REST)
-        paragraphs = write_solution(problem, rng, POLICY_SLIPS if flawed else Slips())
+        paragraphs = write_solution(problem, rng, CRITIC_SLIPS if flawed else Slips())
         answered = scores.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
         if answered and (first_wrong_paragraph(str(problem), paragraphs) >= 0) == flawed:
             return problem, paragraphs
@@ -399,8 +413,8 @@ def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
     model.save_pretrained(out_dir / name)
 
 
-def build(out_dir: Path, seed: int = 0) -> dict[str, int]:
-    """Writes the whole toy world into `out_dir`: parquet files, and the models in policy/ and judge/, trained side by side.
+def build(out_dir: Path, seed: int = 0, models: tuple[str, ...] = ("policy", "judge")) -> dict[str, int]:
+    """Writes the toy world into `out_dir`: parquet files, and the models in policy/ and judge/, trained side by side.
 
     Returns the number of rows by file name. The same seed gives the same files.
     """
@@ -421,10 +435,10 @@ def build(out_dir: Path, seed: int = 0) -> dict[str, int]:
         pq.write_table(pa.Table.from_pylist(rows), out_dir / f"{name}.parquet")
         print(f"{out_dir / name}.parquet: {len(rows)} rows")
     tokenizer = build_tokenizer(tokenizer_corpus(random.Random(f"{seed}/tokenizer")))
-    for name in ("policy", "judge"):
+    for name in models:
         tokenizer.save_pretrained(out_dir / name)
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
-    trainings = [context.Process(target=warm_start, args=(name, out_dir, seed, i)) for i, name in enumerate(("judge", "policy"))]
+    trainings = [context.Process(target=warm_start, args=(name, out_dir, seed, i)) for i, name in enumerate(models)]
     for training in trainings:
         training.start()
     for training in trainings:

@@ -34,7 +34,7 @@ done
 policy() {  # policy NAME REWARD_FUNCTION
   python grpo_trainer.py --model data/toy/policy --out-dir "$RUNS/$1" --seed "$SEED" \
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
-    --reward-fn "$2" --reward-kwargs '{"prompt_style": "brief", "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
+    --reward-fn "$2" --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
     --lr 3e-4 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 }

@@ -164,8 +164,8 @@ def test_gpu_servers_and_a_classifier(stand_in):
 
 
 @pytest.mark.parametrize("changes, expected", [
-    (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"), (dict(num_servers=0), "--num-servers 0"),
-    (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"), (dict(hang_timeout=0), "--hang-timeout"),
+    (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"),
+    (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"), (dict(hang_timeout=0), "--hang-timeout"),
     (dict(device="cuda", gpus="0", num_servers=2), "needs 2 GPUs, there are 1")])
 def test_bad_settings(stand_in, changes, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
@@ -252,9 +252,9 @@ def test_sleep_and_wake(stand_in, capfd):
 # ---- the command line --------------------------------------------------------------------------------------------------------
 
 def start_command(model, *arguments):
-    return subprocess.Popen([sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0", "--device", "cpu",
-                             "--log-dir", str(model.parent / "logs"), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+    return subprocess.Popen([sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
+                             "--device", "cpu", "--log-dir", str(model.parent / "logs"), *arguments],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def read_addresses(process):
@@ -304,7 +304,8 @@ ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driv
 from genrm_server import Config, RewardModelManager
 def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
 manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
-print("up", manager.router_addresses["genrm"], manager.router_addresses["rm"], manager.router_address, manager.sleep(), flush=True)
+addresses = manager.router_addresses
+print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
 sys.stdin.readline()
 manager.shutdown()
 manager.shutdown()
@@ -316,7 +317,8 @@ sys.stdin.readline()
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["shutdown", "crash"])
 def test_named_models_in_ray(stand_in, end):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True)
     try:
         line = next(line for line in driver.stdout if line.startswith("up"))
         _, genrm, rm, first, slept = line.split()
