@@ -13,7 +13,8 @@ What is covered, top to bottom:
     evaluation, checkpoints, logs, plots
 What is left out: several GPUs for the policy, KL to a reference model, rollouts on vLLM, dynamic sampling.
 
-Names carry shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest, N tokens in a row, H hidden, V vocabulary.
+Names carry shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest, N tokens in a row,
+H hidden, V vocabulary.
 Four words for four things: score (the function's), penalty (length), reward (their sum), advantage (reward within its group).
 """
 
@@ -30,7 +31,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 import tyro
@@ -95,6 +95,8 @@ class Config:
     # Algorithm
     lr: float = 1e-6
     """Learning rate of AdamW, constant after the warm-up."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates. A short run with a high learning rate is steadier with 0.9 0.95."""
     lr_warmup_steps: int = 10
     """Steps over which the learning rate rises linearly."""
     weight_decay: float = 0.1
@@ -176,7 +178,16 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
 
 
 def compute_policy_loss(
-    logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28, clip_c=10.0, rollout_logprobs=None, tis_cap=None
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    num_tokens,
+    clip_low=0.2,
+    clip_high=0.28,
+    clip_c=10.0,
+    rollout_logprobs=None,
+    tis_cap=None,
 ):
     """The clipped policy loss, a token mean over the global `num_tokens` (GRPO with DAPO's clip-higher, dual clip).
 
@@ -218,7 +229,18 @@ overlong_penalty = reward_loop.overlong_penalty  # the Reward Loop adds it to th
 
 @torch.no_grad()
 def rollout_hf(
-    model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, batch_size=512, on_finished=None, progress=None
+    model,
+    prompts,
+    group_size,
+    *,
+    max_response_length,
+    temperature,
+    top_p=1.0,
+    eos_ids,
+    generator,
+    batch_size=512,
+    on_finished=None,
+    progress=None,
 ):
     """Samples `group_size` responses to each prompt with the model in this process.
 
@@ -442,7 +464,7 @@ def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict
     rows = config.mini_batch_size * config.group_size
     total = len(batch["responses"])
     needs_entropy = config.entropy_coef != 0
-    metrics, norms, diffs, entropies, weights = {}, [], [], [], []
+    metrics, norms, diffs, entropies = {}, [], [], []
 
     def passes(indices):
         """Micro-batches of the samples that matter: their indices, log-probabilities, entropies, and the mask."""
@@ -461,7 +483,7 @@ def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict
     old = {}
     if total > rows:
         with torch.no_grad():
-            for part, logprobs, _, mask in passes(range(rows, total)):
+            for part, logprobs, _, _ in passes(range(rows, total)):
                 old.update({i: logprobs[k] for k, i in enumerate(part)})
     for start in range(0, total, rows):
         indices = range(start, min(start + rows, total))
@@ -470,15 +492,26 @@ def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict
         has_gradient = False
         for part, logprobs, entropy, mask in passes(indices):
             shape = logprobs.shape[1]
-            old_logprobs = logprobs.detach() if start == 0 else torch.stack(
-                [torch.nn.functional.pad(old[i], (0, shape))[:shape] for i in part]
+            old_logprobs = (
+                logprobs.detach()
+                if start == 0
+                else torch.stack([torch.nn.functional.pad(old[i], (0, shape))[:shape] for i in part])
             )
             rollout = torch.tensor(
                 [batch["rollout_logprobs"][i] + [0.0] * (shape - len(batch["rollout_logprobs"][i])) for i in part], device=device
             )
             advantages = torch.tensor([batch["advantages"][i] for i in part], device=device)
             loss, parts = compute_policy_loss(
-                logprobs, old_logprobs, advantages, mask, num_tokens, config.clip_low, config.clip_high, config.clip_c, rollout, config.tis_cap
+                logprobs,
+                old_logprobs,
+                advantages,
+                mask,
+                num_tokens,
+                config.clip_low,
+                config.clip_high,
+                config.clip_c,
+                rollout,
+                config.tis_cap,
             )
             if needs_entropy:
                 loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
@@ -515,7 +548,9 @@ def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
             raise ValueError(f"{path}: column {column!r} is missing (it has {', '.join(rows[0])}); write it with prepare_data.py")
     kept = []
     for row in rows:
-        row["prompt_ids"] = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        row["prompt_ids"] = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         if len(row["prompt_ids"]) <= config.max_prompt_length:
             kept.append(row)
     if len(kept) < len(rows):
@@ -557,9 +592,9 @@ def evaluate(model, rows, scorer: Scorer, config: Config, eos_ids, step: int, n:
 
     with tqdm(total=len(submitted), desc=f"evaluation {step}", leave=False, disable=None) as progress:
         rollout_hf(
-            model, [row["prompt_ids"] for row in rows], n, max_response_length=config.max_response_length, temperature=temperature,
-            top_p=config.val_top_p, eos_ids=eos_ids, generator=generator, batch_size=config.rollout_batch_size,
-            on_finished=finished, progress=progress,
+            model, [row["prompt_ids"] for row in rows], n, max_response_length=config.max_response_length,
+            temperature=temperature, top_p=config.val_top_p, eos_ids=eos_ids, generator=generator,
+            batch_size=config.rollout_batch_size, on_finished=finished, progress=progress,
         )  # fmt: skip
     results = scorer.collect(submitted)
     metrics = {}
@@ -578,7 +613,9 @@ def evaluate(model, rows, scorer: Scorer, config: Config, eos_ids, step: int, n:
                 key += "_rate"
             metrics[f"{name}/{key}/{label}"] = mean(column)
         if n > 1:
-            answers = [[(r["reward_extra_info"].get("pred"), bool(r["reward_extra_info"].get("acc"))) for r in group] for group in of_row]
+            answers = [
+                [(r["reward_extra_info"].get("pred"), bool(r["reward_extra_info"].get("acc"))) for r in group] for group in of_row
+            ]
             majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers]
             metrics[f"{name}/maj@{n}"] = mean(majority)
             metrics[f"{name}/pass@{n}"] = mean(pass_at_k(n, sum(right for _, right in group), n) for group in answers)
@@ -619,7 +656,9 @@ class Log:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.folder / name
             lines = path.read_text().splitlines() if path.is_file() and first_step else []
-            kept = [line for line in lines if json.loads(line)["step"] <= first_step]  # what came after the checkpoint is done again
+            kept = [
+                line for line in lines if json.loads(line)["step"] <= first_step
+            ]  # what came after the checkpoint is done again
             path.write_text("".join(line + "\n" for line in kept))
             if name == "metrics.jsonl":
                 self.history = [json.loads(line) for line in kept]
@@ -645,10 +684,13 @@ class Log:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
+        seen = sorted({key for metrics in self.history for key in metrics})
+        held_out = [key for key in seen if key.startswith("val/") and "/mean@" in key and key.count("/") == 2]
+        flawed = [key for key in seen if key.startswith("reward/") and key.endswith("flawed_positive_rate")]
         panels = [
             ("reward", ["reward/mean", "reward/score"]),
-            ("accuracy", ["reward/acc"] + sorted({k for m in self.history for k in m if k.startswith("val/") and "/mean@" in k and k.count("/") == 2})),
-            ("flawed positives among right answers", sorted({k for m in self.history for k in m if k.startswith("reward/") and k.endswith("flawed_positive_rate")})),
+            ("accuracy", ["reward/acc", *held_out]),
+            ("flawed positives among right answers", flawed),
             ("response length (tokens)", ["response_length/mean", "response_length/max"]),
             ("entropy", ["actor/entropy"]),
             ("seconds", ["time/rollout", "time/reward_wait", "time/update", "time/step"]),
@@ -681,9 +723,13 @@ def check(config: Config) -> None:
     if config.temperature <= 0:
         raise ValueError(f"temperature: {config.temperature} must be above 0; greedy rollouts of a group are all the same")
     if config.overlong_buffer > config.max_response_length:
-        raise ValueError(f"overlong_buffer: {config.overlong_buffer} is larger than max_response_length {config.max_response_length}")
+        raise ValueError(
+            f"overlong_buffer: {config.overlong_buffer} is larger than max_response_length {config.max_response_length}"
+        )
     if config.genrm and config.router_address:
-        raise ValueError("genrm and router_address: give one of them; the first starts a reward model, the second uses a running one")
+        raise ValueError(
+            "genrm and router_address: give one of them; the first starts a reward model, the second uses a running one"
+        )
     try:
         kwargs = json.loads(config.reward_kwargs)
     except json.JSONDecodeError as error:
@@ -712,12 +758,14 @@ def train(config: Config) -> Path:
     train_rows = load_rows(config.train_file, tokenizer, config)
     val_rows = [row for path in config.val_file for row in load_rows(path, tokenizer, config)]
     # float32 weights everywhere: on a GPU the forward pass runs in bf16 (autocast), the weights it updates stay exact.
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=config.trust_remote_code).to(device)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=config.trust_remote_code).to(
+        device
+    )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     eos = model.generation_config.eos_token_id or tokenizer.eos_token_id
     eos_ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
     first_step = 0
     if done:
         state = torch.load(done[-1] / "trainer_state.pt", map_location=device, weights_only=True)
@@ -776,10 +824,11 @@ def run_steps(config, model, tokenizer, optimizer, scorer, log, train_rows, val_
         log.samples(step, "train", [row for row in rows for _ in range(config.group_size)], results)
         metrics = {"step": step} | reward_metrics(results)
         if metrics["reward/no_verdict"] > config.max_no_verdict_rate:
-            worst = next(result for result in results if result["reward_score"] is None)
+            first = next(result for result in results if result["reward_score"] is None)
             raise RuntimeError(
                 f"step {step}: {metrics['reward/no_verdict']:.0%} of the samples have no verdict (max_no_verdict_rate "
-                f"{config.max_no_verdict_rate:.0%}); is the reward model up? First of them: status {worst['status']!r}, {worst['reward_extra_info']}"
+                f"{config.max_no_verdict_rate:.0%}); is the reward model up? First of them: status {first['status']!r}, "
+                f"{first['reward_extra_info']}"
             )
         rewards = [math.nan if result["reward_score"] is None else result["reward_score"] for result in results]
         advantages_P_G = compute_advantages(torch.tensor(rewards).view(len(rows), config.group_size))
@@ -819,8 +868,19 @@ def run_steps(config, model, tokenizer, optimizer, scorer, log, train_rows, val_
         log.metrics(metrics)
         if evaluates or step % 10 == 0:
             log.plot()
-        shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "genrm/error_rate", "response_length/mean", "actor/entropy", "time/step")
-        print(f"step {step}/{config.total_steps}  " + "  ".join(f"{key} {metrics[key]:.3f}" for key in shown if key in metrics), flush=True)
+        shown = (
+            "reward/mean",
+            "reward/acc",
+            "reward/flawed_positive_rate",
+            "genrm/error_rate",
+            "response_length/mean",
+            "actor/entropy",
+            "time/step",
+        )
+        print(
+            f"step {step}/{config.total_steps}  " + "  ".join(f"{key} {metrics[key]:.3f}" for key in shown if key in metrics),
+            flush=True,
+        )
     return target
 
 

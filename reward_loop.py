@@ -27,6 +27,7 @@ every node (a shared file system, or Ray's `runtime_env` working directory).
 """
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -99,12 +100,13 @@ def load_function(spec: str):
     if not path.is_file():
         raise ValueError(f"reward function {spec!r}: there is no file {path}")
     sys.path.insert(0, str(path.parent))
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_user"  # a user's random.py hides nothing
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[path.stem] = module  # so that its dataclasses, pickling and `import` of itself work
+    sys.modules[module_name] = module  # its dataclasses need this
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward function {spec!r}: loading the file failed: {describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -118,20 +120,23 @@ def build_call(setup: dict) -> tuple[Any, dict]:
         function = score_with_classifier
     else:
         function = load_function(setup["reward_fn"])
-    parameters = inspect.signature(function).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    accepted = {p.name for p in parameters}
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     common = {}
     if setup["router_addresses"]:
         common["reward_router_address"] = next(iter(setup["router_addresses"].values()))
         common["reward_router_addresses"] = setup["router_addresses"]
         common["reward_model_tokenizer"] = None
     if not takes_any:  # a plain rule runs unchanged while a reward model is up
-        common = {key: value for key, value in common.items() if key in accepted}
+        common = {key: value for key, value in common.items() if key in parameters}
     for key in setup["reward_kwargs"]:
-        if key not in accepted and not takes_any:
+        if key not in parameters and not takes_any:
             raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {setup['reward_fn']}")
     common |= setup["reward_kwargs"]
+    given = {"data_source", "solution_str", "ground_truth", "extra_info", "prompt", *common}
+    for name, p in parameters.items():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
+            raise ValueError(f"{setup['reward_fn']} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
     if "reward_model_tokenizer" in common and setup["reward_model_tokenizer"]:
         from transformers import AutoTokenizer
 
@@ -337,7 +342,7 @@ class GradingPool:
                 results += 1
         except TimeoutError:
             self.report(batch.popleft()[0], failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except (OSError, asyncio.IncompleteReadError, subprocess.SubprocessError) as error:
             ticket, payload, deaths = batch.popleft()  # graded in order, so the first without a result was under way
             if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
                 self.queue.put_nowait((ticket, payload, 1))
@@ -415,7 +420,7 @@ class RewardLoopWorker:
         try:
             self.function, self.common = build_call(self.setup)
         except (ValueError, OSError) as error:
-            return str(error), False
+            return " ".join(str(error).split()), False
         target = self.function if inspect.isroutine(self.function) else getattr(self.function, "__call__", self.function)
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(self.function)
         return None, not self.is_async
@@ -498,7 +503,7 @@ class RewardLoopManager:
     reward_models: a genrm_server.RewardModelManager; gives the addresses, and is woken and put to sleep by score_batch.
     reward_model_task: "generate" or "classify" (a discriminative model; without a function its score is the reward).
     reward_model_tokenizer: path; loaded once in each worker, for functions that take it and for discriminative models.
-    sync_processes: grading processes per worker for sync functions; 0 = the machine's cores shared out over its workers.
+    sync_processes: grading processes per worker for sync functions; 0 = the cluster's cores shared out over the workers.
     timeout: seconds for one call of the function.
     max_in_flight: samples in the workers' hands at once; the others wait in the driver.
     max_concurrency, max_rpm, max_tpm: calls at once, calls and tokens per minute in the whole cluster; a call is reckoned as
@@ -559,7 +564,6 @@ class RewardLoopManager:
             router_addresses=addresses,
             discriminative=discriminative,
             reward_model_tokenizer=reward_model_tokenizer,
-            sync_processes=sync_processes or max(1, len(os.sched_getaffinity(0)) // num_workers),
             timeout=timeout,
         )
 
@@ -569,6 +573,8 @@ class RewardLoopManager:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:  # RAY_ADDRESS, where set, names the cluster to join
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        self.setup["sync_processes"] = sync_processes or max(1, cores // num_workers)
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -586,10 +592,13 @@ class RewardLoopManager:
         self._warnings_left = 3
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
         self._thread.start()
+        atexit.register(self.shutdown)
         try:
             sync = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
+        except BaseException as error:
             self.shutdown()
+            if isinstance(error, ray.exceptions.RayError):
+                raise RuntimeError(f"a reward worker died while it was starting: {' '.join(str(error).split())}") from error
             raise
         if sync:  # a worker queues these for its processes: few at first, so that no idle worker looks on at the end
             for slot in self._slots:
@@ -630,10 +639,12 @@ class RewardLoopManager:
 
     def shutdown(self) -> None:
         """Ends the workers (and Ray, if this manager started it). Samples on their way raise RuntimeError. May be called twice."""
+        atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._stop("the reward loop was shut down"), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._fail_all(self._closed)  # what came in between
             self._loop.close()
             if self._started_ray:
                 self._ray.shutdown()
@@ -730,8 +741,9 @@ class RewardLoopManager:
                 break
             slot = min(free, key=lambda slot: len(slot.pending))
             if (wait := self._rate.wait()) > 0:
-                if self._timer is None:
-                    self._timer = self._loop.call_later(wait, self._dispatch_later)
+                if self._timer:
+                    self._timer.cancel()
+                self._timer = self._loop.call_later(wait, self._dispatch)
                 break
             ticket = self._queue.popleft()
             if ticket.future.cancelled():  # the caller has gone
@@ -745,16 +757,12 @@ class RewardLoopManager:
             for start in range(0, len(batch), MESSAGE_SAMPLES):
                 self._slots[index].handle.submit.remote(batch[start : start + MESSAGE_SAMPLES])
 
-    def _dispatch_later(self) -> None:
-        self._timer = None
-        self._dispatch()
-
     async def _serve(self, slot: Slot) -> None:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
         while not self._closed:
             try:
                 results = await asyncio.wait_for(slot.handle.collect.remote(), self.setup["timeout"] + WEDGED_S)
-            except (self._ray.exceptions.RayActorError, TimeoutError) as error:
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
                 await self._replace(slot, error)
                 continue
             if len(results) >= slot.window / 2:  # it nearly ran dry
@@ -768,7 +776,7 @@ class RewardLoopManager:
             self._dispatch()
 
     def _finish(self, ticket: Ticket, result: bytes, finished: dict) -> None:
-        score, extra, status, retry_after = json.loads(result)
+        score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # a NaN in extra info: null
         if retry_after is not None and ticket.tries < self.http_retries:
             pause = max(retry_after, min(2.0**ticket.tries, 10.0) * random.uniform(0.75, 1.25))
             ticket.tries += 1
@@ -810,8 +818,8 @@ class RewardLoopManager:
                 complaint, _ = await self._start_worker(slot)
                 if complaint is None:
                     return self._dispatch()
-            except (self._ray.exceptions.RayActorError, TimeoutError) as failed:
-                complaint = str(failed)
+            except (self._ray.exceptions.RayError, TimeoutError) as failed:
+                complaint = describe(failed)
             await asyncio.sleep(2**attempt)
         await self._stop(f"reward worker {slot.index} cannot be started again: {complaint}")
 
@@ -840,18 +848,19 @@ class RewardLoopManager:
 
 
 class RateLimit:
-    """At most `per_minute` calls in any window of RATE_WINDOW_S seconds (scaled to that window)."""
+    """At most `per_minute` calls in any window of RATE_WINDOW_S seconds, counted for that window; below one: one in a longer one."""
 
     def __init__(self, per_minute: float):
-        self.allowed = per_minute * RATE_WINDOW_S / 60
+        self.window = max(RATE_WINDOW_S, 60 / per_minute)
+        self.allowed = per_minute * self.window / 60 + 1e-9
         self.taken = collections.deque()
 
     def wait(self) -> float:
         """Seconds until the next call may be made; 0 = now."""
         now = time.monotonic()
-        while self.taken and self.taken[0] <= now - RATE_WINDOW_S:
+        while self.taken and self.taken[0] <= now - self.window:
             self.taken.popleft()
-        return 0.0 if len(self.taken) + 1 <= self.allowed else self.taken[0] + RATE_WINDOW_S - now
+        return 0.0 if len(self.taken) + 1 <= self.allowed else self.taken[0] + self.window - now
 
     def take(self) -> None:
         if self.allowed < math.inf:
@@ -906,7 +915,7 @@ class Config:
     num_workers: int = 2
     """Ray workers, spread over the nodes of the cluster."""
     sync_processes: int = 0
-    """Grading processes per worker for a sync function; 0 shares this machine's cores out over the workers."""
+    """Grading processes per worker for a sync function; 0 shares the cluster's cores out over the workers."""
     timeout: float = 600.0
     """Seconds for one call of the function; then its status is "timeout"."""
     max_in_flight: int = 2048
@@ -1075,6 +1084,9 @@ def run(config: Config) -> None:
         if not host or not port.isdigit() or "/" in address:
             raise ValueError(f"--router-address is {text!r}: it must be host:port or NAME=host:port")
         addresses[name or ("default" if number == 0 else f"model{number}")] = address
+    overlong = None
+    if config.max_response_length is not None:
+        overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
     config.out.parent.mkdir(parents=True, exist_ok=True)
 
     reward_models = None
@@ -1087,25 +1099,14 @@ def run(config: Config) -> None:
                 model=config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task
             )
             reward_models = genrm_server.RewardModelManager({"genrm": server})
+        same = "reward_fn reward_model_task reward_model_tokenizer num_workers sync_processes timeout max_in_flight max_concurrency"
+        same += " max_rpm max_tpm tokens_per_call http_retries"
         manager = RewardLoopManager(
-            reward_fn=config.reward_fn,
             reward_kwargs=reward_kwargs,
             router_addresses=addresses,
             reward_models=reward_models,
-            reward_model_task=config.reward_model_task,
-            reward_model_tokenizer=config.reward_model_tokenizer,
-            num_workers=config.num_workers,
-            sync_processes=config.sync_processes,
-            timeout=config.timeout,
-            max_in_flight=config.max_in_flight,
-            max_concurrency=config.max_concurrency,
-            max_rpm=config.max_rpm,
-            max_tpm=config.max_tpm,
-            tokens_per_call=config.tokens_per_call,
-            http_retries=config.http_retries,
-            overlong=Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-            if config.max_response_length is not None
-            else None,
+            overlong=overlong,
+            **{name: getattr(config, name) for name in same.split()},
         )
         path, done = open_partial(config, rows)
         left = [index for index in range(len(rows)) if index not in done]

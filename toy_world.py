@@ -102,14 +102,16 @@ def write_solution(problem: Problem, rng: random.Random, slips: Slips) -> list[s
     value, lines = problem.start, []
     for step in problem.steps:
         left, operand = value, abs(step)
-        if rng.random() < slips.misread:
-            if rng.random() < 0.5:
-                left = abs(left + rng.choice((-10, -5, 5, 10)))
-            else:
-                operand += -5 if operand > 5 else 5
+        misread = rng.random() < slips.misread
+        if misread and rng.random() < 0.5:
+            left = abs(left + rng.choice((-10, -5, 5, 10)))
+        elif misread:
+            operand += -5 if operand > 5 else 5
         signed = operand if step > 0 else -operand
         result, forgotten = left + signed, forgets_carry(left, signed)
-        if forgotten is not None and rng.random() < slips.carry:
+        if misread:
+            pass  # and then computed rightly: a second slip could undo the first
+        elif forgotten is not None and rng.random() < slips.carry:
             result = forgotten
         elif rng.random() < slips.off:
             result += rng.choice((-2, -1, 1, 2))
@@ -180,7 +182,13 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, 
             true, sum_ = (value % 5, f"{value} by 5") if problem.question == REST else (value, f"{value}")
             wrong = (true + rng.randint(1, 4)) % 5 if problem.question == REST else true + 1
         slip = rng.random()
-        recomputed = stated if true != stated and slip < oversights.miss else max(wrong, 0) if true == stated and slip < oversights.alarm else true
+        recomputed = (
+            stated
+            if true != stated and slip < oversights.miss
+            else max(wrong, 0)
+            if true == stated and slip < oversights.alarm
+            else true
+        )
         same = recomputed == stated
         checks.append(f"{index}:{sum_}={recomputed}?{read_until_different(recomputed, stated)} {'ok' if same else 'not'}")
         if not same and stop:
@@ -248,8 +256,11 @@ def build_tokenizer(texts: list[str]):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=[PAD, END, USER, ASSISTANT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=2, show_progress=False,
+        vocab_size=1024,
+        special_tokens=[PAD, END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, padding_side="left")
@@ -307,6 +318,7 @@ def critic_row(rng: random.Random, flawed: bool, split: str, index: int) -> dict
 
 # ------------------------------------------------------------------------------------------------------------ warm start
 
+
 def new_model(vocab_size: int, seed: int):
     """A Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
     import torch
@@ -314,8 +326,9 @@ def new_model(vocab_size: int, seed: int):
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
         initializer_range=0.05,  # 0.02 learns visibly slower at this width
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -333,7 +346,9 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progres
     for step in range(steps):
         cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
-        pairs = [[tokenizer.encode(text, add_special_tokens=False) for text in example] for example in (examples() for _ in range(16))]
+        pairs = [
+            [tokenizer.encode(text, add_special_tokens=False) for text in example] for example in (examples() for _ in range(16))
+        ]
         ids = torch.zeros(len(pairs), max(len(prompt) + len(response) for prompt, response in pairs), dtype=torch.long)
         counts = torch.zeros_like(ids, dtype=torch.bool)
         for row, (prompt, response) in enumerate(pairs):
@@ -458,12 +473,12 @@ class Config:
 
 
 COLOURS = {"baseline": "tab:red", "fapo": "tab:green"}
-PANELS = (
-    ("answer accuracy", "reward/acc", "val/toy/mean@1"),
-    ("flawed positives by the oracle\n(share of right answers with a wrong step)", "reward/oracle_flawed_positive_rate", "val/toy/oracle_flawed_positive_rate/mean@1"),
-    ("truly correct\n(right answer, no wrong step)", "reward/truly_correct", "val/toy/truly_correct/mean@1"),
-    ("flawed positives as the judge sees them", "reward/flawed_positive_rate", None),
-)  # fmt: skip
+PANELS = (  # title, metric of the rollouts, metric of the held-out problems after "val/toy"
+    ("answer accuracy", "acc", ""),
+    ("flawed positives by the oracle\n(share of right answers)", "oracle_flawed_positive_rate", "/oracle_flawed_positive_rate"),
+    ("truly correct\n(right answer, no wrong step)", "truly_correct", "/truly_correct"),
+    ("flawed positives as the judge sees them\n(share of right answers)", "flawed_positive_rate", "/flawed_positive_rate"),
+)
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -487,13 +502,14 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.2), constrained_layout=True, sharey=True)
     for axis, (title, key, val_key) in zip(axes, PANELS):
         for name, metrics in runs.items():
-            points = [(m["step"], m[key]) for m in metrics if key in m]
+            points = [(m["step"], m[f"reward/{key}"]) for m in metrics if f"reward/{key}" in m]
             steps, values = zip(*points) if points else ((), ())
             smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
             axis.plot(steps, values, color=COLOURS[name], alpha=0.25)
             axis.plot(steps, smooth, color=COLOURS[name], linewidth=2, label={"baseline": "rule only", "fapo": "FAPO"}[name])
-            held_out = [(m["step"], m[val_key]) for m in metrics if val_key in m]
-            axis.plot(*zip(*held_out), "o", color=COLOURS[name]) if held_out else None
+            held_out = [(m["step"], m[f"val/toy{val_key}/mean@1"]) for m in metrics if f"val/toy{val_key}/mean@1" in m]
+            if held_out:
+                axis.plot(*zip(*held_out), "o", color=COLOURS[name])
         axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")
@@ -509,7 +525,7 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
             (f"accuracy, {label}", f"val/toy/{way}"),
             (f"flawed positives, {label}", f"val/toy/oracle_flawed_positive_rate/{way}"),
             (f"truly correct, {label}", f"val/toy/truly_correct/{way}"),
-            (f"\"How many?\" accuracy, {label}", f"val/toy_total/{way}"),
+            (f'"How many?" accuracy, {label}', f"val/toy_total/{way}"),
         ]
     rows = {"before": runs["baseline"][0], "rule only": runs["baseline"][-1], "FAPO": runs["fapo"][-1]}
     lines = ["| 512 held-out problems | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -520,7 +536,10 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
 
 def judge_table(metrics: list[dict]) -> str:
     """The judge on held-out critiques before and after its own training, as Markdown. Half of the solutions are flawed."""
-    lines = ["| judge, 512 held-out solutions | recall | sound kept | precision | F1 | exact location |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| judge, 512 held-out solutions | recall | sound kept | precision | F1 | exact location |",
+        "|---|---|---|---|---|---|",
+    ]
     for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
         for when, values in (("before", metrics[0]), ("after", metrics[-1])):
             recall, kept, location = (values[f"val/fapo_critic/{key}/{way}"] for key in ("recall", "sound_kept", "location"))

@@ -8,7 +8,8 @@ Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function 
 a fake judge through router.py (one pooled HTTP session a worker), each with 1, 2 and 4 workers, on one local Ray.
   batch      score_batch of all samples, best of --repeats
   streamed   one score_one per sample from one event loop, each the moment the one before it in its lane has come back (512 lanes)
-  CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes together
+  CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes together, and in
+             the third case also the router and the fake judge
   memory     resident memory (RSS) of workers, fork servers and grading processes; pages they share are counted more than once
 
 Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a rollout 1.1k tokens, a
@@ -169,9 +170,10 @@ def our_processes():
 
     everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
     workers = [process for process in everything if "RewardLoopWorker" in " ".join(process.cmdline())]
+    raylet = workers[0].environ()["RAY_RAYLET_PID"]  # grading processes are not our descendants, but have our environment
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if "reward_loop.fork_server" in " ".join(process.cmdline()):
+        with contextlib.suppress(psutil.Error, KeyError):
+            if "reward_loop.fork_server" in " ".join(process.cmdline()) and process.environ()["RAY_RAYLET_PID"] == raylet:
                 workers.append(process)
                 everything.append(process)
     return workers, everything

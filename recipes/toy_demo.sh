@@ -18,11 +18,11 @@ mkdir -p "$RUNS"
 python grpo_trainer.py --model data/toy/judge --out-dir "$RUNS/judge" --seed "$SEED" \
   --train-file data/toy/fapo_critic_train.parquet --val-file data/toy/fapo_critic_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
-  --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
+  --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
   --lr 2e-4 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 
 # 3. The trained judge becomes a service: one vLLM server behind the router.
-python genrm_server.py --model "$RUNS/judge/checkpoints/step_40" --port "$PORT" --max-model-len 512 --log-dir "$RUNS/genrm_logs" &
+python genrm_server.py --model "$RUNS/judge/checkpoints/step_60" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$RUNS/genrm_logs" &
 SERVER=$!
 trap 'kill $SERVER 2>/dev/null; wait' EXIT
 until curl -sf "http://127.0.0.1:$PORT/health" >/dev/null; do

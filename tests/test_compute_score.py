@@ -253,6 +253,7 @@ class Judge:
 
     def __init__(self, *script):
         self.script, self.requests, self.model_lookups, self.address = list(script), [], 0, ""
+        self.keys = []
 
     async def models(self, request):
         self.model_lookups += 1
@@ -261,6 +262,7 @@ class Judge:
 
     async def chat(self, request):
         self.requests.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(entry):
             entry = entry(self.requests[-1])
@@ -385,6 +387,15 @@ def test_what_is_worth_a_retry_is_retried():
     judge = Judge(400)
     score_with(judge)
     assert len(judge.requests) == 1
+
+
+def test_the_key_in_the_environment_is_sent(monkeypatch):
+    judge = Judge("\\boxed{-1}")
+    monkeypatch.setenv("ROUTER_API_KEY", "secret")
+    score_with(judge)
+    monkeypatch.delenv("ROUTER_API_KEY")
+    score_with(judge)
+    assert judge.keys == ["Bearer secret", None]
 
 
 def test_a_judge_that_is_not_there():

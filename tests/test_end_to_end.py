@@ -1,4 +1,4 @@
-"""Everything at once and for real: vLLM serves a tiny judge behind the router, Ray workers ask it, GRPO trains on what it says."""
+"""Everything at once and for real: vLLM serves a tiny judge behind the router, Ray workers ask it, GRPO trains on its word."""
 
 import json
 import random
@@ -45,7 +45,8 @@ def test_training_with_a_served_judge(tmp_path):
         sys.executable, "grpo_trainer.py", "--model", tmp_path / "policy", "--train-file", tmp_path / "train.parquet",
         "--out-dir", tmp_path / "run", "--genrm", tmp_path / "judge", "--reward-fn", "toy_world.py:compute_score_fapo",
         "--reward-kwargs", json.dumps({"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}),
-        "--total-steps", "3", "--train-batch-size", "8", "--mini-batch-size", "4", "--group-size", "8", "--max-response-length", "12",
+        "--total-steps", "3", "--train-batch-size", "8", "--mini-batch-size", "4", "--group-size", "8",
+        "--max-response-length", "12",
         "--overlong-buffer", "0", "--lr", "1e-4", "--num-threads", "1", "--samples-per-step", "64", "--num-reward-workers", "1",
     ]  # fmt: skip
     run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)

@@ -43,6 +43,7 @@ def test_advantages_of_equal_rewards_are_zero_in_spite_of_rounding():
 
 def test_flawed_positives_get_a_negative_advantage_exactly_when_right_outnumbers_wrong():
     """Paper appendix A: with lambda = 1 the flawed ones' advantage changes sign at rho = #correct / #wrong = 1."""
+
     def flawed(right, wrong):
         return compute_advantages(torch.tensor([[1.0] * right + [0.0] * 2 + [-1.0] * wrong]))[0, right].item()
 
@@ -98,7 +99,9 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
         losses, kls, grads = 0.0, 0.0, torch.zeros_like(logprobs)
         for rows in splits:
             leaf = logprobs[rows].clone().requires_grad_()
-            loss, metrics = compute_policy_loss(leaf, old[rows], advantages[rows], mask[rows], num_tokens, rollout_logprobs=rollout[rows], tis_cap=1.5)
+            loss, metrics = compute_policy_loss(
+                leaf, old[rows], advantages[rows], mask[rows], num_tokens, rollout_logprobs=rollout[rows], tis_cap=1.5
+            )
             loss.backward()
             grads[rows] += leaf.grad
             losses, kls = losses + loss.item(), kls + metrics["actor/approx_kl"]
@@ -112,7 +115,10 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
     assert all(torch.equal(a, b) for a, b in zip(arguments, copies))
     garbage = logprobs.clone()
     garbage[~mask] = NAN  # what stands in the padding does not matter
-    assert compute_policy_loss(garbage, old, advantages, mask, num_tokens)[0] == compute_policy_loss(logprobs, old, advantages, mask, num_tokens)[0]
+    assert (
+        compute_policy_loss(garbage, old, advantages, mask, num_tokens)[0]
+        == compute_policy_loss(logprobs, old, advantages, mask, num_tokens)[0]
+    )
 
 
 def test_advantages_per_token_or_per_sequence():
@@ -144,7 +150,14 @@ def model(tokenizer):
 def rollout(model, prompts, group_size=2, temperature=1.0, length=12, **kwargs):
     generator = torch.Generator().manual_seed(7)
     return grpo_trainer.rollout_hf(
-        model, prompts, group_size, max_response_length=length, temperature=temperature, eos_ids={1}, generator=generator, **kwargs
+        model,
+        prompts,
+        group_size,
+        max_response_length=length,
+        temperature=temperature,
+        eos_ids={1},
+        generator=generator,
+        **kwargs,
     )
 
 
@@ -152,7 +165,14 @@ def test_greedy_rollout_is_what_transformers_generates(model):
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
     responses, _ = rollout(model, prompts, group_size=1, temperature=0)
     for prompt, response in zip(prompts, responses):
-        expected = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
         assert response == expected[0, len(prompt) :].tolist()
 
 
@@ -162,7 +182,9 @@ def test_rollout_logprobs_are_the_trainers(model):
         responses, sampled = rollout(model, prompts, group_size=3, temperature=temperature, batch_size=6)
         sequences = [prompts[b // 3] + response for b, response in enumerate(responses)]
         with torch.no_grad():
-            logprobs, entropy = grpo_trainer.logprobs_and_entropy(model, sequences, [len(r) for r in responses], temperature, CPU, chunk=5)
+            logprobs, entropy = grpo_trainer.logprobs_and_entropy(
+                model, sequences, [len(r) for r in responses], temperature, CPU, chunk=5
+            )
         for row, values in zip(logprobs, sampled):
             assert torch.allclose(row[: len(values)], torch.tensor(values), atol=1e-5)
             assert row[len(values) :].abs().sum() == 0
@@ -319,7 +341,9 @@ def test_every_epoch_is_a_shuffle_and_a_step_depends_on_its_number_alone():
 
 
 def test_pass_at_k_by_hand():
-    assert grpo_trainer.pass_at_k(4, 1, 2) == 0.5 and grpo_trainer.pass_at_k(4, 0, 3) == 0 and grpo_trainer.pass_at_k(4, 2, 3) == 1
+    assert (
+        grpo_trainer.pass_at_k(4, 1, 2) == 0.5 and grpo_trainer.pass_at_k(4, 0, 3) == 0 and grpo_trainer.pass_at_k(4, 2, 3) == 1
+    )
 
 
 def test_reward_metrics_by_hand():
@@ -373,7 +397,8 @@ def workshop(tmp_path_factory, tokenizer):
 
 def run_config(folder, name, **changes):
     defaults = dict(
-        model=str(folder / "model"), train_file=str(folder / "train.parquet"), out_dir=str(folder / name), reward_fn=f"{folder}/reward.py:likes_sevens",
+        model=str(folder / "model"), train_file=str(folder / "train.parquet"), out_dir=str(folder / name),
+        reward_fn=f"{folder}/reward.py:likes_sevens",
         total_steps=3, train_batch_size=4, mini_batch_size=2, group_size=4, max_response_length=8, overlong_buffer=0, lr=3e-3,
         lr_warmup_steps=1, weight_decay=0.0, val_every=0, num_threads=1, num_reward_workers=1,
     )  # fmt: skip
@@ -390,7 +415,17 @@ def without_times(metrics):
 
 @pytest.mark.slow
 def test_learns_a_trivial_task(workshop):
-    config = run_config(workshop, "learns", total_steps=40, train_batch_size=8, mini_batch_size=8, group_size=8, val_file=(str(workshop / "val.parquet"),), val_n=2, val_top_p=1.0)
+    config = run_config(
+        workshop,
+        "learns",
+        total_steps=40,
+        train_batch_size=8,
+        mini_batch_size=8,
+        group_size=8,
+        val_file=(str(workshop / "val.parquet"),),
+        val_n=2,
+        val_top_p=1.0,
+    )
     grpo_trainer.train(config)
     metrics = lines_of(workshop / "learns/metrics.jsonl")
     assert metrics[1]["reward/mean"] < 0.2 and metrics[-1]["reward/mean"] > 0.9
@@ -408,7 +443,10 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
     metrics = lines_of(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
     assert ["val/toy/mean@1" in m for m in metrics] == [True, False, True, False, True]
-    expected = "reward/mean reward/no_verdict actor/entropy actor/grad_norm rollout/logprob_diff time/rollout time/reward_wait time/update time/step perf/tokens_per_s response_length/mean"
+    expected = """
+        reward/mean reward/no_verdict actor/entropy actor/grad_norm rollout/logprob_diff response_length/mean
+        time/rollout time/reward_wait time/update time/step perf/tokens_per_s
+    """
     assert set(expected.split()) <= set(metrics[1])
     sample = lines_of(folder / "samples.jsonl")[-1]
     assert {"step", "split", "prompt", "response", "reward_score", "status", "reward_extra_info"} <= set(sample)
@@ -468,7 +506,10 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, chan
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rng = random.Random(0)
-    pq.write_table(pa.Table.from_pylist([toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]),
+        tmp_path / "train.parquet",
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         grpo_trainer.train(run_config(tmp_path, "run", **changes))
 

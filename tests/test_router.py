@@ -536,7 +536,8 @@ def make_fuzzed(rng):
     path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30)))
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
-    head = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND")) + b" " + path + b"?status=%d" % status + b" HTTP/1.1\r\nHost: x\r\n"
+    method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
+    head = b"%s %s?status=%d HTTP/1.1\r\nHost: x\r\n" % (method, path, status)
     extra = b"X-" + name + b": " + value + b"\r\n"
     if kind < 0.5:  # sound: any method, path, header and body
         return head + extra + b"Content-Length: %d\r\n\r\n" % len(body) + body, {status}

@@ -131,7 +131,11 @@ def test_rows_have_the_schema():
 def test_reward_functions():
     info = {"question": QUESTION, "split": "train"}
     flawed = "65+9=64\n\n64-8=56\n\n56+3=59\n\nRest \\boxed{4}"
-    cases = {"\n\n".join(SOUND): (1.0, False, True), flawed: (0.0, True, False), flawed.replace("{4}", "{3}"): (-1.0, False, False)}
+    cases = {
+        "\n\n".join(SOUND): (1.0, False, True),
+        flawed: (0.0, True, False),
+        flawed.replace("{4}", "{3}"): (-1.0, False, False),
+    }
     for solution, (score, is_flawed, truly) in cases.items():
         result = toy_world.compute_score_fapo_oracle("toy", solution, "4", info)
         assert (result["score"], result["oracle_flawed_positive"], result["truly_correct"]) == (score, is_flawed, truly)
@@ -162,7 +166,11 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
 
     def critic(recall, kept):
-        return {f"val/fapo_critic/{k}/{w}": v for w in ("mean@1", "greedy") for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()}
+        return {
+            f"val/fapo_critic/{k}/{w}": v
+            for w in ("mean@1", "greedy")
+            for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()
+        }
 
     with pytest.raises(OSError, match="does not exist"):
         toy_world.report(tmp_path)

@@ -24,6 +24,7 @@ RETURNS = {
     "score_none": {"score": None, "acc": True},
     "score_string": {"score": "1"},
     "acc": {"score": 1.0, "acc": True},
+    "nan_beside": {"score": 1.0, "entropy": float("nan")},
     "other_keys": {"score": 0.5, "pred": "x"},
     "object": {"score": 1.0, "thing": threading.Lock()},
     "circular": {"score": 1.0, "thing": circular},
