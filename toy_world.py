@@ -376,7 +376,7 @@ def policy_phases(rng: random.Random):
         return chat(str(problem), "\n\n".join(write_solution(problem, rng, slips)))
 
     return [
-        ("to solve", 700, 2e-3, 2e-4, 1.0, lambda: solve(Slips())),
+        ("to solve", 1000, 2e-3, 2e-4, 1.0, lambda: solve(Slips())),
         ("to slip", 200, 1e-3, 1e-4, 1.0, lambda: solve(POLICY_SLIPS)),
     ]
 
@@ -399,8 +399,8 @@ def judge_phases(rng: random.Random):
 
     return [
         ("to add", 400, 2e-3, 1.2e-3, 1.0, solve),
-        ("to compare", 400, 2e-3, 1.2e-3, 5.0, lambda: solve() if rng.random() < 0.3 else compare()),
-        ("to criticise", 300, 1.5e-3, 2e-4, 3.0, lambda: criticise(Oversights())),
+        ("to compare", 500, 2e-3, 1.2e-3, 5.0, lambda: solve() if rng.random() < 0.3 else compare()),
+        ("to criticise", 400, 1.5e-3, 2e-4, 3.0, lambda: criticise(Oversights())),
         ("to overlook", 150, 1e-3, 1e-4, 1.0, lambda: criticise(JUDGE_OVERSIGHTS)),
     ]
 

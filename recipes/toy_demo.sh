@@ -19,7 +19,7 @@ python grpo_trainer.py --model data/toy/judge --out-dir "$RUNS/judge" --seed "$S
   --train-file data/toy/fapo_critic_train.parquet --val-file data/toy/fapo_critic_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
   --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
-  --lr 2e-4 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
+  --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 
 # 3. The trained judge becomes a service: one vLLM server behind the router.
 python genrm_server.py --model "$RUNS/judge/checkpoints/step_60" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$RUNS/genrm_logs" &
@@ -36,7 +36,7 @@ policy() {  # policy NAME REWARD_FUNCTION
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
     --reward-fn "$2" --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 3e-4 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 }
 policy baseline toy_world.py:compute_score_baseline >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!

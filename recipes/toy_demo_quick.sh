@@ -18,7 +18,7 @@ policy() {  # policy NAME REWARD_FUNCTION
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
     --reward-fn "$2" --num-reward-workers 1 \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 3e-4 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 }
 policy baseline toy_world.py:compute_score_baseline >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
