@@ -227,6 +227,11 @@ overlong_penalty = reward_loop.overlong_penalty  # the Reward Loop adds it to th
 # --------------------------------------------------------------------------------------------------------------- rollouts
 
 
+def precision(device):
+    """On a GPU the matrix products run in bf16; the weights that they use stay float32, and on CPU everything does."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 @torch.no_grad()
 def rollout_hf(
     model,
@@ -265,7 +270,8 @@ def rollout_hf(
             attended[row, width - len(prompt) :] = 1
         positions = (attended.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+        with precision(device):
+            out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(group_size)
         attended = attended.repeat_interleave(group_size, 0)
         position = positions[:, -1:].repeat_interleave(group_size, 0)
@@ -297,7 +303,8 @@ def rollout_hf(
                 cache.batch_select_indices(keep)
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             position = position + 1
-            out = model(input_ids=tokens[:, None], attention_mask=attended, position_ids=position, past_key_values=cache)
+            with precision(device):
+                out = model(input_ids=tokens[:, None], attention_mask=attended, position_ids=position, past_key_values=cache)
             logits = out.logits[:, -1]
     return responses, logprobs
 
@@ -474,7 +481,7 @@ def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict
             part = [chosen[m] for m in micro]
             counts = [len(batch["responses"][i]) for i in part]
             sequences = [batch["prompts"][i] + batch["responses"][i] for i in part]
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with precision(device):
                 logprobs, entropy = logprobs_and_entropy(model, sequences, counts, config.temperature, device)
             mask = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
             yield part, logprobs, entropy, mask
@@ -757,14 +764,15 @@ def train(config: Config) -> Path:
         raise ValueError(f"model: the tokenizer of {source} has no chat template; take an instruct model or add one")
     train_rows = load_rows(config.train_file, tokenizer, config)
     val_rows = [row for path in config.val_file for row in load_rows(path, tokenizer, config)]
-    # float32 weights everywhere: on a GPU the forward pass runs in bf16 (autocast), the weights it updates stay exact.
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=config.trust_remote_code).to(
         device
     )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    eos = model.generation_config.eos_token_id or tokenizer.eos_token_id
-    eos_ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    eos = model.generation_config.eos_token_id
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if not eos_ids:
+        raise ValueError(f"model: neither the model nor the tokenizer of {source} has an end token; add eos_token")
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
     first_step = 0
     if done:

@@ -1,0 +1,71 @@
+"""Every command in recipes/ (and every one in the README that is written out) parses against the script it calls."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
+PAPER = {  # paper Table 1
+    "genrm_4b": dict(
+        group_size=16, temperature=1.2, max_prompt_length=5120, max_response_length=8192, val_temperature=0.6, val_top_p=0.95
+    ),
+    "7b": dict(
+        group_size=8, temperature=1.0, max_prompt_length=2048, max_response_length=8192, val_temperature=1.0, val_top_p=0.7
+    ),
+    "32b": dict(
+        group_size=8, temperature=1.0, max_prompt_length=2048, max_response_length=20480, val_temperature=1.0, val_top_p=0.7
+    ),
+}
+SHARED = dict(
+    train_batch_size=512, mini_batch_size=32, lr=1e-6, lr_warmup_steps=10, weight_decay=0.1, max_grad_norm=1.0, clip_low=0.2
+)
+SHARED |= dict(clip_high=0.28, clip_c=10.0, overlong_buffer=4096, overlong_factor=1.0, entropy_coef=0.0, adam_betas=(0.9, 0.999))
+
+
+def commands(text):
+    """(script, arguments) of every `python SCRIPT.py ...`; shell variables become "7", which is a number, a name and a path."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    for line in text.splitlines():
+        match = re.match(r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?python (\w+)\.py (.*)", line)
+        if match and "..." not in line:
+            arguments = re.sub(r'"\$@"', "", match[2])
+            arguments = re.sub(r"\s+(#|&|[12]?>|\|\|).*$", "", arguments)
+            arguments = re.sub(r"\$\{?\w+\}?", "7", arguments)
+            yield match[1], shlex.split(arguments)
+
+
+def parse(script, arguments):
+    module = importlib.import_module(script)
+    return tyro.cli(module.Config, args=arguments[: arguments.index("--")] if "--" in arguments else arguments)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_parses(path):
+    found = list(commands(path.read_text()))
+    assert found
+    for script, arguments in found:
+        config = parse(script, arguments)
+        if script == "grpo_trainer" and not path.stem.startswith("toy"):
+            expected = SHARED | PAPER["genrm_4b" if "genrm" in path.stem else path.stem.split("_")[1]]
+            assert {name: getattr(config, name) for name in expected} == expected
+            file, name = config.reward_fn.split(":")
+            assert hasattr(importlib.import_module(file.removesuffix(".py")), name)
+            assert bool(config.router_address) == path.stem.endswith("external_judge")
+
+
+def test_readme_commands_parse():
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    found = [command for language, block in blocks if language in ("", "bash") for command in commands(block)]
+    assert len(found) > 10
+    for script, arguments in found:
+        parse(script, arguments)
+
+
+def test_the_papers_settings_are_the_trainers_defaults():
+    config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
+    assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
