@@ -204,7 +204,7 @@ POLICY_SLIPS = Slips(carry=0.35, off=0.10, last=0.06)
 JUDGE_OVERSIGHTS = Oversights(miss=0.5, alarm=0.05)
 # What the judge learns from has flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten carries only,
 # it overlooks "82-2=70" (nothing to borrow), and the policy finds that out within twenty steps.
-CRITIC_SLIPS = Slips(carry=0.25, off=0.05, last=0.05, fives=0.08, misread=0.06)
+CRITIC_SLIPS = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
 CONFUSED = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)  # practice in comparing: every other line is wrong
 
 

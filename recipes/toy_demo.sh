@@ -9,28 +9,30 @@ SEED=${SEED:-0}
 RUNS=outputs/demo_seed$SEED
 PORT=${PORT:-30123}
 mkdir -p "$RUNS"
+stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
 
-# 1. The toy world: problems, and two warm-started models of 1 M parameters.
+stage "1. The toy world: problems, and two warm-started models of 1 M parameters"
 [ -f data/toy/judge/model.safetensors ] && [ -f data/toy/policy/model.safetensors ] ||
   python prepare_data.py --tasks toy --out-dir data/toy
 
-# 2. The judge learns to find the first wrong step (paper eq. 7).
+stage "2. The judge learns with GRPO to find the first wrong step (paper eq. 7)"
 python grpo_trainer.py --model data/toy/judge --out-dir "$RUNS/judge" --seed "$SEED" \
   --train-file data/toy/fapo_critic_train.parquet --val-file data/toy/fapo_critic_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
   --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
   --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
 
-# 3. The trained judge becomes a service: one vLLM server behind the router.
+stage "3. The trained judge becomes a service: one vLLM server behind the router"
 python genrm_server.py --model "$RUNS/judge/checkpoints/step_60" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$RUNS/genrm_logs" &
 SERVER=$!
 trap 'kill $SERVER 2>/dev/null; wait' EXIT
-until curl -sf "http://127.0.0.1:$PORT/health" >/dev/null; do
+until python -c "import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()" 2>/dev/null; do
   kill -0 $SERVER || { echo "error: the judge did not start; see $RUNS/genrm_logs"; exit 1; }
   sleep 1
 done
 
-# 4. Two policies from one start, side by side. Both are looked at by the judge; only FAPO is paid by it (paper eq. 8).
+# Both policies are looked at by the judge; only FAPO is paid by it (paper eq. 8).
+stage "4. Two policies from one start, side by side: the rule only, and FAPO"
 policy() {  # policy NAME REWARD_FUNCTION
   python grpo_trainer.py --model data/toy/policy --out-dir "$RUNS/$1" --seed "$SEED" \
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
@@ -43,5 +45,6 @@ BASELINE=$!
 policy fapo toy_world.py:compute_score_fapo
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-# 5. The figure and the tables.
+stage "5. The figure and the tables"
 python toy_world.py --runs "$RUNS"
+stage "done"
