@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 import tyro
 from tqdm import tqdm
 
-from compute_score import PROMPT_STYLES, format_critic_prompt, last_boxed_only_string, remove_boxed
+from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter ------------------------------------------------------------------
 
