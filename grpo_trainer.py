@@ -894,8 +894,8 @@ def run_steps(config, model, tokenizer, optimizer, scorer, log, train_rows, val_
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    if Path(config.model).is_dir():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if all(Path(name).is_dir() for name in (config.model, config.genrm) if name):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub name was given, so nothing may ask a hub
     try:
         print(f"done: {train(config)}")
     except (ValueError, OSError, RuntimeError) as error:

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# The baseline with 32B (paper Table 1): GRPO on the rule alone.
+# The baseline with 32B (paper Table 1): GRPO on the rule alone. With JUDGE=HOST:PORT a judge measures the flawed positives.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # The policy lives on one GPU here, and 32 B parameters with AdamW (about 520 GB) fit on none: this file records the paper's
 # settings; to run them, shard the model (FSDP) or train adapters.
 
+WHERE=()
+[ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
+
 python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir outputs/baseline_32b \
   --train-file data/math-dapo_train.parquet \
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
-  --reward-fn compute_score.py:compute_score_baseline \
+  --reward-fn compute_score.py:compute_score_baseline --reward-kwargs '{"genrm_max_tokens": 16384}' \
+  "${WHERE[@]}" \
   --total-steps 600 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 20480 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \

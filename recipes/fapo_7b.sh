@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# FAPO with 7B (paper Table 1), the judge started with the run.
+# FAPO with 7B (paper Table 1), the judge started with the run or running elsewhere: JUDGE=HOST:PORT bash recipes/fapo_7b.sh
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # The policy lives on one GPU here: 7.6 B parameters in float32 with AdamW take about 122 GB before activations (one H200).
 # First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
 
+WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 8)
+[ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
+
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --out-dir outputs/fapo_7b \
   --train-file data/math-dapo_train.parquet \
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384}' \
-  --genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 8 \
+  "${WHERE[@]}" \
   --total-steps 200 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \
