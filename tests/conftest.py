@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are fastest on one thread, and leave the other cores alone
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ["RAY_ADDRESS"] = "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
 
 
 def pytest_collection_modifyitems(items):
