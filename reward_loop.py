@@ -14,11 +14,9 @@ A result is {"reward_score": float | None, "reward_extra_info": dict, "status": 
 A failure is a status, never a number: whatever the function does (raise, hang, return NaN, kill its process), its sample
 has `reward_score: None`, and no other sample is touched.
 
-How it works, from the outside in:
-  RewardLoopManager   in the driver. One thread with an event loop keeps the queue, deals samples out to the least busy worker,
-                      and holds every limit (in flight, requests and tokens per minute), so that a limit is one for the whole
-                      cluster. A worker's answer to a standing `collect` call brings whatever has been scored since the
-                      last. A dead worker is replaced and its samples are dealt out again.
+  RewardLoopManager   in the driver. A thread with an event loop deals samples out to the least busy worker and holds every
+                      limit (each one for the whole cluster). A worker's answer to a standing `collect` call brings what has
+                      been scored since the last. A dead worker is replaced and its samples are dealt out again.
   RewardLoopWorker    a Ray actor. Runs async functions in its event loop, and gives sync ones to grading processes.
   grading process     forked from a small process that has loaded the function; one sample at a time, killed when overdue.
 
@@ -42,6 +40,7 @@ import math
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import struct
@@ -88,8 +87,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# Calling the function. This part runs in the workers and in the grading processes.
+# ---- Calling the function. This part runs in the workers and in the grading processes.
 
 
 def load_function(spec: str):
@@ -147,7 +145,8 @@ async def evaluate(function, common: dict, payload: bytes) -> bytes:
         value = function(**arguments, **common)
         if inspect.isawaitable(value):
             value = await value
-        return json.dumps([*read_outcome(value), None], default=plain).encode()
+        outcome = [*read_outcome(value), None]  # arrays become lists below, what JSON does not know its repr
+        return json.dumps(outcome, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)).encode()
     except BaseException as error:  # SystemExit too: a function that calls sys.exit() must not end the worker
         return failure("error", describe(error), retry_delay(error))
 
@@ -171,11 +170,6 @@ def read_outcome(value) -> tuple[float | None, dict, str]:
     if not math.isfinite(score):
         return None, extra | {"score": None, "error": f"the score is {score}"}, "error"
     return score, extra | {"score": score}, "ok"
-
-
-def plain(value):
-    """json.dumps's fallback: arrays and array scalars become lists and numbers, anything else its repr."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def describe(error: BaseException) -> str:
@@ -217,12 +211,10 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     global _classify_session
     import aiohttp
 
-    if _classify_session is None:
-        _classify_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True
-        )
-    conversation = [*prompt, {"role": "assistant", "content": solution_str}]
-    text = reward_model_tokenizer.apply_chat_template(conversation, tokenize=False)
+    _classify_session = _classify_session or aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True
+    )
+    text = reward_model_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": solution_str}], tokenize=False)
     body = {"input": text, "add_special_tokens": False, "use_activation": False}
     async with _classify_session.post(f"http://{reward_router_address}/classify", json=body) as response:
         scores = (await response.json())["data"][0]["probs"]
@@ -231,8 +223,7 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     return scores[0]
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# Grading processes: where sync functions run, and any sample that is suspected of killing workers.
+# ---- Grading processes: where sync functions run, and any sample that is suspected of killing workers.
 
 
 def fork_server(control_fd: int) -> None:
@@ -273,54 +264,98 @@ async def serve_samples(connection: socket.socket, function, common: dict) -> No
         connection.sendall(result + b"\n")  # JSON: there is no other line end in it
 
 
-class GradingPool:
-    """The worker's side: `size` tasks, each with a grading process of its own that it restarts when it dies or is overdue.
+# ---- The worker
 
-    For each process that has been busy with one sample for SLOW_S there is one more (up to 4 x size in all), so that no
-    sample waits for the end of a hanging neighbour.
+
+class RewardLoopWorker:
+    """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`.
+
+    Async functions run in its event loop. Others, and samples that are suspected of killing workers, are queued for tasks that
+    have a grading process each and restart it when it dies or is overdue. For each process that has been busy with one sample
+    for SLOW_S there is one more (up to 4 x sync_processes in all), so that no sample waits for the end of a hanging neighbour.
     """
 
-    def __init__(self, setup: dict, report):
-        self.setup, self.report, self.size = setup, report, setup["sync_processes"]  # report(ticket, result)
-        self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it)
-        self.tasks = []
-        self.slow = set()  # the tasks whose process has been busy for more than SLOW_S
+    def __init__(self, setup: dict):
+        self.setup = setup
+        self.done = []  # (ticket, result) since the last collect
+        self.news = asyncio.Event()
+        self.running = {}  # ticket -> (task, the timer that cuts it off), of an async function
+        self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it), for grading processes
+        self.graders = []  # the tasks that have one
+        self.slow = set()  # those whose process has been busy for more than SLOW_S
         self.control = None  # the socket to the fork server
 
-    def put(self, ticket: int, payload: bytes) -> None:
-        """Queues a sample; its result goes to `report`."""
-        self.queue.put_nowait((ticket, payload, 0))
-        self._grow()
+    async def prepare(self) -> str | None:
+        """Loads the function -> one line about what is wrong with it, or None."""
+        try:
+            self.function, self.common = build_call(self.setup)
+            self.is_async = any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
+            if not self.is_async:
+                self._start_fork_server()
+        except (ValueError, OSError) as error:
+            return " ".join(str(error).split())
 
-    def _grow(self) -> None:
-        while len(self.tasks) < min(self.size + len(self.slow), 4 * self.size):
-            self.tasks.append(asyncio.create_task(self._grade()))
+    async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
+        """Takes samples (ticket, isolated, payload); returns at once."""
+        loop = asyncio.get_running_loop()
+        for ticket, isolated, payload in batch:
+            if self.is_async and not isolated:
+                timer = loop.call_later(self.setup["timeout"], self._cut_off, ticket)
+                self.running[ticket] = loop.create_task(self._run(ticket, payload)), timer
+            else:
+                self.queue.put_nowait((ticket, payload, 0))
+                self._add_graders()
 
-    def _is_slow(self, task: asyncio.Task) -> None:
-        self.slow.add(task)
-        self._grow()
+    async def collect(self) -> list[tuple[int, bytes]]:
+        """Everything scored since the last call; waits for the first result, at most HEARTBEAT_S."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
+            await asyncio.sleep(GATHER_S)
+        self.news.clear()
+        done, self.done = self.done, []
+        return done
+
+    def _report(self, ticket: int, result: bytes) -> None:
+        self.done.append((ticket, result))
+        self.news.set()
+
+    async def _run(self, ticket: int, payload: bytes) -> None:
+        result = await evaluate(self.function, self.common, payload)
+        if entry := self.running.pop(ticket, None):  # else it came too late: the timeout has been reported
+            entry[1].cancel()
+            self._report(ticket, result)
+
+    def _cut_off(self, ticket: int) -> None:
+        self.running.pop(ticket)[0].cancel()  # it may refuse: nobody waits for it
+        self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s"))
+
+    def _add_graders(self, *slow: asyncio.Task) -> None:
+        self.slow.update(slow)
+        size = self.setup["sync_processes"]
+        while len(self.graders) < min(size + len(self.slow), 4 * size):
+            self.graders.append(asyncio.create_task(self._grade()))
 
     async def _grade(self) -> None:
-        """One grading process and its successors."""
+        """Has samples graded by one grading process and its successors."""
         process, task = None, asyncio.current_task()
         while True:
             ticket, payload, deaths = await self.queue.get()
-            timer = asyncio.get_running_loop().call_later(SLOW_S, self._is_slow, task)
+            timer = asyncio.get_running_loop().call_later(SLOW_S, self._add_graders, task)
             try:
                 process = process or await self._fork()
                 reader, writer, pid = process
                 writer.write(struct.pack("<I", len(payload)) + payload)
                 async with asyncio.timeout(self.setup["timeout"]):
                     result = await reader.readuntil(b"\n")
-                self.report(ticket, result)
+                self._report(ticket, result)
                 continue
             except TimeoutError:
-                self.report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
+                self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
             except (OSError, EOFError, subprocess.SubprocessError) as error:
                 if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
                     self.queue.put_nowait((ticket, payload, 1))
                 else:
-                    self.report(ticket, failure("error", f"the grading process died on this sample, twice ({describe(error)})"))
+                    self._report(ticket, failure("error", f"the grading process died on this sample, twice ({describe(error)})"))
             finally:
                 timer.cancel()
                 self.slow.discard(task)
@@ -335,89 +370,28 @@ class GradingPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self.start()
+                if self.control is None:
+                    self._start_fork_server()
                 socket.send_fds(self.control, [b"\0"], [theirs.fileno()])
             except OSError:
-                self.control = None  # the next one starts another fork server
+                self.control = None
                 raise
         reader, writer = await asyncio.open_connection(sock=ours, limit=2**30)
         return reader, writer, int(await reader.readuntil(b"\n"))
 
-    def start(self) -> None:
-        """Starts the fork server, if there is none, and waits until it has loaded the function. Raises OSError."""
-        if self.control:
-            return
+    def _start_fork_server(self) -> None:
+        """Returns when it has loaded the function; raises OSError."""
         control, theirs = socket.socketpair()
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
-        subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
-        theirs.close()
+        with theirs:
+            subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
         control.sendall(pickle.dumps(self.setup))
         if not control.recv(1):
             raise OSError("the process that loads the function for grading ended at once; the worker's log says why")
         self.control = control
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# The worker
-
-
-class RewardLoopWorker:
-    """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`."""
-
-    def __init__(self, setup: dict):
-        self.setup = setup
-        self.done = []  # (ticket, result) since the last collect
-        self.news = asyncio.Event()
-        self.running = {}  # ticket -> (task, the timer that cuts it off)
-        self.pool = GradingPool(setup, self._report)
-
-    async def prepare(self) -> str | None:
-        """Loads the function -> one line about what is wrong with it, or None."""
-        try:
-            self.function, self.common = build_call(self.setup)
-            self.is_async = any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
-            if not self.is_async:
-                self.pool.start()
-        except (ValueError, OSError) as error:
-            return " ".join(str(error).split())
-
-    async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
-        """Takes samples (ticket, isolated, payload); returns at once."""
-        loop = asyncio.get_running_loop()
-        for ticket, isolated, payload in batch:
-            if self.is_async and not isolated:
-                timer = loop.call_later(self.setup["timeout"], self._cut_off, ticket)
-                self.running[ticket] = loop.create_task(self._run(ticket, payload)), timer
-            else:
-                self.pool.put(ticket, payload)
-
-    async def collect(self) -> list[tuple[int, bytes]]:
-        """Everything scored since the last call; waits for the first result, at most HEARTBEAT_S."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
-            await asyncio.sleep(GATHER_S)
-        self.news.clear()
-        done, self.done = self.done, []
-        return done
-
-    async def _run(self, ticket: int, payload: bytes) -> None:
-        result = await evaluate(self.function, self.common, payload)
-        if entry := self.running.pop(ticket, None):  # else it came too late: the timeout has been reported
-            entry[1].cancel()
-            self._report(ticket, result)
-
-    def _cut_off(self, ticket: int) -> None:
-        task, _ = self.running.pop(ticket)
-        task.cancel()
-        self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s"))
-
-    def _report(self, ticket: int, result: bytes) -> None:
-        self.done.append((ticket, result))
-        self.news.set()
-
-
-# --------------------------------------------------------------------------------------------------------------------------
-# The manager
+# ---- The manager
 
 
 @dataclasses.dataclass(eq=False)
@@ -454,25 +428,12 @@ class RewardLoopManager:
     """
 
     def __init__(
-        self,
-        *,
-        reward_fn: str | None = None,
-        reward_kwargs: dict | None = None,
-        router_addresses: dict[str, str] | None = None,
-        reward_models=None,
-        reward_model_task: str = "generate",
-        reward_model_tokenizer: str | None = None,
-        num_workers: int = 2,
-        sync_processes: int = 0,
-        timeout: float = 600.0,
-        max_in_flight: int = 2048,
-        max_concurrency: int | None = None,
-        max_rpm: float | None = None,
-        max_tpm: float | None = None,
-        tokens_per_call: int = 2000,
-        http_retries: int = 6,
+        self, *, reward_fn: str | None = None, reward_kwargs: dict | None = None, router_addresses: dict[str, str] | None = None,
+        reward_models=None, reward_model_task: str = "generate", reward_model_tokenizer: str | None = None, num_workers: int = 2,
+        sync_processes: int = 0, timeout: float = 600.0, max_in_flight: int = 2048, max_concurrency: int | None = None,
+        max_rpm: float | None = None, max_tpm: float | None = None, tokens_per_call: int = 2000, http_retries: int = 6,
         overlong: Overlong | None = None,
-    ):
+    ):  # fmt: skip
         positive = dict(num_workers=num_workers, timeout=timeout, max_in_flight=max_in_flight, max_concurrency=max_concurrency)
         positive |= dict(max_rpm=max_rpm, max_tpm=max_tpm, tokens_per_call=tokens_per_call)
         for name, value in positive.items():
@@ -502,18 +463,10 @@ class RewardLoopManager:
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         cores = int(ray.cluster_resources().get("CPU", 1))
-        self.setup = dict(
-            reward_fn=f"{path}:{name}",
-            reward_kwargs=reward_kwargs or {},
-            router_addresses=addresses,
-            discriminative=discriminative,
-            reward_model_tokenizer=reward_model_tokenizer,
-            sync_processes=sync_processes or max(1, cores // num_workers),
-            timeout=timeout,
-        )
-        self.reward_models = reward_models
-        self.overlong = overlong
-        self.http_retries = http_retries
+        self.setup = dict(reward_fn=f"{path}:{name}", reward_kwargs=reward_kwargs or {}, router_addresses=addresses)
+        self.setup |= dict(discriminative=discriminative, reward_model_tokenizer=reward_model_tokenizer, timeout=timeout)
+        self.setup["sync_processes"] = sync_processes or max(1, cores // num_workers)
+        self.reward_models, self.overlong, self.http_retries = reward_models, overlong, http_retries
         self.max_in_flight = min(max_in_flight, max_concurrency or max_in_flight)
 
         self._queue = collections.deque()  # filled from any thread
@@ -543,12 +496,8 @@ class RewardLoopManager:
     def submit(self, sample: dict) -> concurrent.futures.Future:
         """Hands over one row of the schema plus `response` (str) [and `response_length`, tokens] -> the future of its result."""
         try:
-            arguments = {
-                "data_source": sample["data_source"],
-                "solution_str": sample["response"],
-                "ground_truth": sample["reward_model"]["ground_truth"],
-                "extra_info": sample.get("extra_info") or {},
-            }
+            arguments = dict(data_source=sample["data_source"], solution_str=sample["response"])
+            arguments |= dict(ground_truth=sample["reward_model"]["ground_truth"], extra_info=sample.get("extra_info") or {})
             if self.setup["discriminative"]:
                 arguments["prompt"] = sample["prompt"]
             penalty = overlong_penalty(sample["response_length"], *self.overlong) if self.overlong else 0.0
@@ -596,7 +545,7 @@ class RewardLoopManager:
         return with_equal_keys([future.result() for future in futures])
 
     def shutdown(self) -> None:
-        """Ends the workers (and Ray, if this manager started it). Samples on their way raise RuntimeError. May be called twice."""
+        """Ends the workers (and Ray, if this manager started it); samples on their way raise RuntimeError. Twice is allowed."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._stop("the reward loop was shut down"), self._loop).result()
@@ -681,7 +630,7 @@ class RewardLoopManager:
             ticket.future.set_result({"reward_score": reward, "reward_extra_info": extra, "status": status})
 
     async def _replace(self, slot: Slot, wedged: bool) -> None:
-        """The slot's worker is dead (or wedged: then it is killed): its samples go back to the queue's front, a new one starts."""
+        """The slot's worker is dead, or wedged and now killed: its samples go to the queue's front, a new one starts."""
         log.warning("reward worker %d %s; a new one takes over", slot.index, "is wedged" if wedged else "died")
         self._ray.kill(slot.worker)
         slot.worker = None
@@ -718,7 +667,7 @@ class RewardLoopManager:
 
 
 class RateLimit:
-    """At most `per_minute` calls in any window of RATE_WINDOW_S seconds, counted for that window; below one: one in a longer one."""
+    """At most `per_minute` calls, counted for any window of RATE_WINDOW_S; where that is below one: one in a longer window."""
 
     def __init__(self, per_minute: float):
         self.window = max(RATE_WINDOW_S, 60 / per_minute)
@@ -744,8 +693,7 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
     return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# The command line: a file of responses in, the same file with rewards out
+# ---- The command line: a file of responses in, the same file with rewards out
 
 
 @dataclasses.dataclass
@@ -806,20 +754,18 @@ def read_rows(path: Path, needed: list[str]) -> list[dict]:
         raise ValueError(f"--data is {path}: the name must end with .parquet or .jsonl")
     if not path.is_file():
         raise ValueError(f"--data is {path}: there is no such file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    rows = []
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
 
-        try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path} cannot be read as parquet: {error}") from None
-    else:
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
-            try:
+        else:
+            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
                 rows.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from None
+    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
+        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else " cannot be read as parquet"
+        raise ValueError(f"{path}{place} ({error})") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
     for number, row in enumerate(rows):
@@ -827,17 +773,17 @@ def read_rows(path: Path, needed: list[str]) -> list[dict]:
             if row.get(column) is None:
                 has = ", ".join(row)
                 raise ValueError(f"{path}: row {number} has no {column!r} (it has {has}); rows are of the schema plus `response`")
-        if "ground_truth" not in row["reward_model"] or not isinstance(row["response"], str):
+        if not isinstance(row["response"], str) or "ground_truth" not in dict(row["reward_model"]):
             raise ValueError(f"{path}: row {number} needs reward_model.ground_truth and a response that is a string")
     return rows
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path) -> None:
     """Writes the input's columns plus the results, to a temporary file that then takes the name `out`."""
-    scored = [
-        row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": json.dumps(result["reward_extra_info"])}
-        for row, result in zip(rows, results)
-    ]
+    scored = []
+    for row, result in zip(rows, results):
+        info = json.dumps(result["reward_extra_info"])
+        scored.append(row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": info})
     temporary = out.with_name(out.name + ".tmp")
     if out.suffix == ".jsonl":
         with temporary.open("w", encoding="utf-8") as file:
@@ -874,34 +820,25 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
 
 def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     """What the run prints at its end."""
+
+    def share(values: list) -> str:
+        return f"{sum(map(bool, values)) / len(values):.4f} of {len(values):,}"
+
     extras = [result["reward_extra_info"] for result in results]
     scores = [result["reward_score"] for result in results if result["reward_score"] is not None]
-    accurate = [bool(extra["acc"]) for extra in extras if extra.get("acc") is not None]
+    accurate = [extra["acc"] for extra in extras if extra.get("acc") is not None]
     flawed = [extra["flawed_positive"] for extra in extras if extra.get("acc") and extra.get("flawed_positive") is not None]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    lines = [f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)"]
-    lines.append("statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES))
-    lines.append(f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score")
-    if accurate:
-        lines.append(f"accuracy: {sum(accurate) / len(accurate):.4f} of {len(accurate):,}")
-    if flawed:
-        lines.append(f"flawed positives: {sum(flawed) / len(flawed):.4f} of {len(flawed):,} right answers with a verdict")
-    if judge:
-        lines.append("judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()))
-    return "\n".join(lines)
-
-
-def parse_addresses(texts: tuple[str, ...]) -> dict[str, str]:
-    """("host:port",) or ("NAME=host:port", ...) -> {name: "host:port"}."""
-    addresses = {}
-    for number, text in enumerate(texts):
-        name, _, address = text.rpartition("=")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or "/" in address:
-            raise ValueError(f"--router-address is {text!r}: it must be host:port or NAME=host:port")
-        addresses[name or (f"model{number}" if number else "default")] = address
-    return addresses
+    lines = [
+        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)",
+        "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
+        f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score",
+        f"accuracy: {share(accurate)}" if accurate else "",
+        f"flawed positives: {share(flawed)} right answers with a verdict" if flawed else "",
+        "judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()) if judge else "",
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def run(config: Config) -> None:
@@ -918,9 +855,15 @@ def run(config: Config) -> None:
         raise ValueError(f"--reward-kwargs is {config.reward_kwargs!r}: it is not JSON, or not a JSON object") from None
     if config.genrm and config.router_address:
         raise ValueError("--genrm starts a reward model, --router-address names a running one: give one of them")
+    addresses = {}
+    for number, text in enumerate(config.router_address):
+        name, _, address = text.rpartition("=")
+        if not re.fullmatch(r"[^/]+:\d+", address):
+            raise ValueError(f"--router-address is {text!r}: it must be host:port or NAME=host:port")
+        addresses[name or (f"model{number}" if number else "default")] = address
     same_name = inspect.signature(RewardLoopManager).parameters.keys() & vars(config).keys()
-    options = {name: getattr(config, name) for name in same_name} | {"reward_kwargs": reward_kwargs}
-    options["router_addresses"] = parse_addresses(config.router_address)
+    options = {name: getattr(config, name) for name in same_name}
+    options |= {"reward_kwargs": reward_kwargs, "router_addresses": addresses}
     if config.max_response_length is not None:
         options["overlong"] = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
@@ -933,17 +876,14 @@ def run(config: Config) -> None:
         if config.genrm:
             import genrm_server
 
-            server = genrm_server.Config(
-                model=config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task
-            )
+            server = genrm_server.Config(config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task)
             options["reward_models"] = genrm_server.RewardModelManager({"genrm": server})
             stack.callback(options["reward_models"].shutdown)
         manager = RewardLoopManager(**options)
         stack.callback(manager.shutdown)
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not partial.exists()
         file = stack.enter_context(partial.open("a"))
-        file.write(header + "\n" if is_new else "\n")  # the last line may have been cut off
+        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
         if done:
             print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
 
