@@ -6,18 +6,17 @@ You write one function (`FILE:NAME`, sync or async; see "Writing your own reward
         --reward-fn compute_score.py:compute_score_fapo --router-address 127.0.0.1:30000 --num-workers 2
 
     manager = RewardLoopManager(reward_fn="compute_score.py:compute_score")
-    result = await manager.score_one(sample)        # standalone: as each rollout ends, from any event loop and thread
+    future = manager.submit(sample)                 # standalone: as each rollout ends, from any thread; never waits
+    result = await manager.score_one(sample)        # the same for an event loop
     results = manager.score_batch(samples)          # colocate: the reward models wake up, everything is scored, they sleep again
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" | "timeout" | "error"}.
 A failure is a status, never a number: whatever the function does (raise, hang, return NaN, kill its process), its sample
 has `reward_score: None`, and no other sample is touched.
 
-How it works, from the outside in:
-  RewardLoopManager   in the driver. One thread with an event loop keeps the queue, deals samples out to the least busy worker,
-                      and holds every limit (in flight, requests and tokens per minute), so that a limit is one for the whole
-                      cluster. All samples that wait go out in one message; the worker's answer to a standing `collect` call
-                      brings whatever has been scored since. A dead worker is replaced and its samples are dealt out again.
+  RewardLoopManager   in the driver. A thread with an event loop deals samples out to the least busy worker and holds every
+                      limit (each one for the whole cluster). A worker's answer to a standing `collect` call brings what has
+                      been scored since the last. A dead worker is replaced and its samples are dealt out again.
   RewardLoopWorker    a Ray actor. Runs async functions in its event loop, and gives sync ones to grading processes.
   grading process     forked from a small process that has loaded the function; one sample at a time, killed when overdue.
 
@@ -29,17 +28,19 @@ every node (a shared file system, or Ray's `runtime_env` working directory).
 import asyncio
 import atexit
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import math
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import struct
@@ -54,18 +55,15 @@ from typing import Any, Literal, NamedTuple
 # must stay small and quick to start.
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_FUNCTION = "compute_score.py:compute_score"
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
 RATE_WINDOW_S = 60.0  # --max-rpm and --max-tpm hold over any window of this length
+GATHER_S = 0.01  # a worker gathers results for this long before it hands them over: fewer messages
 HEARTBEAT_S = 5.0  # a worker with nothing to say answers `collect` at least this often
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: its event loop is blocked
 MAX_WORKER_DEATHS = 4  # a sample that was in the hands of this many workers when they died is given up: status "error"
 ISOLATE_AFTER_DEATHS = 2  # from this many deaths on it runs alone in a grading process, which shows who the killer is
-MESSAGE_SAMPLES = 256  # samples per message to a worker
-BUSY, COALESCE_S = 32, 0.005  # a worker that holds more than BUSY samples gathers results for COALESCE_S before it answers
-QUICK_BATCH_S = 0.005  # a grading process is handed as many samples at a time as take about this long
-SLOW_S = 1.0  # from here on a call counts as slow: nothing waits behind it
+SLOW_S = 1.0  # a grading process busy for so long with one sample gets a helper
 
 log = logging.getLogger("reward_loop")
 
@@ -89,22 +87,18 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# Calling the function. This part runs in the workers and in the grading processes.
+# ---- Calling the function. This part runs in the workers and in the grading processes.
 
 
 def load_function(spec: str):
     """The function named by "FILE:NAME"; its file may import others beside it. Raises ValueError with one clear line."""
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"reward function {spec!r}: there is no file {path}")
+    path = Path(file)
     sys.path.insert(0, str(path.parent))
     module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_user"  # a user's random.py hides nothing
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # its dataclasses need this
     try:
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)  # its dataclasses need the entry
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"reward function {spec!r}: loading the file failed: {describe(error)}") from error
@@ -116,27 +110,24 @@ def load_function(spec: str):
 
 def build_call(setup: dict) -> tuple[Any, dict]:
     """The function of a run and the keyword arguments that are the same for every sample. Raises ValueError."""
-    if setup["discriminative"]:
-        function = score_with_classifier
-    else:
-        function = load_function(setup["reward_fn"])
+    discriminative, addresses, spec = setup["discriminative"], setup["router_addresses"], setup["reward_fn"]
+    function = score_with_classifier if discriminative else load_function(spec)
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     common = {}
-    if setup["router_addresses"]:
-        common["reward_router_address"] = next(iter(setup["router_addresses"].values()))
-        common["reward_router_addresses"] = setup["router_addresses"]
+    if addresses:
+        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
         common["reward_model_tokenizer"] = None
     if not takes_any:  # a plain rule runs unchanged while a reward model is up
         common = {key: value for key, value in common.items() if key in parameters}
-    for key in setup["reward_kwargs"]:
-        if key not in parameters and not takes_any:
-            raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {setup['reward_fn']}")
+        for key in setup["reward_kwargs"]:
+            if key not in parameters:
+                raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {spec}")
     common |= setup["reward_kwargs"]
-    given = {"data_source", "solution_str", "ground_truth", "extra_info", "prompt", *common}
+    given = {"data_source", "solution_str", "ground_truth", "extra_info", *common} | ({"prompt"} if discriminative else set())
     for name, p in parameters.items():
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
-            raise ValueError(f"{setup['reward_fn']} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
+            raise ValueError(f"{spec} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
     if "reward_model_tokenizer" in common and setup["reward_model_tokenizer"]:
         from transformers import AutoTokenizer
 
@@ -147,18 +138,22 @@ def build_call(setup: dict) -> tuple[Any, dict]:
 async def evaluate(function, common: dict, payload: bytes) -> bytes:
     """Scores one pickled sample -> JSON of [score or None, extra info, status, retry delay or None]. Never raises.
 
-    The JSON is what travels back: it has plain values only, so no object of the user's can break a message that also carries
-    other samples' results.
+    JSON, as an object of the user's could break the message that also carries other samples' results.
     """
     try:
         arguments = pickle.loads(payload)  # made by our own manager: each sample its own bytes, so its own extra_info
         value = function(**arguments, **common)
         if inspect.isawaitable(value):
             value = await value
-        return json.dumps([*read_outcome(value), None], default=plain).encode()
+        outcome = [*read_outcome(value), None]  # arrays become lists below, what JSON does not know its repr
+        return json.dumps(outcome, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)).encode()
     except BaseException as error:  # SystemExit too: a function that calls sys.exit() must not end the worker
-        retry = retry_delay(error)
-        return json.dumps([None, {"error": describe(error)}, "error", retry]).encode()
+        return failure("error", describe(error), retry_delay(error))
+
+
+def failure(status: str, message: str, retry: float | None = None) -> bytes:
+    """A result as `evaluate` writes it, for a sample that has no outcome of its own."""
+    return json.dumps([None, {"error": message}, status, retry]).encode()
 
 
 def read_outcome(value) -> tuple[float | None, dict, str]:
@@ -177,11 +172,6 @@ def read_outcome(value) -> tuple[float | None, dict, str]:
     return score, extra | {"score": score}, "ok"
 
 
-def plain(value):
-    """json.dumps's fallback: arrays and array scalars become lists and numbers, anything else its repr."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
 def describe(error: BaseException) -> str:
     """One line: the kind of error, its message, and the last place in the user's code."""
     frame = error.__traceback__
@@ -198,15 +188,15 @@ def retry_delay(error: BaseException) -> float | None:
     """
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(response, "status_code", None)
-    if isinstance(status, int):
-        if status not in RETRIED_HTTP_STATUS:
-            return None
-        headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
-        with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
-            return min(float(headers["Retry-After"]), 60.0)
-        return 0.0
-    connection_errors = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
-    return 0.0 if any(kind.__name__ in connection_errors for kind in type(error).__mro__) else None
+    if not isinstance(status, int):
+        connection_errors = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
+        return 0.0 if any(kind.__name__ in connection_errors for kind in type(error).__mro__) else None
+    if status not in RETRIED_HTTP_STATUS:
+        return None
+    headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
+    with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
+        return min(float(headers["Retry-After"]), 60.0)
+    return 0.0
 
 
 _classify_session = None
@@ -221,12 +211,10 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     global _classify_session
     import aiohttp
 
-    if _classify_session is None:
-        _classify_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True
-        )
-    conversation = [*prompt, {"role": "assistant", "content": solution_str}]
-    text = reward_model_tokenizer.apply_chat_template(conversation, tokenize=False)
+    _classify_session = _classify_session or aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True
+    )
+    text = reward_model_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": solution_str}], tokenize=False)
     body = {"input": text, "add_special_tokens": False, "use_activation": False}
     async with _classify_session.post(f"http://{reward_router_address}/classify", json=body) as response:
         scores = (await response.json())["data"][0]["probs"]
@@ -235,8 +223,7 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     return scores[0]
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# Grading processes: where sync functions run, and any sample that is suspected of killing workers.
+# ---- Grading processes: where sync functions run, and any sample that is suspected of killing workers.
 
 
 def fork_server(control_fd: int) -> None:
@@ -253,16 +240,13 @@ def fork_server(control_fd: int) -> None:
     function, common = build_call(setup)
     control.send(b"\0")  # ready
     children = set()
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    while descriptors := socket.recv_fds(control, 1, 1)[1]:
         children = {pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)}
-        if not descriptors:
-            break
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)  # a group of its own: what the function starts dies with it
             control.close()
-            serve_samples(socket.socket(fileno=descriptors[0]), function, common)
+            asyncio.run(serve_samples(socket.socket(fileno=descriptors[0]), function, common))
             os._exit(0)
         os.close(descriptors[0])
         children.add(pid)
@@ -271,183 +255,69 @@ def fork_server(control_fd: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def serve_samples(connection: socket.socket, function, common: dict) -> None:
-    """Main of a grading process: reads a sample, writes its result, one at a time, until the socket ends."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    connection.sendall(struct.pack("<I", os.getpid()))
+async def serve_samples(connection: socket.socket, function, common: dict) -> None:
+    """Main of a grading process: reads a sample, writes its result, one at a time (it may block), until the socket ends."""
+    connection.sendall(b"%d\n" % os.getpid())
     stream = connection.makefile("rb")
     while header := stream.read(4):
-        result = loop.run_until_complete(evaluate(function, common, stream.read(*struct.unpack("<I", header))))
-        connection.sendall(struct.pack("<I", len(result)) + result)
+        result = await evaluate(function, common, stream.read(*struct.unpack("<I", header)))
+        connection.sendall(result + b"\n")  # JSON: there is no other line end in it
 
 
-class GradingPool:
-    """The worker's side: `size` tasks, each with a grading process of its own that it restarts when it dies or is overdue.
-
-    A process is given one sample at a time or, when the function is quick, as many as take about QUICK_BATCH_S. Should one of
-    those keep it for SLOW_S, the others are taken back. For each process that is busy for so long one more is started while
-    samples wait (up to 4 x size in all), so that no sample waits for the end of a hanging neighbour.
-    """
-
-    def __init__(self, setup: dict, report):
-        self.setup, self.report = setup, report  # report(ticket, result)
-        self.size = setup["sync_processes"]
-        self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it)
-        self.mean_s = 1.0  # moving average of one call
-        self.tasks = set()
-        self.slow = set()  # the tasks whose process has been busy with one sample for more than SLOW_S
-        self.control = None  # the socket to the fork server
-        self.starting = asyncio.Lock()
-
-    def put(self, ticket: int, payload: bytes) -> None:
-        """Queues a sample; its result goes to `report`."""
-        self.queue.put_nowait((ticket, payload, 0))
-        self._add_tasks()
-
-    def _add_tasks(self) -> None:
-        while len(self.tasks) < min(self.size + len(self.slow), 4 * self.size):
-            task = asyncio.create_task(self._grade())
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-
-    async def _grade(self) -> None:
-        """One grading process and its successors; ends when there are more than are needed."""
-        process = None
-        while len(self.tasks) <= self.size + len(self.slow):
-            batch = collections.deque([await self.queue.get()])
-            more = min(int(QUICK_BATCH_S / self.mean_s), self.queue.qsize() // len(self.tasks))
-            batch.extend(self.queue.get_nowait() for _ in range(more))
-            process = await self._grade_batch(process, batch)
-        self.tasks.discard(asyncio.current_task())  # now, not when the task is done: two must not leave on the same count
-        self._kill(process)
-
-    async def _grade_batch(self, process, batch):
-        """Has the samples graded in order and reports each result as it comes -> the process, or None if it is gone."""
-        sent, begun, results = len(batch), time.monotonic(), 0
-        try:
-            process = process or await self._fork()
-            reader, writer, _ = process
-            writer.write(b"".join(struct.pack("<I", len(payload)) + payload for _, payload, _ in batch))
-            while batch:
-                task = asyncio.current_task()
-                timer = asyncio.get_running_loop().call_later(SLOW_S, self._is_slow, task, batch)
-                try:
-                    async with asyncio.timeout(self.setup["timeout"]):
-                        result = await reader.readexactly(*struct.unpack("<I", await reader.readexactly(4)))
-                finally:
-                    timer.cancel()
-                    self.slow.discard(task)
-                self.report(batch.popleft()[0], result)
-                results += 1
-        except TimeoutError:
-            self.report(batch.popleft()[0], failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
-        except (OSError, asyncio.IncompleteReadError, subprocess.SubprocessError) as error:
-            ticket, payload, deaths = batch.popleft()  # graded in order, so the first without a result was under way
-            if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
-                self.queue.put_nowait((ticket, payload, 1))
-            else:
-                self.report(ticket, failure("error", f"the grading process died on this sample, twice ({describe(error)})"))
-        self.mean_s += 0.3 * ((time.monotonic() - begun) / max(results, 1) - self.mean_s)
-        if results == sent:
-            return process
-        for sample in batch:  # never begun
-            self.queue.put_nowait(sample)
-        return self._kill(process)  # also where samples were taken back from it: it still holds them
-
-    def _is_slow(self, task, batch) -> None:
-        while len(batch) > 1:
-            self.queue.put_nowait(batch.pop())
-        self.slow.add(task)
-        if not self.queue.empty():
-            self._add_tasks()
-
-    async def _fork(self):
-        """A new grading process -> (reader, writer, pid). Starts the fork server first if there is none (any longer)."""
-        loop = asyncio.get_running_loop()
-        async with self.starting:
-            if self.control is None:
-                control, theirs = socket.socketpair()
-                code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
-                subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
-                theirs.close()
-                control.setblocking(False)
-                await loop.sock_sendall(control, pickle.dumps(self.setup))
-                if not await loop.sock_recv(control, 1):
-                    raise OSError("the process that loads the function for grading ended at once; the worker's log says why")
-                self.control = control
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    socket.send_fds(self.control, [b"\0"], [theirs.fileno()])
-                except OSError:
-                    self.control.close()
-                    self.control = None
-                    raise
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return reader, writer, *struct.unpack("<I", await reader.readexactly(4))
-
-    def _kill(self, process) -> None:
-        if process is not None:
-            _, writer, pid = process
-            writer.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-
-def failure(status: str, message: str) -> bytes:
-    """A result as `evaluate` writes it, for a sample that has no outcome of its own."""
-    return json.dumps([None, {"error": message}, status, None]).encode()
-
-
-# --------------------------------------------------------------------------------------------------------------------------
-# The worker
+# ---- The worker
 
 
 class RewardLoopWorker:
-    """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`."""
+    """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`.
+
+    Async functions run in its event loop. Others, and samples that are suspected of killing workers, are queued for tasks that
+    have a grading process each and restart it when it dies or is overdue. For each process that has been busy with one sample
+    for SLOW_S there is one more (up to 4 x sync_processes in all), so that no sample waits for the end of a hanging neighbour.
+    """
 
     def __init__(self, setup: dict):
         self.setup = setup
-        self.held = 0  # samples given to this worker whose results have not been collected
         self.done = []  # (ticket, result) since the last collect
         self.news = asyncio.Event()
-        self.running = {}  # ticket -> (task, the timer that cuts it off)
-        self.pool = None
+        self.running = {}  # ticket -> (task, the timer that cuts it off), of an async function
+        self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it), for grading processes
+        self.graders = []  # the tasks that have one
+        self.slow = set()  # those whose process has been busy for more than SLOW_S
+        self.control = None  # the socket to the fork server
 
-    async def prepare(self) -> tuple[str | None, bool]:
-        """Loads the function -> (one line about what is wrong or None, whether samples go to grading processes)."""
+    async def prepare(self) -> str | None:
+        """Loads the function -> one line about what is wrong with it, or None."""
         try:
             self.function, self.common = build_call(self.setup)
+            self.is_async = any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
+            if not self.is_async:
+                self._start_fork_server()
         except (ValueError, OSError) as error:
-            return " ".join(str(error).split()), False
-        target = self.function if inspect.isroutine(self.function) else getattr(self.function, "__call__", self.function)
-        self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(self.function)
-        return None, not self.is_async
+            return " ".join(str(error).split())
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (ticket, isolated, payload); returns at once."""
         loop = asyncio.get_running_loop()
-        self.held += len(batch)
         for ticket, isolated, payload in batch:
             if self.is_async and not isolated:
                 timer = loop.call_later(self.setup["timeout"], self._cut_off, ticket)
                 self.running[ticket] = loop.create_task(self._run(ticket, payload)), timer
             else:
-                self.pool = self.pool or GradingPool(self.setup, self._report)
-                self.pool.put(ticket, payload)
+                self.queue.put_nowait((ticket, payload, 0))
+                self._add_graders()
 
     async def collect(self) -> list[tuple[int, bytes]]:
         """Everything scored since the last call; waits for the first result, at most HEARTBEAT_S."""
-        if not self.done:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
-        if self.held - len(self.done) > BUSY:  # much more to come: fewer messages, a few milliseconds later
-            await asyncio.sleep(COALESCE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
+            await asyncio.sleep(GATHER_S)
         self.news.clear()
         done, self.done = self.done, []
-        self.held -= len(done)
         return done
+
+    def _report(self, ticket: int, result: bytes) -> None:
+        self.done.append((ticket, result))
+        self.news.set()
 
     async def _run(self, ticket: int, payload: bytes) -> None:
         result = await evaluate(self.function, self.common, payload)
@@ -456,27 +326,82 @@ class RewardLoopWorker:
             self._report(ticket, result)
 
     def _cut_off(self, ticket: int) -> None:
-        task, _ = self.running.pop(ticket)
-        task.cancel()
+        self.running.pop(ticket)[0].cancel()  # it may refuse: nobody waits for it
         self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s"))
 
-    def _report(self, ticket: int, result: bytes) -> None:
-        self.done.append((ticket, result))
-        self.news.set()
+    def _add_graders(self, *slow: asyncio.Task) -> None:
+        self.slow.update(slow)
+        size = self.setup["sync_processes"]
+        while len(self.graders) < min(size + len(self.slow), 4 * size):
+            self.graders.append(asyncio.create_task(self._grade()))
+
+    async def _grade(self) -> None:
+        """Has samples graded by one grading process and its successors."""
+        process, task = None, asyncio.current_task()
+        while True:
+            ticket, payload, deaths = await self.queue.get()
+            timer = asyncio.get_running_loop().call_later(SLOW_S, self._add_graders, task)
+            try:
+                process = process or await self._fork()
+                reader, writer, pid = process
+                writer.write(struct.pack("<I", len(payload)) + payload)
+                async with asyncio.timeout(self.setup["timeout"]):
+                    result = await reader.readuntil(b"\n")
+                self._report(ticket, result)
+                continue
+            except TimeoutError:
+                self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
+            except (OSError, EOFError, subprocess.SubprocessError) as error:
+                if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
+                    self.queue.put_nowait((ticket, payload, 1))
+                else:
+                    self._report(ticket, failure("error", f"the grading process died on this sample, twice ({describe(error)})"))
+            finally:
+                timer.cancel()
+                self.slow.discard(task)
+            if process:
+                writer.close()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            process = None
+
+    async def _fork(self):
+        """A new grading process -> (reader, writer, pid)."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                if self.control is None:
+                    self._start_fork_server()
+                socket.send_fds(self.control, [b"\0"], [theirs.fileno()])
+            except OSError:
+                self.control = None
+                raise
+        reader, writer = await asyncio.open_connection(sock=ours, limit=2**30)
+        return reader, writer, int(await reader.readuntil(b"\n"))
+
+    def _start_fork_server(self) -> None:
+        """Returns when it has loaded the function; raises OSError."""
+        control, theirs = socket.socketpair()
+        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
+        with theirs:
+            subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
+        control.sendall(pickle.dumps(self.setup))
+        if not control.recv(1):
+            raise OSError("the process that loads the function for grading ended at once; the worker's log says why")
+        self.control = control
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# The manager
+# ---- The manager
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
     """One sample on its way."""
 
+    number: int
     payload: bytes
-    future: asyncio.Future
-    loop: asyncio.AbstractEventLoop
     penalty: float  # overlong
+    future: concurrent.futures.Future
     deaths: int = 0  # workers that died with it in their hands
     tries: int = 0  # failed HTTP tries
 
@@ -486,58 +411,34 @@ class Slot:
     """One worker's place: its actor may be replaced."""
 
     index: int
-    handle: Any = None
+    worker: Any = None  # None while there is none that can take samples
     pending: dict[int, Ticket] = dataclasses.field(default_factory=dict)
-    ready: bool = False
-    window: float = math.inf  # most samples to hand to it at once
 
 
 class RewardLoopManager:
     """Scores samples on `num_workers` Ray workers. Safe to use from any thread and any event loop.
 
-    Raises ValueError (a missing function, an option that makes no sense) before anything is scored.
+    Raises ValueError (a missing function, an option that makes no sense) before anything is scored. `Config`, below, explains
+    the parameters that are not named here.
 
     reward_fn: "FILE:NAME"; None = with a discriminative reward model its score, without a reward model the default rule.
-    reward_kwargs: passed on to every call.
     router_addresses: {name: "host:port"} of reward models that run elsewhere; the first is `reward_router_address`.
     reward_models: a genrm_server.RewardModelManager; gives the addresses, and is woken and put to sleep by score_batch.
-    reward_model_task: "generate" or "classify" (a discriminative model; without a function its score is the reward).
-    reward_model_tokenizer: path; loaded once in each worker, for functions that take it and for discriminative models.
-    sync_processes: grading processes per worker for sync functions; 0 = the cluster's cores shared out over the workers.
-    timeout: seconds for one call of the function.
-    max_in_flight: samples in the workers' hands at once; the others wait in the driver.
-    max_concurrency, max_rpm, max_tpm: calls at once, calls and tokens per minute in the whole cluster; a call is reckoned as
-        `tokens_per_call` tokens. None = no limit.
-    http_retries: how often a call that failed with a broken connection, HTTP 429 or 5xx is made again (waits 1, 2, 4 ... 10 s).
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
     def __init__(
-        self,
-        *,
-        reward_fn: str | None = None,
-        reward_kwargs: dict | None = None,
-        router_addresses: dict[str, str] | None = None,
-        reward_models=None,
-        reward_model_task: str = "generate",
-        reward_model_tokenizer: str | None = None,
-        num_workers: int = 2,
-        sync_processes: int = 0,
-        timeout: float = 600.0,
-        max_in_flight: int = 2048,
-        max_concurrency: int | None = None,
-        max_rpm: float | None = None,
-        max_tpm: float | None = None,
-        tokens_per_call: int = 2000,
-        http_retries: int = 6,
+        self, *, reward_fn: str | None = None, reward_kwargs: dict | None = None, router_addresses: dict[str, str] | None = None,
+        reward_models=None, reward_model_task: str = "generate", reward_model_tokenizer: str | None = None, num_workers: int = 2,
+        sync_processes: int = 0, timeout: float = 600.0, max_in_flight: int = 2048, max_concurrency: int | None = None,
+        max_rpm: float | None = None, max_tpm: float | None = None, tokens_per_call: int = 2000, http_retries: int = 6,
         overlong: Overlong | None = None,
-    ):
-        for name, value in dict(num_workers=num_workers, timeout=timeout, max_in_flight=max_in_flight).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: it must be greater than 0")
-        for name, value in dict(max_concurrency=max_concurrency, max_rpm=max_rpm, max_tpm=max_tpm).items():
+    ):  # fmt: skip
+        positive = dict(num_workers=num_workers, timeout=timeout, max_in_flight=max_in_flight, max_concurrency=max_concurrency)
+        positive |= dict(max_rpm=max_rpm, max_tpm=max_tpm, tokens_per_call=tokens_per_call)
+        for name, value in positive.items():
             if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be greater than 0, or None for no limit")
+                raise ValueError(f"{name} is {value}: it must be greater than 0")
         if overlong:
             overlong_penalty(0, *overlong)  # raises on bad settings
         addresses = dict(reward_models.router_addresses) if reward_models else dict(router_addresses or {})
@@ -546,26 +447,12 @@ class RewardLoopManager:
             raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
         if discriminative and not reward_model_tokenizer:
             raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-        file, _, name = (reward_fn or f"{HERE}/{DEFAULT_FUNCTION}").rpartition(":")
+        file, _, name = (reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
+        path = Path(file).expanduser().resolve()
         if not file or not name:
             raise ValueError(f"reward_fn is {reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
-        if not discriminative and not Path(file).expanduser().is_file():
-            raise ValueError(f"reward_fn is {reward_fn!r}: there is no file {Path(file).expanduser().absolute()}")
-        self.reward_models = reward_models
-        self.overlong = overlong
-        self.num_workers = num_workers
-        self.http_retries = http_retries
-        self.max_in_flight = min(max_in_flight, max_concurrency or max_in_flight)
-        self._needs_prompt = discriminative
-        self._rate = RateLimit(min(max_rpm or math.inf, (max_tpm or math.inf) / tokens_per_call))
-        self.setup = dict(
-            reward_fn=f"{Path(file).expanduser().resolve()}:{name}",
-            reward_kwargs=reward_kwargs or {},
-            router_addresses=addresses,
-            discriminative=discriminative,
-            reward_model_tokenizer=reward_model_tokenizer,
-            timeout=timeout,
-        )
+        if not discriminative and not path.is_file():
+            raise ValueError(f"reward_fn is {reward_fn!r}: there is no file {path}")
 
         import ray
 
@@ -573,215 +460,165 @@ class RewardLoopManager:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:  # RAY_ADDRESS, where set, names the cluster to join
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        cores = int(ray.cluster_resources().get("CPU", 1))
-        self.setup["sync_processes"] = sync_processes or max(1, cores // num_workers)
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        self.setup = dict(reward_fn=f"{path}:{name}", reward_kwargs=reward_kwargs or {}, router_addresses=addresses)
+        self.setup |= dict(discriminative=discriminative, reward_model_tokenizer=reward_model_tokenizer, timeout=timeout)
+        self.setup["sync_processes"] = sync_processes or max(1, cores // num_workers)
+        self.reward_models, self.overlong, self.http_retries = reward_models, overlong, http_retries
+        self.max_in_flight = min(max_in_flight, max_concurrency or max_in_flight)
 
-        self._loop = asyncio.new_event_loop()
-        self._inbox = collections.deque()  # filled from any thread
-        self._drain_is_due = False
-        self._queue = collections.deque()  # this and everything below belongs to the loop's thread
-        self._paused = set()  # tickets that wait for another HTTP try
-        self._next_ticket = 0
-        self._timer = None
-        self._slots = [Slot(index) for index in range(num_workers)]
-        self._batches = set()  # a future for each score_batch under way
-        self._tasks = []  # one per worker, taking its results
+        self._queue = collections.deque()  # filled from any thread
+        self._open = set()  # the futures without a result; from any thread
+        self._numbers = itertools.count()
+        self._dispatch_is_due = False
         self._closed = None  # the reason, once closed
+        self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
+        self._rate = RateLimit(min(max_rpm or math.inf, (max_tpm or math.inf) / tokens_per_call))
+        self._timer = None  # dispatches when the rate limit allows
+        self._slots = [Slot(index) for index in range(num_workers)]
+        self._tasks = []  # one per worker, taking its results
         self._warnings_left = 3
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
         try:
-            sync = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         except BaseException as error:
             self.shutdown()
             if isinstance(error, ray.exceptions.RayError):
                 raise RuntimeError(f"a reward worker died while it was starting: {' '.join(str(error).split())}") from error
             raise
-        if sync:  # a worker queues these for its processes: few at first, so that no idle worker looks on at the end
-            for slot in self._slots:
-                slot.window = 4 * self.setup["sync_processes"]
 
     # ---- for callers, in their own threads
 
+    def submit(self, sample: dict) -> concurrent.futures.Future:
+        """Hands over one row of the schema plus `response` (str) [and `response_length`, tokens] -> the future of its result."""
+        try:
+            arguments = dict(data_source=sample["data_source"], solution_str=sample["response"])
+            arguments |= dict(ground_truth=sample["reward_model"]["ground_truth"], extra_info=sample.get("extra_info") or {})
+            if self.setup["discriminative"]:
+                arguments["prompt"] = sample["prompt"]
+            penalty = overlong_penalty(sample["response_length"], *self.overlong) if self.overlong else 0.0
+        except KeyError as error:
+            raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
+        future = concurrent.futures.Future()
+        ticket = Ticket(next(self._numbers), pickle.dumps(arguments, protocol=5), penalty, future)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if self._closed:  # asked only now: whoever closes either sees this future or is seen here
+            raise RuntimeError(self._closed)
+        self._put(ticket)
+        return future
+
     async def score_one(self, sample: dict) -> dict:
-        """Scores one row of the schema plus `response` (str) [and `response_length`, tokens]; any event loop, any thread."""
-        loop = asyncio.get_running_loop()
-        ticket = self._ticket(sample, loop)
-        self._inbox.append(ticket)
-        if not self._drain_is_due:  # one wake-up of the loop's thread, however many calls this tick makes
-            self._drain_is_due = True
-            self._loop.call_soon_threadsafe(self._drain)
-        return await ticket.future
+        """`submit` for coroutines, of any event loop."""
+        return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Scores any number of samples -> results in their order, all with the same keys of extra info (missing ones: None).
 
         Wakes the reward models first and puts them to sleep afterwards. A batch that takes long shows a progress bar.
-        on_result(index, result) is called as each result arrives (in the loop's thread); what it raises ends the batch.
+        on_result(index, result) is called as each result arrives; what it raises ends the batch.
         """
+        from tqdm import tqdm
+
         if self._closed:
             raise RuntimeError(self._closed)
         if self.reward_models:
             self.reward_models.wake_up()
+        futures = {}
         try:
-            work = asyncio.run_coroutine_threadsafe(self._score_all(samples, on_result), self._loop)
-            try:
-                results = work.result()
-            finally:
-                work.cancel()  # no effect on a finished one
+            for index, sample in enumerate(samples):
+                futures[self.submit(sample)] = index
+            arriving = concurrent.futures.as_completed(futures)
+            for future in tqdm(arriving, "scoring", len(futures), unit="sample", delay=3, leave=False, disable=None):
+                result = future.result()
+                if on_result:
+                    on_result(futures[future], result)
         finally:
+            for future in futures:
+                future.cancel()  # in a batch that ended early: those not yet handed out never will be
             if self.reward_models:
                 self.reward_models.sleep()
-        return with_equal_keys(results)
+        return with_equal_keys([future.result() for future in futures])
 
     def shutdown(self) -> None:
-        """Ends the workers (and Ray, if this manager started it). Samples on their way raise RuntimeError. May be called twice."""
+        """Ends the workers (and Ray, if this manager started it); samples on their way raise RuntimeError. Twice is allowed."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._stop("the reward loop was shut down"), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._fail_all(self._closed)  # what came in between
             self._loop.close()
             if self._started_ray:
                 self._ray.shutdown()
 
-    def _ticket(self, sample: dict, loop) -> Ticket:
-        if self._closed:
-            raise RuntimeError(self._closed)
-        try:
-            arguments = {
-                "data_source": sample["data_source"],
-                "solution_str": sample["response"],
-                "ground_truth": sample["reward_model"]["ground_truth"],
-                "extra_info": sample.get("extra_info") or {},
-            }
-            if self._needs_prompt:
-                arguments["prompt"] = sample["prompt"]
-            penalty = overlong_penalty(sample["response_length"], *self.overlong) if self.overlong else 0.0
-        except KeyError as error:
-            raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
-        return Ticket(pickle.dumps(arguments, protocol=5), loop.create_future(), loop, penalty)
+    def _put(self, ticket: Ticket) -> None:
+        self._queue.append(ticket)
+        if not self._dispatch_is_due:  # one wake-up of the loop's thread for many samples
+            self._dispatch_is_due = True
+            self._loop.call_soon_threadsafe(self._dispatch)
 
     # ---- in the loop's thread
 
-    async def _score_all(self, samples, on_result):
-        from tqdm import tqdm
-
-        tickets = [self._ticket(sample, self._loop) for sample in samples]
-        results = [None] * len(tickets)
-        left = set(range(len(tickets)))
-        complete = self._loop.create_future()
-        self._batches.add(complete)
-        with tqdm(total=len(tickets), desc="scoring", unit="sample", delay=3, leave=False, disable=None) as bar:
-
-            def arrived(index, future):
-                if complete.done():  # the batch has ended early
-                    return
-                try:
-                    results[index] = future.result()
-                    if on_result:
-                        on_result(index, results[index])
-                except BaseException as error:  # goes to the caller of score_batch
-                    complete.set_exception(error)
-                bar.update()
-                left.discard(index)
-                if not left and not complete.done():
-                    complete.set_result(results)
-
-            for index, ticket in enumerate(tickets):
-                ticket.future.add_done_callback(functools.partial(arrived, index))
-            self._queue.extend(tickets)
-            self._dispatch()
-            try:
-                return await complete if tickets else []
-            finally:
-                self._batches.discard(complete)
-                for ticket in tickets:
-                    ticket.future.cancel()  # in a batch that ended early: those not yet handed out never will be
-
-    async def _start(self) -> bool:
-        """Starts the workers side by side -> whether the function is sync. Raises ValueError with a worker's complaint."""
-        answers = await asyncio.gather(*(self._start_worker(slot) for slot in self._slots))
-        for complaint, _ in answers:
-            if complaint:
-                raise ValueError(complaint)
-        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
-        return answers[0][1]
-
-    async def _start_worker(self, slot: Slot):
-        """A new actor in this slot, on the next living node in turn (another one, should that be gone meanwhile)."""
-        ray = self._ray
-        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[slot.index % len(nodes)], soft=True)
-        actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy)(RewardLoopWorker)
-        slot.handle = actor.remote(self.setup)
-        answer = await asyncio.wait_for(slot.handle.prepare.remote(), 300)
-        slot.ready = answer[0] is None
-        return answer
-
-    def _drain(self) -> None:
-        self._drain_is_due = False  # first: a call from now on asks for another drain
-        while self._inbox:
-            self._queue.append(self._inbox.popleft())
-        self._dispatch()
-
     def _dispatch(self) -> None:
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""
-        if self._closed:
-            return self._fail_all(self._closed)
-        in_flight = sum(len(slot.pending) for slot in self._slots)
+        self._dispatch_is_due = False  # first: a sample from now on asks for another dispatch
+        ready = [slot for slot in self._slots if slot.worker]
+        free = self.max_in_flight - sum(len(slot.pending) for slot in self._slots)
         outgoing = collections.defaultdict(list)
-        while self._queue and in_flight < self.max_in_flight:
-            free = [slot for slot in self._slots if slot.ready and len(slot.pending) < slot.window]
-            if not free:
-                break
-            slot = min(free, key=lambda slot: len(slot.pending))
+        while self._queue and ready and free > 0:
             if (wait := self._rate.wait()) > 0:
                 if self._timer:
                     self._timer.cancel()
                 self._timer = self._loop.call_later(wait, self._dispatch)
                 break
             ticket = self._queue.popleft()
-            if ticket.future.cancelled():  # the caller has gone
+            if ticket.future.done():  # its caller has gone
                 continue
             self._rate.take()
-            self._next_ticket += 1
-            slot.pending[self._next_ticket] = ticket
-            outgoing[slot.index].append((self._next_ticket, ticket.deaths >= ISOLATE_AFTER_DEATHS, ticket.payload))
-            in_flight += 1
-        for index, batch in outgoing.items():
-            for start in range(0, len(batch), MESSAGE_SAMPLES):
-                self._slots[index].handle.submit.remote(batch[start : start + MESSAGE_SAMPLES])
+            slot = min(ready, key=lambda slot: len(slot.pending))
+            slot.pending[ticket.number] = ticket
+            outgoing[slot.worker].append((ticket.number, ticket.deaths >= ISOLATE_AFTER_DEATHS, ticket.payload))
+            free -= 1
+        for worker, batch in outgoing.items():
+            worker.submit.remote(batch)
+
+    async def _start(self) -> None:
+        await asyncio.gather(*map(self._start_worker, self._slots))
+        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
+
+    async def _start_worker(self, slot: Slot) -> None:
+        """A new actor in this slot, on the next living node in turn (another one, should that be gone meanwhile)."""
+        ray = self._ray
+        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[slot.index % len(nodes)], soft=True)
+        actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy)(RewardLoopWorker)
+        worker = actor.remote(self.setup)
+        if complaint := await asyncio.wait_for(worker.prepare.remote(), 300):
+            raise ValueError(complaint)
+        slot.worker = worker
 
     async def _serve(self, slot: Slot) -> None:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
         while not self._closed:
             try:
-                results = await asyncio.wait_for(slot.handle.collect.remote(), self.setup["timeout"] + WEDGED_S)
+                results = await asyncio.wait_for(slot.worker.collect.remote(), self.setup["timeout"] + WEDGED_S)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                await self._replace(slot, error)
+                await self._replace(slot, wedged=isinstance(error, TimeoutError))
                 continue
-            if len(results) >= slot.window / 2:  # it nearly ran dry
-                slot.window *= 2
-            finished = collections.defaultdict(list)
             for number, result in results:
-                if ticket := slot.pending.pop(number, None):
-                    self._finish(ticket, result, finished)
-            for loop, pairs in finished.items():
-                deliver(loop, pairs)
+                self._finish(slot.pending.pop(number), result)
             self._dispatch()
 
-    def _finish(self, ticket: Ticket, result: bytes, finished: dict) -> None:
+    def _finish(self, ticket: Ticket, result: bytes) -> None:
         score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # a NaN in extra info: null
         if retry_after is not None and ticket.tries < self.http_retries:
             pause = max(retry_after, min(2.0**ticket.tries, 10.0) * random.uniform(0.75, 1.25))
             ticket.tries += 1
-            self._paused.add(ticket)
-            self._loop.call_later(pause, self._again, ticket)
+            self._loop.call_later(pause, self._put, ticket)
             return
         if status in ("error", "timeout") and self._warnings_left:
             self._warnings_left -= 1
@@ -789,66 +626,48 @@ class RewardLoopManager:
         if self.overlong:
             extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
         reward = None if score is None else score + ticket.penalty
-        finished[ticket.loop].append((ticket.future, {"reward_score": reward, "reward_extra_info": extra, "status": status}))
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
+            ticket.future.set_result({"reward_score": reward, "reward_extra_info": extra, "status": status})
 
-    def _again(self, ticket: Ticket) -> None:
-        self._paused.discard(ticket)
-        self._queue.append(ticket)
-        self._dispatch()
-
-    async def _replace(self, slot: Slot, error: Exception) -> None:
-        """The slot's worker is dead (or wedged: then it is killed): its samples go back to the queue's front, a new one starts."""
-        wedged = isinstance(error, TimeoutError)
+    async def _replace(self, slot: Slot, wedged: bool) -> None:
+        """The slot's worker is dead, or wedged and now killed: its samples go to the queue's front, a new one starts."""
         log.warning("reward worker %d %s; a new one takes over", slot.index, "is wedged" if wedged else "died")
-        slot.ready = False
-        finished = collections.defaultdict(list)
+        self._ray.kill(slot.worker)
+        slot.worker = None
         for ticket in reversed(slot.pending.values()):
             ticket.deaths += ISOLATE_AFTER_DEATHS if wedged else 1
             if ticket.deaths < MAX_WORKER_DEATHS:
                 self._queue.appendleft(ticket)
             else:
-                self._finish(ticket, failure("error", f"{ticket.deaths} reward workers died with this sample"), finished)
+                self._finish(ticket, failure("error", f"{ticket.deaths} reward workers died with this sample"))
         slot.pending.clear()
-        for loop, pairs in finished.items():
-            deliver(loop, pairs)
-        self._ray.kill(slot.handle)
         self._dispatch()
         for attempt in range(5):
             try:
-                complaint, _ = await self._start_worker(slot)
-                if complaint is None:
-                    return self._dispatch()
-            except (self._ray.exceptions.RayError, TimeoutError) as failed:
-                complaint = describe(failed)
+                await self._start_worker(slot)
+                return self._dispatch()
+            except (ValueError, self._ray.exceptions.RayError, TimeoutError) as error:
+                reason = f"reward worker {slot.index} cannot be started again: {describe(error)}"
             await asyncio.sleep(2**attempt)
-        await self._stop(f"reward worker {slot.index} cannot be started again: {complaint}")
-
-    def _fail_all(self, reason: str) -> None:
-        pending = [ticket for slot in self._slots for ticket in slot.pending.values()]
-        for ticket in [*self._inbox, *self._queue, *self._paused, *pending]:
-            deliver(ticket.loop, [(ticket.future, RuntimeError(reason))])
-        self._inbox.clear()
-        self._queue.clear()
-        self._paused.clear()
-        for slot in self._slots:
-            slot.pending.clear()
+        await self._stop(reason)
 
     async def _stop(self, reason: str) -> None:
         self._closed = self._closed or reason
-        self._fail_all(self._closed)
         for slot in self._slots:
-            if slot.handle is not None:
-                self._ray.kill(slot.handle)
-            slot.handle, slot.ready = None, False
+            if slot.worker:
+                self._ray.kill(slot.worker)
+            slot.worker = None
+        for future in list(self._open):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(RuntimeError(self._closed))
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, *self._batches, return_exceptions=True)
-        await asyncio.sleep(0.01)  # lets the failed batches return before the loop stops
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 class RateLimit:
-    """At most `per_minute` calls in any window of RATE_WINDOW_S seconds, counted for that window; below one: one in a longer one."""
+    """At most `per_minute` calls, counted for any window of RATE_WINDOW_S; where that is below one: one in a longer window."""
 
     def __init__(self, per_minute: float):
         self.window = max(RATE_WINDOW_S, 60 / per_minute)
@@ -863,31 +682,18 @@ class RateLimit:
         return 0.0 if len(self.taken) + 1 <= self.allowed else self.taken[0] + self.window - now
 
     def take(self) -> None:
+        """Counts a call made now."""
         if self.allowed < math.inf:
             self.taken.append(time.monotonic())
 
 
-def deliver(loop, pairs: list) -> None:
-    """Sets futures of another thread's event loop, all in one wake-up."""
-
-    def set_results():
-        for future, result in pairs:
-            if not future.done():  # else the caller has gone
-                future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits any longer
-        loop.call_soon_threadsafe(set_results)
-
-
 def with_equal_keys(results: list[dict]) -> list[dict]:
     """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
-    keys = dict.fromkeys(key for result in results for key in result["reward_extra_info"])
-    empty = dict.fromkeys(keys)
+    empty = {key: None for result in results for key in result["reward_extra_info"]}
     return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
 
 
-# --------------------------------------------------------------------------------------------------------------------------
-# The command line: a file of responses in, the same file with rewards out
+# ---- The command line: a file of responses in, the same file with rewards out
 
 
 @dataclasses.dataclass
@@ -919,7 +725,7 @@ class Config:
     timeout: float = 600.0
     """Seconds for one call of the function; then its status is "timeout"."""
     max_in_flight: int = 2048
-    """Samples in the workers' hands at once."""
+    """Samples in the workers' hands at once; the others wait in the driver."""
     max_concurrency: int | None = None
     """Calls of the function at once in the whole cluster."""
     max_rpm: float | None = None
@@ -942,205 +748,165 @@ class Config:
     """Go on with an interrupted run: what has a score is kept, the rest is scored."""
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a parquet or JSONL file. Raises ValueError or OSError with one clear line."""
+def read_rows(path: Path, needed: list[str]) -> list[dict]:
+    """The rows of a parquet or JSONL file, each with the columns `needed`. Raises ValueError or OSError with one clear line."""
     if path.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"--data is {path}: the name must end with .parquet or .jsonl")
     if not path.is_file():
         raise ValueError(f"--data is {path}: there is no such file")
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
+    rows = []
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
 
-        try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path} cannot be read as parquet: {error}") from None
-    else:
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from None
+        else:
+            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
+                rows.append(dict(json.loads(line)))
+    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
+        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else " cannot be read as parquet"
+        raise ValueError(f"{path}{place} ({error})") from None
     if not rows:
         raise ValueError(f"{path} has no rows")
-    return rows
-
-
-def check_rows(rows: list[dict], path: Path, needed: list[str]) -> None:
-    """Raises ValueError naming the first column that is missing and the row."""
     for number, row in enumerate(rows):
         for column in needed:
             if row.get(column) is None:
                 has = ", ".join(row)
                 raise ValueError(f"{path}: row {number} has no {column!r} (it has {has}); rows are of the schema plus `response`")
-        if not isinstance(row["reward_model"], dict) or "ground_truth" not in row["reward_model"]:
-            raise ValueError(f"{path}: row {number} has no reward_model.ground_truth")
-        if not isinstance(row["response"], str):
-            raise ValueError(f"{path}: row {number} has a response of type {type(row['response']).__name__}, not a string")
+        if not isinstance(row["response"], str) or "ground_truth" not in dict(row["reward_model"]):
+            raise ValueError(f"{path}: row {number} needs reward_model.ground_truth and a response that is a string")
+    return rows
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path) -> None:
     """Writes the input's columns plus the results, to a temporary file that then takes the name `out`."""
-    columns = {
-        "reward_score": [result["reward_score"] for result in results],
-        "status": [result["status"] for result in results],
-        "reward_extra_info": [json.dumps(result["reward_extra_info"]) for result in results],
-    }
+    scored = []
+    for row, result in zip(rows, results):
+        info = json.dumps(result["reward_extra_info"])
+        scored.append(row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": info})
     temporary = out.with_name(out.name + ".tmp")
     if out.suffix == ".jsonl":
         with temporary.open("w", encoding="utf-8") as file:
-            for index, row in enumerate(rows):
-                added = {name: values[index] for name, values in columns.items()}
-                file.write(json.dumps(row | added, default=str) + "\n")
+            file.writelines(json.dumps(row, default=str) + "\n" for row in scored)
     else:
-        import pyarrow
         import pyarrow.parquet
 
-        if data.suffix == ".parquet":
-            table = pyarrow.parquet.read_table(data)  # its own types, which rows of Python values have lost
-        else:
-            names = dict.fromkeys(name for row in rows for name in row)
-            table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        types = {"reward_score": pyarrow.float64(), "status": pyarrow.string(), "reward_extra_info": pyarrow.string()}
-        for name, values in columns.items():
-            if name in table.column_names:  # scored before
-                table = table.drop_columns(name)
-            table = table.append_column(name, pyarrow.array(values, types[name]))
-        pyarrow.parquet.write_table(table, temporary)
+        # Types that Python values do not show: the input's, and those of columns that may hold nothing but None.
+        types = {field.name: field.type for field in pyarrow.parquet.read_schema(data)} if data.suffix == ".parquet" else {}
+        types |= {"reward_score": pyarrow.float64(), "status": pyarrow.string(), "reward_extra_info": pyarrow.string()}
+        names = dict.fromkeys(name for row in scored for name in row)
+        columns = {name: pyarrow.array([row.get(name) for row in scored], types.get(name)) for name in names}
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
     temporary.replace(out)
 
 
-def open_partial(config: Config, rows: list[dict]) -> tuple[Path, dict[int, dict]]:
-    """The file that holds results while the run goes on -> (its path, {row: result} of the earlier run with --resume).
-
-    Its first line says what is being scored, so that results of another file or function are not taken for this one's.
-    """
-    path = config.out.with_name(config.out.name + ".partial.jsonl")
-    run = {"data": str(config.data.resolve()), "rows": len(rows), "reward_fn": config.reward_fn, "kwargs": config.reward_kwargs}
-    if path.exists() and not config.resume:
-        raise ValueError(f"{path} is left from an interrupted run: add --resume to go on with it, or delete it")
+def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
+    """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
+    if not partial.exists():
+        return {}
+    if not resume:
+        raise ValueError(f"{partial} is left from an interrupted run: add --resume to go on with it, or delete it")
+    first, *lines = partial.read_text().split("\n")
+    if first != header:
+        raise ValueError(f"{partial} belongs to another run ({first:.300}): delete it or use the same arguments")
     done = {}
-    if path.exists():
-        header, *lines = path.read_text().splitlines() or [""]
-        if header != json.dumps(run):
-            raise ValueError(f"{path} belongs to another run ({header:.300}): delete it or use the same arguments")
-        for line in lines:
-            with contextlib.suppress(ValueError):  # the last line may have been cut off
-                row, result = json.loads(line)
-                if result["reward_score"] is not None:
-                    done[row] = result
-    with path.open("w") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in [run, *done.items()])
-    return path, done
+    for line in lines:
+        with contextlib.suppress(ValueError):  # one may have been cut off
+            row, result = json.loads(line)
+            if result["reward_score"] is not None:
+                done[row] = result
+    return done
 
 
 def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     """What the run prints at its end."""
+
+    def share(values: list) -> str:
+        return f"{sum(map(bool, values)) / len(values):.4f} of {len(values):,}"
+
     extras = [result["reward_extra_info"] for result in results]
     scores = [result["reward_score"] for result in results if result["reward_score"] is not None]
-    counts = collections.Counter(result["status"] for result in results)
-    lines = [f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)"]
-    lines.append("statuses: " + ", ".join(f"{status} {counts[status]:,}" for status in STATUSES))
-    lines.append(f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score")
-    accurate = [bool(extra["acc"]) for extra in extras if extra.get("acc") is not None]
-    if accurate:
-        lines.append(f"accuracy: {sum(accurate) / len(accurate):.4f} of {len(accurate):,}")
+    accurate = [extra["acc"] for extra in extras if extra.get("acc") is not None]
     flawed = [extra["flawed_positive"] for extra in extras if extra.get("acc") and extra.get("flawed_positive") is not None]
-    if flawed:
-        lines.append(f"flawed positives: {sum(flawed) / len(flawed):.4f} of {len(flawed):,} right answers with a verdict")
+    statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    if judge:
-        lines.append("judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()))
-    return "\n".join(lines)
-
-
-class TooManyFailures(Exception):
-    """More samples without a score than --max-no-verdict-rate allows."""
+    lines = [
+        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)",
+        "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
+        f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score",
+        f"accuracy: {share(accurate)}" if accurate else "",
+        f"flawed positives: {share(flawed)} right answers with a verdict" if flawed else "",
+        "judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()) if judge else "",
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def run(config: Config) -> None:
-    """The command line's work. Raises ValueError, OSError, TooManyFailures."""
-    rows = read_rows(config.data)
+    """The command line's work. Raises ValueError and OSError for what the user gave, RuntimeError when the run has to stop."""
     needed = ["data_source", "reward_model", "response"] + ["response_length"] * (config.max_response_length is not None)
     if config.reward_model_task == "classify" and config.reward_fn is None:
         needed.append("prompt")
-    check_rows(rows, config.data, needed)
+    rows = read_rows(config.data, needed)
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"--out is {config.out}: the name must end with .parquet or .jsonl")
     try:
-        reward_kwargs = json.loads(config.reward_kwargs)
-    except ValueError as error:
-        raise ValueError(f"--reward-kwargs is {config.reward_kwargs!r}: not JSON ({error})") from None
-    if not isinstance(reward_kwargs, dict):
-        raise ValueError(f"--reward-kwargs is {config.reward_kwargs!r}: it must be a JSON object")
+        reward_kwargs = dict(json.loads(config.reward_kwargs).items())
+    except (ValueError, AttributeError):
+        raise ValueError(f"--reward-kwargs is {config.reward_kwargs!r}: it is not JSON, or not a JSON object") from None
     if config.genrm and config.router_address:
         raise ValueError("--genrm starts a reward model, --router-address names a running one: give one of them")
     addresses = {}
     for number, text in enumerate(config.router_address):
         name, _, address = text.rpartition("=")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or "/" in address:
+        if not re.fullmatch(r"[^/]+:\d+", address):
             raise ValueError(f"--router-address is {text!r}: it must be host:port or NAME=host:port")
-        addresses[name or ("default" if number == 0 else f"model{number}")] = address
-    overlong = None
+        addresses[name or (f"model{number}" if number else "default")] = address
+    same_name = inspect.signature(RewardLoopManager).parameters.keys() & vars(config).keys()
+    options = {name: getattr(config, name) for name in same_name}
+    options |= {"reward_kwargs": reward_kwargs, "router_addresses": addresses}
     if config.max_response_length is not None:
-        overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-    config.out.parent.mkdir(parents=True, exist_ok=True)
+        options["overlong"] = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
+    header = json.dumps([str(config.data.resolve()), len(rows), config.reward_fn, config.reward_kwargs])
+    done = scored_before(partial, header, config.resume)
+    left = [index for index in range(len(rows)) if index not in done]
+    counts = collections.Counter()
 
-    reward_models = None
-    manager = None
-    try:
+    with contextlib.ExitStack() as stack:
         if config.genrm:
             import genrm_server
 
-            server = genrm_server.Config(
-                model=config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task
-            )
-            reward_models = genrm_server.RewardModelManager({"genrm": server})
-        same = "reward_fn reward_model_task reward_model_tokenizer num_workers sync_processes timeout max_in_flight max_concurrency"
-        same += " max_rpm max_tpm tokens_per_call http_retries"
-        manager = RewardLoopManager(
-            reward_kwargs=reward_kwargs,
-            router_addresses=addresses,
-            reward_models=reward_models,
-            overlong=overlong,
-            **{name: getattr(config, name) for name in same.split()},
-        )
-        path, done = open_partial(config, rows)
-        left = [index for index in range(len(rows)) if index not in done]
+            server = genrm_server.Config(config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task)
+            options["reward_models"] = genrm_server.RewardModelManager({"genrm": server})
+            stack.callback(options["reward_models"].shutdown)
+        manager = RewardLoopManager(**options)
+        stack.callback(manager.shutdown)
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(partial.open("a"))
+        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
         if done:
             print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
-        counts = collections.Counter()
+
+        def on_result(position: int, result: dict) -> None:
+            file.write(json.dumps([left[position], result]) + "\n")
+            file.flush()
+            counts[result["status"]] += 1
+            failed = counts.total() - counts["ok"]
+            # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
+            if failed > config.max_no_verdict_rate * max(counts.total(), min(len(left), 1000)):
+                why = result["reward_extra_info"].get("error") or result["reward_extra_info"].get("genrm_status")
+                raise RuntimeError(
+                    f"{failed:,} of the first {counts.total():,} samples have no score ({dict(counts)}; the last: {why}), more "
+                    f"than --max-no-verdict-rate {config.max_no_verdict_rate} allows; mend it and go on with --resume"
+                )
+
         started = time.monotonic()
-        with path.open("a") as partial:
-
-            def on_result(position: int, result: dict) -> None:
-                partial.write(json.dumps([left[position], result]) + "\n")
-                partial.flush()
-                counts[result["status"]] += 1
-                failed = counts.total() - counts["ok"]
-                # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
-                if failed > config.max_no_verdict_rate * max(counts.total(), min(len(left), 1000)):
-                    why = result["reward_extra_info"].get("error") or result["reward_extra_info"].get("genrm_status")
-                    raise TooManyFailures(
-                        f"{failed:,} of the first {counts.total():,} samples have no score ({dict(counts)}; the last: {why}), more "
-                        f"than --max-no-verdict-rate {config.max_no_verdict_rate} allows; mend it and go on with --resume"
-                    )
-
-            fresh = manager.score_batch([rows[index] for index in left], on_result) if left else []
-        done |= dict(zip(left, fresh))
+        done |= zip(left, manager.score_batch([rows[index] for index in left], on_result))
         results = with_equal_keys([done[index] for index in range(len(rows))])
         write_rows(rows, results, config.data, config.out)
-        path.unlink()
+        partial.unlink()
         print(summary(results, time.monotonic() - started, len(left)))
         print(f"written to {config.out}")
-    finally:
-        if manager is not None:
-            manager.shutdown()
-        if reward_models is not None:
-            reward_models.shutdown()
 
 
 def main() -> int:
@@ -1150,12 +916,9 @@ def main() -> int:
     config = tyro.cli(Config)
     try:
         run(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (TooManyFailures, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         print(f"interrupted; go on with --resume (results so far: {config.out}.partial.jsonl)", file=sys.stderr)
         return 130
