@@ -18,14 +18,12 @@ H hidden, V vocabulary.
 Four words for four things: score (the function's), penalty (length), reward (their sum), advantage (reward within its group).
 """
 
-import asyncio
 import json
 import math
 import os
 import random
 import shutil
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -328,7 +326,7 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 
 
 class Scorer:
-    """The Reward Loop seen from a synchronous training loop: `submit` returns at once, `collect` waits."""
+    """The Reward Loop as the training loop sees it: `submit` returns at once, `collect` waits."""
 
     def __init__(self, config: Config, tokenizer):
         self.config, self.tokenizer = config, tokenizer
@@ -348,8 +346,6 @@ class Scorer:
             timeout=config.reward_timeout,
             overlong=overlong,
         )
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def submit(self, row: dict, response: list[int]):
         """Hands one finished sample to the Reward Loop, at once in standalone mode. Returns what `collect` takes."""
@@ -357,7 +353,7 @@ class Scorer:
         sample = row | {"response": text, "response_length": len(response)}
         if self.config.reward_mode == "colocate":
             return sample, None
-        return sample, asyncio.run_coroutine_threadsafe(self.manager.score_one(sample), self.loop)
+        return sample, self.manager.submit(sample)
 
     def collect(self, submitted: list) -> list[dict]:
         """The results in the order given; each has `response` (text) beside the keys of reward_loop.py."""
@@ -366,7 +362,6 @@ class Scorer:
         return [result | {"response": sample["response"]} for sample, result in zip(samples, results)]
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
         self.manager.shutdown()
         if self.models:
             self.models.shutdown()
