@@ -131,8 +131,6 @@ def http(method: str, url: str, body: dict | None = None, api_key: str = "", tim
         return 0, str(error)
 
 
-# ---- processes that do not outlive this one ----------------------------------------------------------------------------
-
 # What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch reads a pipe
 # that only this program holds open; when that ends, this program is gone, however it went, and the watch kills the group.
 # It is forked twice, so that it is nobody's child: neither Ray, which kills its workers' children, nor vLLM meets it.
@@ -153,8 +151,7 @@ class Process:
     """A child in a process group of its own, with a log file; the whole group ends with it, and with this program."""
 
     def __init__(self, log: Path):
-        self.log = log
-        self.child: subprocess.Popen | None = None
+        self.log, self.child = log, None
 
     def launch(self, command: list[str], env: dict[str, str]) -> None:
         self.stop(patience=0)  # an engine can outlive its API server
@@ -167,14 +164,17 @@ class Process:
     def alive(self) -> bool:
         return self.child is not None and self.child.poll() is None
 
+    def terminate(self) -> None:
+        if self.child is not None:
+            self.child.terminate()
+
     def stop(self, patience: float = 5.0) -> None:
         """SIGTERM, `patience` seconds later SIGKILL, to the whole group (vLLM's engine is a process of its own)."""
         if self.child is None:
             return
-        if patience:
-            self.child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.child.wait(patience)
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
@@ -190,8 +190,8 @@ class Process:
 class VllmServer(Process):
     """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
 
-    On CPU it gets the `part`-th of `parts` shares of the machine's cores, else `gpus`; None means that CUDA_VISIBLE_DEVICES
-    is right already. One that is not `local` listens on the machine's own address, where a router elsewhere can reach it.
+    On CPU it gets the `part`-th of `parts` shares of the cores, else `gpus` (None: CUDA_VISIBLE_DEVICES is right already).
+    One that is not `local` listens on its machine's own address, where a router elsewhere can reach it.
     """
 
     def __init__(self, config: Config, index: int, part: int, parts: int, gpus: list[str] | None = None, local: bool = True):
@@ -209,30 +209,27 @@ class VllmServer(Process):
     def start(self) -> str:
         """Starts the process (again) and returns its URL."""
         config, port = self.config, self.reserved.getsockname()[1]
-        path = Path(config.model).expanduser()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", self.host, "--port", str(port),
-                   "--model", str(path.resolve()) if path.exists() else config.model,
-                   "--served-model-name", config.served_model_name or config.model,
-                   "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
+                   "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
+                   "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
+                   "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1")
         if config.api_key:
             env["VLLM_API_KEY"] = config.api_key
-        if path.exists():
+        if os.path.exists(config.model):
             env["HF_HUB_OFFLINE"] = "1"
         if config.device == "cpu":
-            command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
+            command += ["--enforce-eager"]
             cores = parse_ids(config.cpus, "--cpus") or sorted(os.sched_getaffinity(0))
             ranks = share(share(cores, self.parts)[self.part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
-        else:
-            command += ["--dtype", config.dtype or "auto"]
-            if self.gpus is not None:
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-            if config.sleep_mode:
-                command += ["--enable-sleep-mode"]
-                env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep
+        elif config.sleep_mode:
+            command += ["--enable-sleep-mode"]
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep
+        if self.gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if config.task == "classify":
             command += ["--runner", "pooling"]
         if config.max_model_len:
@@ -240,8 +237,6 @@ class VllmServer(Process):
         self.launch([*command, *config.vllm_args], env)
         return f"http://{self.host}:{port}"
 
-
-# ---- one model: servers, watched, behind a router ----------------------------------------------------------------------
 
 WATCH_EVERY = 0.5  # seconds between two looks at a server
 HEALTH_TIMEOUT = 2.0  # seconds; one that is late is only counted out after
@@ -358,7 +353,11 @@ class ModelServers:
         elif http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200:
             slot.seen = now
             if slot.state == "starting":
-                self.welcome(slot)
+                if self.asleep:  # it must not take the memory that the others left to the trainer
+                    http("POST", slot.url + "/sleep?level=1", api_key=self.config.api_key, timeout=120)
+                if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
+                    self.say(f"server {slot.number} ready at {slot.url} after {now - slot.since:.0f} s (log: {slot.log})")
+                    slot.state, slot.since = "ready", now
             elif now - slot.since > GOOD_SECONDS:
                 slot.deaths = 0
         elif slot.state == "starting" and now - slot.since > self.config.startup_timeout:
@@ -382,16 +381,6 @@ class ModelServers:
         slot.url = self.call(slot, "start") or slot.url
         slot.state, slot.since = "starting", time.monotonic()
 
-    def welcome(self, slot: Slot) -> None:
-        """A server has become healthy: into the router with it."""
-        if self.asleep:  # it must not take the memory that the others left to the trainer
-            http("POST", slot.url + "/sleep?level=1", api_key=self.config.api_key, timeout=120)
-        status, text = self.call_router("POST", "/workers", {"url": slot.url})
-        if status != 200:
-            return self.say(f"server {slot.number}: the router did not take it ({status} {text}); trying again")
-        self.say(f"server {slot.number} ready at {slot.url} after {time.monotonic() - slot.since:.0f} s (log: {slot.log})")
-        slot.state, slot.since = "ready", time.monotonic()
-
     def mourn(self, slot: Slot, what: str) -> None:
         """A server is dead or as good as dead: out of the router, and plan its restart."""
         self.call_router("DELETE", f"/workers?url={slot.url}")
@@ -412,15 +401,8 @@ class ModelServers:
         """True when no server is left that could come back."""
         return all(slot.state == "given up" for slot in self.slots)
 
-    def sleep(self) -> bool:
+    def sleep(self, path: str = "/sleep?level=1") -> bool:
         """Frees the servers' GPU memory. False where that is not possible, which is said once."""
-        return self.control("/sleep?level=1", asleep=True)
-
-    def wake_up(self) -> bool:
-        """The opposite of sleep()."""
-        return self.control("/wake_up", asleep=False)
-
-    def control(self, path: str, asleep: bool) -> bool:
         if self.config.device == "cpu" or not self.config.sleep_mode:
             if not self.said_no_sleep:
                 why = "vLLM cannot on CPU" if self.config.device == "cpu" else "started without sleep_mode"
@@ -431,19 +413,21 @@ class ModelServers:
             status, text = self.call_router("POST", path, timeout=300)
             if status != 200:
                 raise RuntimeError(f"{self.label}POST {path} to the servers failed ({status}): {text[:500]}")
-            self.asleep = asleep
+            self.asleep = path != "/wake_up"
         return True
+
+    def wake_up(self) -> bool:
+        """The opposite of sleep()."""
+        return self.sleep("/wake_up")
 
     def shutdown(self) -> None:
         """Ends router and servers. May be called twice."""
         self.stopping.set()
         with self.lock:
             self.router_process.stop(patience=10)
-            threads = [threading.Thread(target=self.call, args=(slot, "stop")) for slot in self.slots]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            for method in ("terminate", "stop"):  # tell all of them, then wait for each
+                for slot in self.slots:
+                    self.call(slot, method)
 
 
 def complete(config: Config) -> Config:
@@ -453,7 +437,9 @@ def complete(config: Config) -> Config:
     if device == "auto":
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = Path(config.model).expanduser().resolve()
     return replace(config, device=device, api_key=config.api_key or os.environ.get("ROUTER_API_KEY", ""),
+                   model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
                    log_dir=Path(config.log_dir).expanduser().absolute())
 
 
@@ -473,14 +459,12 @@ def local_servers(config: Config) -> list[VllmServer]:
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
 
 
-# ---- inside a Ray program ----------------------------------------------------------------------------------------------
-
 class RewardModelManager:
     """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
 
-    Blocks until all are ready, and initialises Ray if that has not been done. The placement group spreads the servers over
-    the nodes; each reserves its GPUs, or `ray_cpus` CPUs. On a cluster of several nodes the routers listen on the address of
-    the driver's node instead of 127.0.0.1, and so do servers on other nodes: they have to reach each other.
+    Blocks until all are ready; initialises Ray if that has not been done. A placement group spreads the servers over the
+    nodes; each reserves its GPUs, or `ray_cpus` CPUs. In a cluster of several nodes the routers, and the servers on other
+    nodes, listen on their node's address instead of 127.0.0.1: they have to reach each other.
 
     `router_addresses` maps each name to "host:port"; `router_address` is that of the first. Raises what ModelServers raises,
     and RuntimeError when the cluster has no room for the servers.
@@ -497,15 +481,10 @@ class RewardModelManager:
             if not ray.is_initialized():
                 ray.init(include_dashboard=False, logging_level="warning")
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-            several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
-            configs = []
-            for name, config in models.items():
-                config = replace(config, log_dir=Path(config.log_dir) / name)
-                if config.device == "auto":
-                    config.device = device
-                if several_nodes and config.host in ("127.0.0.1", "0.0.0.0"):
-                    config.host = ray.util.get_node_ip_address()
-                configs.append(complete(config))
+            local = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
+            configs = [complete(replace(config, device=device if config.device == "auto" else config.device,
+                                        host=ray.util.get_node_ip_address() if config.host in local else config.host,
+                                        log_dir=Path(config.log_dir) / name)) for name, config in models.items()]
             self.place(configs)
             actors = iter(self.actors)
             for name, config in zip(models, configs):  # all start at the same time
@@ -528,22 +507,21 @@ class RewardModelManager:
         self.group = ray.util.placement_group(bundles, strategy="SPREAD")
         if not self.group.wait(60):
             raise RuntimeError(f"no room in the Ray cluster for {bundles}; free are {ray.available_resources()}")
-        node_of = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        nodes = [node_of[number] for number in range(len(wanted))]
+        nodes = [node for _, node in sorted(ray.util.placement_group_table(self.group)["bundles_to_node_id"].items())]
         driver = ray.get_runtime_context().get_node_id()
         for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, number)
             actor = ray.remote(VllmServer).options(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1,
                                                    scheduling_strategy=strategy)
-            part, parts = nodes[:number].count(node), nodes.count(node)
-            self.actors.append(actor.remote(config, index, part, parts, local=node == driver))
+            self.actors.append(actor.remote(config, index, part=nodes[:number].count(node), parts=nodes.count(node),
+                                            local=node == driver))
 
     def sleep(self) -> bool:
-        """Puts all models to sleep. False if some cannot."""
+        """Frees the GPU memory of all models. False where some cannot."""
         return all([servers.sleep() for servers in self.models.values()])
 
     def wake_up(self) -> bool:
-        """Wakes all models. False if some cannot."""
+        """The opposite of sleep()."""
         return all([servers.wake_up() for servers in self.models.values()])
 
     def shutdown(self) -> None:

@@ -144,7 +144,7 @@ def test_cpu_servers(stand_in, monkeypatch):
         for number, url in enumerate(servers.server_urls):
             seen = ask(url)
             line = " ".join(seen["argv"])
-            assert f"--model {stand_in} " in line and "--host 127.0.0.1" in line and "--served-model-name judge" in line
+            assert f"--model {stand_in} --host 127.0.0.1" in line and "--served-model-name judge" in line
             assert "--dtype float32 --enforce-eager" in line and "--max-model-len 512" in line and "--runner" not in line
             assert line.endswith("--max-num-seqs 7") and "s3cret" not in line
             env = seen["env"]
@@ -298,62 +298,6 @@ def test_exit_codes(stand_in):
     assert "these weights do not fit" in process.communicate(timeout=30)[1] and process.returncode == 1
 
 
-# ---- in Ray ------------------------------------------------------------------------------------------------------------------
-
-DRIVER = """
-import sys, time
-import ray
-ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
-def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
-for _ in range(2):
-    manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
-    addresses = manager.router_addresses
-    print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
-    sys.stdin.readline()
-    manager.shutdown()
-    manager.shutdown()
-    print("down", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_named_models_in_ray(stand_in):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              text=True)
-
-    def started():
-        """(address of genrm, of rm, the processes of the three servers)"""
-        line = next(line for line in driver.stdout if line.startswith("up"))
-        _, genrm, rm, first, slept = line.split()
-        assert first == genrm and slept == "False"
-        return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
-
-    def healthy(address):
-        return json.loads(http("GET", f"http://{address}/health")[1])["healthy"]
-
-    try:
-        genrm, rm, pids = started()
-        assert len({pid for pair in pids for pid in pair}) == 6
-        assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
-        os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
-        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-        until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
-        until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
-        pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
-        driver.stdin.write("\n")
-        driver.stdin.flush()
-        assert next(line for line in driver.stdout if line.startswith("down"))
-        assert not any(map(alive, pids)) and http("GET", f"http://{genrm}/health")[0] == 0
-        genrm, rm, pids = started()  # and now the driver crashes
-        driver.kill()
-        until(lambda: not any(alive(pid) for pair in pids for pid in pair))
-        assert http("GET", f"http://{genrm}/health")[0] == 0
-    finally:
-        driver.kill()
-        driver.wait()
-
-
 # ---- with the real vLLM --------------------------------------------------------------------------------------------------------
 
 def build_tiny_model(folder, classify=False):
@@ -416,28 +360,94 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
 
 
-@pytest.mark.slow
-def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm):
+@pytest.fixture(scope="module")
+def one_killed(vllm):
+    """The answers to 32 requests, 16 on each server, of which one was killed."""
     process, router, urls, _ = vllm
     body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 800, "ignore_eos": True}
 
     def judge(_):
         return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
 
-    def workers():
-        return ask(router, "/workers")["workers"]
-
     with ThreadPoolExecutor(32) as pool:
         asked = [pool.submit(judge, i) for i in range(32)]
-        until(lambda: [worker["in_flight"] for worker in workers()] == [16, 16])
+        until(lambda: [worker["in_flight"] for worker in ask(router, "/workers")["workers"]] == [16, 16])
         victim = next(pid for pid in descendants(process.pid)
                       if urls[0].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         os.kill(victim, signal.SIGKILL)
-        answers = [one.result() for one in asked]
-    assert [status for status, _ in answers] == [200] * 32
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in answers)
-    assert sum(worker["retries"] for worker in workers()) >= 1  # it did hit requests
-    until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)  # back by itself
+        return [one.result() for one in asked]
+
+
+@pytest.mark.slow
+def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
+    process, router, urls, _ = vllm
+    assert [status for status, _ in one_killed] == [200] * 32
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in one_killed)
+    assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
+
+
+# ---- in Ray, with the stand-in; meanwhile the killed server restarts ---------------------------------------------------------
+
+DRIVER = """
+import sys, time
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+from genrm_server import Config, RewardModelManager
+def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
+for _ in range(2):
+    manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
+    addresses = manager.router_addresses
+    print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
+    sys.stdin.readline()
+    manager.shutdown()
+    manager.shutdown()
+    print("down", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_named_models_in_ray(stand_in):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True)
+
+    def started():
+        """(address of genrm, of rm, the processes of the three servers)"""
+        line = next(line for line in driver.stdout if line.startswith("up"))
+        _, genrm, rm, first, slept = line.split()
+        assert first == genrm and slept == "False"
+        return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
+
+    def healthy(address):
+        return json.loads(http("GET", f"http://{address}/health")[1])["healthy"]
+
+    try:
+        genrm, rm, pids = started()
+        assert len({pid for pair in pids for pid in pair}) == 6
+        assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
+        os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
+        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
+        until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
+        pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        assert next(line for line in driver.stdout if line.startswith("down"))
+        until(lambda: not any(map(alive, pids)), limit=5)  # killed in time, but the engines are nobody's children now
+        assert http("GET", f"http://{genrm}/health")[0] == 0
+        genrm, rm, pids = started()  # and now the driver crashes
+        driver.kill()
+        until(lambda: not any(alive(pid) for pair in pids for pid in pair), limit=10)
+        assert http("GET", f"http://{genrm}/health")[0] == 0
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+@pytest.mark.slow
+def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(vllm, one_killed):
+    process, router, urls, _ = vllm
+    until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)
+    assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
     pids = descendants(process.pid)
     process.terminate()
     process.wait(30)

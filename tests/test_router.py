@@ -623,17 +623,19 @@ def command(*arguments):
 def test_bad_arguments_give_one_clear_line_and_exit_code_2():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for arguments, expected in (
-                (["--workers", "localhost:1"], "http://"),
-                (["--workers", "http://"], "host"),
-                ([], "no server"),
-                (["--workers", "http://h:1", "http://h:1/"], "twice"),
-                (["--allow-empty", "--port", "70000"], "--port 70000"),
-                (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
-                (["--allow-empty", "--port", port], f"--port {port}")):
-            done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2, done.stderr
-            assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and expected in done.stderr
+        cases = (
+            (["--workers", "localhost:1"], "http://"),
+            (["--workers", "http://"], "host"),
+            ([], "no server"),
+            (["--workers", "http://h:1", "http://h:1/"], "twice"),
+            (["--allow-empty", "--port", "70000"], "--port 70000"),
+            (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
+            (["--allow-empty", "--port", port], f"--port {port}"))
+        started = [subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases]
+        for process, (_, expected) in zip(started, cases):
+            error = process.communicate(timeout=60)[1]
+            assert process.returncode == 2, error
+            assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
