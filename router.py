@@ -3,11 +3,8 @@
     python router.py --port 30000 --workers http://a:8000 http://b:8000
     curl http://127.0.0.1:30000/v1/models          # any path, method and body goes to one of the servers
 
-What it does: spreads requests (round robin, or fewest in flight), passes bodies, headers, status codes and streams
-through unchanged, retries on another server what a server failed to answer, takes failing servers out of the rotation
-and puts them back when their /health answers again, and stops a server's work when the client has gone away.
-
-Its own endpoints; everything else belongs to the servers:
+Servers that fail leave the rotation, and come back when their /health answers again. A client that goes away stops the
+server's work. The router's own endpoints; everything else passes through unchanged, streams as they come:
     GET /health                 200 while at least one server is healthy, else 503; never asks for a key
     GET /workers                the servers and their state
     POST /workers {"url": U}    adds a server (or brings back one that is draining)
@@ -17,7 +14,7 @@ Its own endpoints; everything else belongs to the servers:
 
 How an attempt is judged:
     below 500, 501, 505 ...     an answer: passed on once, never retried
-    connection error, 502-504   the server's fault: it counts against the server, and another one is asked
+    no connection, 502-504      the server's fault: it counts against the server, and another one is asked
     500                         another server is asked, each at most once; it counts against the server only when another
                                 one could answer, so one poisonous prompt cannot empty the rotation
 Nothing is retried once part of an answer has gone out: then the connection is cut, so that the client sees it.
@@ -26,6 +23,7 @@ Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several ro
 """
 
 import asyncio
+import bisect
 import hmac
 import itertools
 import json
@@ -74,8 +72,6 @@ class Config:
     """Failures in a row after which a server leaves the rotation."""
     health_interval: float = 5.0
     """Seconds between two looks at each server's /health (any status below 500 is healthy)."""
-    health_timeout: float = 10.0
-    """Seconds a server may take to answer /health; a busy one is slow."""
     queue_timeout: float = 0.0
     """Seconds a request waits for a healthy server when there is none; 0 answers 503 at once."""
     request_timeout: float = 3600.0
@@ -84,22 +80,19 @@ class Config:
     """Seconds one connection to a server may take; then another server is asked, and 504 if none can be reached in time."""
     max_body_mib: int = 64
     """Largest request body in MiB; above it 413."""
-    drain_timeout: float = 8.0
-    """Seconds that requests in flight get to end after Ctrl-C or SIGTERM."""
     api_key: str = ""
     """Key that clients send as "Authorization: Bearer KEY" (/health excepted); passed on to the servers. Empty: the environment
     variable ROUTER_API_KEY, which is the better place, as it does not show in the process list."""
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        # Not in __post_init__: tyro would draw a box around the message, and it should be one line.
         urls = [clean_url(url) for url in self.workers]
         if len(set(urls)) != len(urls):
             raise ValueError(f"--workers {' '.join(self.workers)}: the same server is given twice; name each once")
         if not urls and not self.allow_empty:
             raise ValueError("--workers: no server given; name at least one URL, or pass --allow-empty to add them later")
-        least = dict(port=0, max_attempts=1, unhealthy_after=1, max_body_mib=1, health_interval=0.01, health_timeout=0.01,
-                     request_timeout=0.01, connect_timeout=0.01, queue_timeout=0, drain_timeout=0)
+        least = dict(port=0, max_attempts=1, unhealthy_after=1, max_body_mib=1, health_interval=0.01, request_timeout=0.01,
+                     connect_timeout=0.01, queue_timeout=0)
         for name, lowest in least.items():
             if not lowest <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
@@ -109,17 +102,14 @@ class Config:
 
 def clean_url(text) -> str:
     """A server's base URL without the slash at its end. ValueError if it is not one."""
-    example = "write it like http://10.0.0.2:8000"
-    if not isinstance(text, str) or not text.startswith(("http://", "https://")):
-        raise ValueError(f"server URL {text!r}: does not begin with http:// or https://; {example}")
     try:
-        url = URL(text)
-        good = url.host and url.port and not (url.query_string or url.fragment or url.user or url.password)
-    except ValueError as error:
-        raise ValueError(f"server URL {text!r}: {error}; {example}") from None
-    if not good or not re.fullmatch(r"[\w.:/\[\]%~-]+", text, re.ASCII):
-        raise ValueError(f"server URL {text!r}: needs a host, maybe a port and a path, and nothing else; {example}")
-    return str(url).rstrip("/")
+        url = URL(str(text)) if re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII) else None
+    except ValueError:  # such as a port above 65535
+        url = None
+    if url and url.host and url.port:
+        return str(url).rstrip("/")
+    raise ValueError(f"server URL {text!r}: needs http:// or https://, a host, maybe a port and a path, and nothing else; write "
+                     "it like http://10.0.0.2:8000")
 
 
 EVERY_SERVER = {"/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/collective_rpc"}  # vLLM's controls
@@ -128,6 +118,8 @@ LOG = logging.getLogger("router")  # aiohttp's report of unhandled exceptions, l
 LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 BUFFERED = 1 << 20  # bytes; a longer answer, or one of unknown length, is streamed and so cannot be retried
 BODY_SECONDS = 120  # for a request's body to arrive: clients that stop halfway, or send chunks nobody can read
+HEALTH_SECONDS = 10  # for a server to answer /health: a busy one is slow
+DRAIN_SECONDS = 8  # for requests in flight to end after Ctrl-C or SIGTERM
 BUCKETS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1200)  # seconds, of the latency histogram
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NOT_TO_SERVER = HOP_BY_HOP | {"host", "content-length", "expect"}  # the client session writes its own
@@ -164,17 +156,28 @@ def say(text: str) -> None:
 
 
 def error_response(status: int, message: str, **headers: str) -> web.Response:
-    """An error of the router itself, in the shape OpenAI clients know."""
+    """An error of the router itself, in the shape OpenAI clients know; it ends the connection (a body may be unread)."""
     body = {"error": {"message": message, "type": "router_error", "code": status}}
-    return web.json_response(body, status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    response = web.json_response(body, status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    response.force_close()
+    return response
 
 
 def end_to_end(headers, dropped: set[str]) -> list[tuple[str, str]]:
     """The headers that go on: all but those about this one connection."""
-    connection = headers.get("Connection")
-    if connection:
+    if connection := headers.get("Connection"):
         dropped = dropped | {name.strip().lower() for name in connection.split(",")}
     return [(name, value) for name, value in headers.items() if name.lower() not in dropped]
+
+
+def keepalive_socket(address_info) -> socket.socket:
+    """A socket on which a machine that lost its power is noticed within a minute, however long an answer may take."""
+    sock = socket.socket(*address_info[:3])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # names differ outside Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return sock
 
 
 class Router:
@@ -186,184 +189,128 @@ class Router:
         self.api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.turns = itertools.count(1)
-        self.some_healthy = asyncio.Event()
-        self.active = 0  # requests being answered
-        self.stopping = False
-
-    # ---- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> int:
         """Looks at every server once, opens the port and returns it. OSError if the port cannot be had."""
-        config = self.config
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=keepalive_socket,
-                                         keepalive_timeout=3)  # vLLM closes idle connections after 5 s: be earlier
+        config, loop = self.config, asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=keepalive_socket,
+                                           keepalive_timeout=3),  # vLLM closes idle connections after 5 s: be earlier
+            cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, max_line_size=1 << 16, max_field_size=1 << 16,
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            max_line_size=1 << 16, max_field_size=1 << 16)
-
-        def make_request(message, payload, protocol, writer, task):
-            return web.BaseRequest(message, payload, protocol, writer, task, loop,
-                                   client_max_size=config.max_body_mib << 20)
-
-        loop = asyncio.get_running_loop()
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"))
         # The low-level server: no URL dispatcher between the socket and `handle`, and the handler of a client that
         # goes away is cancelled, which closes the connection to the server, which stops generating.
-        server = web.Server(self.handle, request_factory=make_request, handler_cancellation=True, auto_decompress=False,
-                            access_log=None, logger=LOG, max_line_size=1 << 16, max_field_size=1 << 16)
-        self.runner = web.ServerRunner(server, shutdown_timeout=0.5)
+        server = web.Server(self.handle, handler_cancellation=True, auto_decompress=False, access_log=None, logger=LOG,
+                            max_line_size=1 << 16, max_field_size=1 << 16, request_factory=lambda *parts: web.BaseRequest(
+                                *parts, loop, client_max_size=config.max_body_mib << 20))
+        self.runner = web.ServerRunner(server, shutdown_timeout=DRAIN_SECONDS / 2)  # aiohttp waits twice
         await self.runner.setup()
+        await asyncio.gather(*map(self.look_at, self.workers.values()))
+        self.poller = asyncio.create_task(self.poll_forever())
         try:
-            site = web.TCPSite(self.runner, config.host, config.port, backlog=1024)
-            await asyncio.gather(*(self.look_at(worker) for worker in self.workers.values()))
-            await site.start()
+            await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
         except OSError as error:
-            await self.session.close()
-            await self.runner.cleanup()
+            await self.stop()
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
                           "choose another one") from None
-        self.poller = asyncio.create_task(self.poll_forever())
         return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Takes no new requests, waits up to drain_timeout for those in flight, then ends them."""
-        self.stopping = True
+        """Takes no new requests, waits up to DRAIN_SECONDS for those in flight, then ends them."""
         self.poller.cancel()
-        for site in list(self.runner.sites):
-            await site.stop()
-        deadline = time.monotonic() + self.config.drain_timeout
-        while self.active and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
         await self.runner.cleanup()
         await self.session.close()
-
-    # ---- health --------------------------------------------------------------------------------------------------------
 
     async def look_at(self, worker: Worker) -> None:
         """Asks one server for its health and draws the consequence."""
         try:
-            timeout = aiohttp.ClientTimeout(total=self.config.health_timeout, connect=self.config.connect_timeout)
+            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS, connect=self.config.connect_timeout)
             async with self.session.get(worker.url + "/health", timeout=timeout, allow_redirects=False) as answer:
                 fine, why = answer.status < 500, f"/health answers {answer.status}"
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:  # ValueError: a name DNS cannot hold
+        except Exception as error:  # whatever it is, it is not health; and the poller must never die
             fine, why = False, f"/health: {describe_error(error)}"
-        if not fine:
-            worker.polls_failed += 1
-            if worker.polls_failed >= self.config.unhealthy_after:
-                self.set_health(worker, False, why)
-        else:
-            worker.polls_failed = 0
-            if not worker.healthy:
-                worker.failed_in_a_row = 0
-                self.set_health(worker, True, why)
+        worker.polls_failed = 0 if fine else worker.polls_failed + 1
+        if fine and not worker.healthy:
+            worker.failed_in_a_row = 0
+            self.set_health(worker, True, why)
+        elif worker.polls_failed >= self.config.unhealthy_after:
+            self.set_health(worker, False, why)
 
     async def poll_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.health_interval)
-            try:
-                await asyncio.gather(*(self.look_at(worker) for worker in self.workers.values()))
-            except Exception:  # without this loop no server would ever come back: report it and go on
-                LOG.exception("looking at the servers failed")
+            await asyncio.gather(*map(self.look_at, self.workers.values()))
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy != healthy:
             worker.healthy = healthy
             say(f"{worker.url} {'is in the rotation' if healthy else 'left the rotation'} ({why})")
-        self.update_event()
-
-    def update_event(self) -> None:
-        if any(worker.healthy and not worker.draining for worker in self.workers.values()):
-            self.some_healthy.set()
-        else:
-            self.some_healthy.clear()
 
     def blame(self, worker: Worker, why: str) -> None:
         worker.failed_in_a_row += 1
         if worker.failed_in_a_row >= self.config.unhealthy_after:
             self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row, the last: {why}")
 
-    # ---- requests ------------------------------------------------------------------------------------------------------
-
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Every request comes through here: key, own endpoints, or on to a server."""
-        path = request.raw_path.partition("?")[0]
+        path = request.rel_url.raw_path
         if path == "/health":
-            return self.get_health()
-        if self.api_key:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
-                return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
-                                      WWW_Authenticate="Bearer")
-        if self.stopping:
-            response = error_response(503, "the router is shutting down", Retry_After="5")
-            response.force_close()
-            return response
-        self.active += 1
+            healthy = sum(worker.healthy and not worker.draining for worker in self.workers.values())
+            return web.json_response({"status": "ok" if healthy else "no healthy server", "healthy": healthy,
+                                      "servers": len(self.workers)}, status=200 if healthy else 503)
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if self.api_key and not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+            return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'", WWW_Authenticate="Bearer")
+        if path == "/metrics":
+            return self.get_metrics()
+        if not path.startswith("/"):  # CONNECT host:port, OPTIONS *
+            return error_response(405, f"{request.method}: ask for a path, such as /v1/models", Allow="GET, POST")
         try:
             async with asyncio.timeout(self.config.request_timeout):
+                if "Expect" in request.headers and request.version >= (1, 1):
+                    request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits for it with large bodies
+                try:
+                    async with asyncio.timeout(BODY_SECONDS):
+                        body = await request.read()
+                except TimeoutError:
+                    return error_response(408, f"the request body did not arrive within {BODY_SECONDS} s")
                 if path == "/workers":
-                    return await self.serve_workers(request)
-                if path == "/metrics":
-                    return self.get_metrics()
-                if request.method == "CONNECT":
-                    return error_response(405, "CONNECT is not supported", Allow="GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS")
-                body = await self.read_body(request)
+                    return await self.serve_workers(request, body)
                 if path in EVERY_SERVER and request.method == "POST":
                     return await self.ask_every_server(request, body)
                 return await self.forward(request, body)
         except TimeoutError:
             return error_response(504, f"no complete answer within {self.config.request_timeout:g} s (--request-timeout)")
-        except (web.HTTPRequestEntityTooLarge, web.HTTPRequestTimeout) as error:
-            response = error_response(error.status, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)"
-                                      if error.status == 413 else f"the request body did not arrive within {BODY_SECONDS} s")
-            response.force_close()
-            return response
-        finally:
-            self.active -= 1
+        except web.HTTPRequestEntityTooLarge:
+            return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
 
-    async def read_body(self, request: web.BaseRequest) -> bytes:
-        if (request.content_length or 0) > self.config.max_body_mib << 20:
-            raise web.HTTPRequestEntityTooLarge(self.config.max_body_mib << 20)
-        if "Expect" in request.headers and request.version >= (1, 1):
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits for it with large bodies
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await request.read() if request.can_read_body else b""
-        except TimeoutError:
-            raise web.HTTPRequestTimeout from None
+    async def choose(self, tried: list[Worker], suspects: list[Worker]) -> Worker | None:
+        """The next healthy server by the policy: none that answered 500 to this request, one not tried yet if there is any.
 
-    def choose(self, tried: list[Worker], suspects: list[Worker]) -> Worker | None:
-        """The next healthy server by the policy: none that answered 500 to this request, one not tried yet if there is any."""
-        ready = [worker for worker in self.workers.values() if worker.healthy and not worker.draining]
-        if tried:
-            ready = [worker for worker in ready if worker not in suspects]
-            ready = [worker for worker in ready if worker not in tried] or ready
-        if not ready:
-            return None
-        if self.config.policy == "least_loaded":
-            worker = min(ready, key=lambda worker: (worker.in_flight, worker.turn))
-        else:
-            worker = min(ready, key=lambda worker: worker.turn)
+        Waits up to queue_timeout for one; None if there is none.
+        """
+        deadline = time.monotonic() + self.config.queue_timeout
+        while not (ready := [w for w in self.workers.values() if w.healthy and not w.draining and w not in suspects]):
+            if suspects or time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(0.1)
+        least_loaded = self.config.policy == "least_loaded"
+        worker = min([w for w in ready if w not in tried] or ready, key=lambda w: (w.in_flight if least_loaded else 0, w.turn))
         worker.turn = next(self.turns)
         return worker
 
     async def forward(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Tries servers until one answers. TimeoutError comes from the caller's deadline."""
-        raw = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # absolute form: rare
         headers = end_to_end(request.headers, NOT_TO_SERVER)
-        tried: list[Worker] = []
-        suspects: list[Worker] = []  # answered 500
+        tried, suspects = [], []  # the suspects answered 500
         failed_answer = None  # the last 5xx of a server: passed on if nothing better comes
-        problem = "no healthy server"
-        timed_out = False
+        status, problem = 503, "no healthy server"
         for attempt in range(self.config.max_attempts):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(2.0, 0.05 * 2**attempt)))
-            worker = self.choose(tried, suspects)
-            if worker is None and not suspects and await self.wait_for_server():
-                worker = self.choose(tried, suspects)
-            if worker is None:
+            worker = await self.choose(tried, suspects)
+            if not worker:
                 break
             tried.append(worker)
             worker.retries += attempt > 0
@@ -372,69 +319,52 @@ class Router:
             begun = time.monotonic()
             response = None
             try:
-                async with self.session.request(request.method, URL(worker.url + raw, encoded=True), headers=headers,
-                                                data=body or None, allow_redirects=False) as answer:
-                    passed_on = end_to_end(answer.headers, HOP_BY_HOP)
-                    length = answer.content_length
-                    if answer.status in RETRIED or request.method == "HEAD" or length is not None and length <= BUFFERED:
-                        whole = web.Response(body=await answer.read(), status=answer.status, reason=answer.reason,
-                                             headers=passed_on)
-                        if answer.status in RETRIED:
-                            failed_answer, problem = whole, f"{worker.url} answers {answer.status}"
-                            worker.failures += 1
-                            if answer.status == 500:
-                                suspects.append(worker)
-                            else:
-                                self.blame(worker, f"answers {answer.status}")
-                            continue
-                        response = whole
+                async with self.session.request(request.method, URL(worker.url + request.rel_url.raw_path_qs, encoded=True),
+                                                headers=headers, data=body or None, allow_redirects=False) as answer:
+                    passed_on = dict(status=answer.status, reason=answer.reason, headers=end_to_end(answer.headers, HOP_BY_HOP))
+                    failed, length = answer.status in RETRIED, answer.content_length
+                    if failed or request.method == "HEAD" or length is not None and length <= BUFFERED:
+                        response = web.Response(body=await answer.read(), **passed_on)
                     else:
-                        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on)
+                        response = web.StreamResponse(**passed_on)
                         await response.prepare(request)
                         async for chunk in answer.content.iter_any():
                             await response.write(chunk)
                         await response.write_eof()
-                worker.failed_in_a_row = 0
-                for suspect in suspects:
-                    self.blame(suspect, "answers 500 to what another server could answer")
-                return response
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                if request.transport is None or request.transport.is_closing():
-                    raise ConnectionResetError("the client has gone away") from error
-                problem = f"{worker.url}: {describe_error(error)}"
-                timed_out = isinstance(error, TimeoutError)
+                if not failed:
+                    worker.failed_in_a_row = 0
+                    for suspect in suspects:
+                        self.blame(suspect, "answers 500 to what another server could answer")
+                    return response
+                failed_answer = response
                 worker.failures += 1
-                self.blame(worker, describe_error(error))
-                if response is not None and response.prepared:
-                    raise ConnectionResetError("the server failed in the middle of its answer") from error
-            except asyncio.CancelledError:  # the client has gone away, or the time is up, or the router ends
-                if request.transport is not None and not request.transport.is_closing():
+                if answer.status == 500:
+                    suspects.append(worker)
+                else:
+                    self.blame(worker, f"answers {answer.status}")
+            except (aiohttp.ClientError, OSError, asyncio.CancelledError) as error:
+                # Cancelled: the client has gone away, or the time is up, or the router ends.
+                status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {describe_error(error)}"
+                client_is_there = request.transport is not None and not request.transport.is_closing()
+                part_is_out = response is not None and response.prepared
+                if client_is_there:
                     worker.failures += 1
-                    if not self.stopping:
-                        self.blame(worker, "no complete answer in time")
-                    if response is not None and response.prepared:
+                    self.blame(worker, describe_error(error))
+                    if part_is_out:
                         request.transport.abort()
-                raise
+                if part_is_out or not client_is_there or isinstance(error, asyncio.CancelledError):
+                    raise asyncio.CancelledError from error
             finally:
                 spent = time.monotonic() - begun
                 worker.in_flight -= 1
                 worker.seconds += spent
-                worker.histogram[next((i for i, edge in enumerate(BUCKETS) if spent <= edge), len(BUCKETS))] += 1
+                worker.histogram[bisect.bisect_left(BUCKETS, spent)] += 1
                 if worker.draining and not worker.in_flight:
-                    self.forget(worker)
+                    self.workers.pop(worker.url)
         if failed_answer is not None:
             return failed_answer
         retry_after = str(math.ceil(self.config.health_interval))
-        return error_response(504 if timed_out else 503, f"no server could answer: {problem}", Retry_After=retry_after)
-
-    async def wait_for_server(self) -> bool:
-        """Waits up to queue_timeout for a healthy server."""
-        try:
-            async with asyncio.timeout(self.config.queue_timeout):
-                await self.some_healthy.wait()
-            return True
-        except TimeoutError:
-            return False
+        return error_response(status, f"no server could answer: {problem}", Retry_After=retry_after)
 
     async def ask_every_server(self, request: web.BaseRequest, body: bytes) -> web.Response:
         """One control call to all servers; the status is the worst of theirs."""
@@ -442,63 +372,40 @@ class Router:
 
         async def ask(worker):
             try:
-                async with self.session.post(URL(worker.url + request.raw_path, encoded=True), headers=headers,
-                                             data=body or None) as answer:
-                    return answer.status, (await answer.read()).decode("utf-8", "replace")
-            except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-                return 502, describe_error(error)
+                url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
+                async with self.session.post(url, headers=headers, data=body or None) as answer:
+                    return {"status": answer.status, "body": (await answer.read()).decode("utf-8", "replace")}
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a name DNS cannot hold
+                return {"status": 502, "body": describe_error(error)}
 
         workers = [worker for worker in self.workers.values() if not worker.draining]
-        if not workers:
-            return error_response(503, "no server")
-        results = await asyncio.gather(*(ask(worker) for worker in workers))
-        answers = {worker.url: {"status": status, "body": text} for worker, (status, text) in zip(workers, results)}
-        return web.json_response({"servers": answers}, status=max(status for status, _ in results))
+        answers = await asyncio.gather(*map(ask, workers))
+        return web.json_response({"servers": {worker.url: answer for worker, answer in zip(workers, answers)}},
+                                 status=max((answer["status"] for answer in answers), default=503))
 
-    # ---- own endpoints -------------------------------------------------------------------------------------------------
-
-    def get_health(self) -> web.Response:
-        healthy = sum(worker.healthy and not worker.draining for worker in self.workers.values())
-        good = healthy > 0 and not self.stopping
-        return web.json_response({"status": "ok" if good else "no healthy server", "healthy": healthy,
-                                  "servers": len(self.workers)}, status=200 if good else 503)
-
-    async def serve_workers(self, request: web.BaseRequest) -> web.Response:
+    async def serve_workers(self, request: web.BaseRequest, body: bytes) -> web.Response:
         if request.method == "GET":
             return web.json_response({"workers": [worker.describe() for worker in self.workers.values()]})
+        if request.method not in ("POST", "DELETE"):
+            return error_response(405, f"{request.method} /workers: use GET, POST or DELETE", Allow="GET, POST, DELETE")
         try:
-            if request.method == "POST":
-                body = json.loads(await self.read_body(request))
-                if not isinstance(body, dict):
-                    raise ValueError('the body must be {"url": "http://host:port"}')
-                url = clean_url(body.get("url"))
-            elif request.method == "DELETE":
-                url = clean_url(request.rel_url.query.get("url"))
-            else:
-                return error_response(405, f"{request.method} /workers: use GET, POST or DELETE", Allow="GET, POST, DELETE")
-        except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 are ValueErrors
-            return error_response(400, f"{request.method} /workers: {error}")
-        worker = self.workers.get(url)
-        if request.method == "DELETE":
-            if worker is None:
-                return error_response(404, f"DELETE /workers: {url} is not one of the servers")
-            worker.draining = True
-            self.update_event()
-            say(f"{url} is draining ({worker.in_flight} in flight)")
-            if not worker.in_flight:
-                self.forget(worker)
-            return web.json_response(worker.describe(), status=202 if worker.in_flight else 200)
-        if worker is None:
-            worker = self.workers[url] = Worker(url)
-        worker.draining = False
-        await self.look_at(worker)
-        self.update_event()
-        return web.json_response(worker.describe())
-
-    def forget(self, worker: Worker) -> None:
-        if self.workers.get(worker.url) is worker:
-            del self.workers[worker.url]
-            say(f"{worker.url} is gone")
+            url = clean_url(json.loads(body)["url"] if request.method == "POST" else request.rel_url.query["url"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # broken JSON and broken UTF-8 are ValueErrors
+            return error_response(400, 'write POST /workers {"url": "http://host:port"} or DELETE /workers?url=http://host:port'
+                                       f" ({describe_error(error)})")
+        if request.method == "POST":
+            worker = self.workers.setdefault(url, Worker(url))
+            worker.draining = False
+            await self.look_at(worker)
+            return web.json_response(worker.describe())
+        if url not in self.workers:
+            return error_response(404, f"DELETE /workers: {url} is not one of the servers")
+        worker = self.workers[url]
+        worker.draining = True
+        say(f"{url} leaves ({worker.in_flight} in flight)")
+        if not worker.in_flight:
+            self.workers.pop(url)
+        return web.json_response(worker.describe(), status=202 if worker.in_flight else 200)
 
     def get_metrics(self) -> web.Response:
         lines = []
@@ -519,25 +426,13 @@ class Router:
         return web.Response(text="\n".join(lines) + "\n", headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def keepalive_socket(address_info) -> socket.socket:
-    """A socket on which a machine that lost its power is noticed within a minute, however long an answer may take."""
-    family, kind, proto = address_info[:3]
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
-        if hasattr(socket, option):  # names differ outside Linux
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return sock
-
-
 async def serve(config: Config) -> None:
     """Runs until SIGINT or SIGTERM, then drains."""
-    router = Router(config)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    port = await router.start()
-    print(f"router listening at http://{config.host}:{port} ({len(router.workers)} servers)", flush=True)
+    router = Router(config)
+    print(f"router listening at http://{config.host}:{await router.start()} ({len(router.workers)} servers)", flush=True)
     await stop.wait()
     await router.stop()
 
@@ -546,9 +441,8 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # two files per request in flight; 1,024 is the usual limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        config = tyro.cli(Config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
-            runner.run(serve(config))
+            runner.run(serve(tyro.cli(Config)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

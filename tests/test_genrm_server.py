@@ -64,6 +64,7 @@ def stand_in(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{ROOT}")
     monkeypatch.setattr(genrm_server, "WATCH_EVERY", 0.1)
     monkeypatch.setattr(genrm_server, "HEALTH_TIMEOUT", 0.3)
+    monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.1)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -71,7 +72,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def settings(folder, **changes):
-    return Config(**(dict(model=str(folder), port=0, device="cpu", log_dir=folder.parent / "logs", restart_delay=0.1) | changes))
+    return Config(**(dict(model=str(folder), port=0, device="cpu", log_dir=folder.parent / "logs") | changes))
 
 
 @contextmanager
@@ -166,7 +167,7 @@ def test_gpu_servers_and_a_classifier(stand_in):
 @pytest.mark.parametrize("changes, expected", [
     (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"),
     (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"),
-    (dict(hang_timeout=0), "--hang-timeout"),
+    (dict(startup_timeout=0), "--startup-timeout"),
     (dict(device="cuda", gpus="0", num_servers=2), "needs 2 GPUs, there are 1")])
 def test_bad_settings(stand_in, changes, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
@@ -194,8 +195,9 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
 
 
-def test_a_hanging_server_is_restarted(stand_in):
-    with running(settings(stand_in, hang_timeout=0.5)) as servers:
+def test_a_hanging_server_is_restarted(stand_in, monkeypatch):
+    monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
+    with running(settings(stand_in)) as servers:
         victim = ask(servers.server_urls[0])["pids"]
         (stand_in / "hang").touch()
         until(lambda: servers.slots[0].deaths)
@@ -204,8 +206,9 @@ def test_a_hanging_server_is_restarted(stand_in):
         until(lambda: servers.slots[0].state == "ready")
 
 
-def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(stand_in, capfd):
-    with running(settings(stand_in, num_servers=2, max_deaths=2)) as servers:
+def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(stand_in, capfd, monkeypatch):
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
+    with running(settings(stand_in, num_servers=2)) as servers:
         (stand_in / "die_at_start").touch()
         os.kill(ask(servers.server_urls[0])["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[0].state == "given up")
@@ -280,8 +283,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
     process.send_signal(number)
     process.wait(30)
     assert process.returncode == (-9 if number == signal.SIGKILL else 0)
-    until(lambda: not any(map(alive, pids)), limit=10)
-    assert all(map(port_is_free, [router, *urls]))
+    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
 
 
 def test_exit_codes(stand_in):
@@ -294,57 +296,6 @@ def test_exit_codes(stand_in):
     (stand_in / "die_at_start").touch()
     process = start_command(stand_in)
     assert "these weights do not fit" in process.communicate(timeout=30)[1] and process.returncode == 1
-
-
-# ---- in Ray ------------------------------------------------------------------------------------------------------------------
-
-DRIVER = """
-import sys, time
-import ray
-ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
-def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
-manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
-addresses = manager.router_addresses
-print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
-sys.stdin.readline()
-manager.shutdown()
-manager.shutdown()
-print("down", flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["shutdown", "crash"])
-def test_named_models_in_ray(stand_in, end):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              text=True)
-    try:
-        line = next(line for line in driver.stdout if line.startswith("up"))
-        _, genrm, rm, first, slept = line.split()
-        assert first == genrm and slept == "False"
-        pids = [ask(f"http://{genrm}")["pids"] for _ in range(2)] + [ask(f"http://{rm}")["pids"]]
-        assert len({pid for pair in pids for pid in pair}) == 6
-        assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
-        os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
-        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-        until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
-        until(lambda: json.loads(http("GET", f"http://{rm}/health")[1])["healthy"] == 1)
-        until(lambda: json.loads(http("GET", f"http://{genrm}/health")[1])["healthy"] == 2)
-        pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
-        if end == "shutdown":
-            driver.stdin.write("\n")
-            driver.stdin.flush()
-            assert next(line for line in driver.stdout if line.startswith("down"))
-            assert not any(map(alive, pids))
-        else:
-            driver.kill()
-            until(lambda: not any(map(alive, pids)))
-        assert http("GET", f"http://{genrm}/health")[0] == 0
-    finally:
-        driver.kill()
-        driver.wait()
 
 
 # ---- with the real vLLM --------------------------------------------------------------------------------------------------------
@@ -372,59 +323,132 @@ def build_tiny_model(folder, classify=False):
     return folder
 
 
-@pytest.mark.slow
-def test_vllm_two_servers_one_killed_with_32_requests_in_flight(tmp_path):
-    model = build_tiny_model(tmp_path / "model")
-    process = start_command(model, "--num-servers", "2", "--served-model-name", "judge")
-    try:
-        router, urls = read_addresses(process)
-        body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 800, "ignore_eos": True}
-
-        def judge(_):
-            return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
-
-        def in_flight():
-            return [worker["in_flight"] for worker in ask(router, "/workers")["workers"]]
-
-        with ThreadPoolExecutor(32) as pool:
-            asked = [pool.submit(judge, i) for i in range(32)]
-            until(lambda: in_flight() == [16, 16])
-            victim = next(pid for pid in descendants(process.pid)
-                          if urls[0].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-            os.kill(victim, signal.SIGKILL)
-            answers = [one.result() for one in asked]
-        assert [status for status, _ in answers] == [200] * 32
-        assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in answers)
-        assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
-        until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)  # back by itself
-        pids = descendants(process.pid)
-        process.terminate()
-        process.wait(30)
-        until(lambda: not any(map(alive, pids)), limit=10)
-        assert all(map(port_is_free, [router, *urls]))
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-def test_vllm_classifier_in_ray_scores_as_transformers_does(tmp_path):
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier; started together."""
     import ray
+    folder = tmp_path_factory.mktemp("vllm")
+    models = build_tiny_model(folder / "generate"), build_tiny_model(folder / "classify", classify=True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
+        process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
+        try:
+            config = Config(model=str(models[1]), task="classify", port=0, device="cpu", log_dir=folder, served_model_name="rm")
+            manager = RewardModelManager({"rm": config})
+            yield process, *read_addresses(process), manager
+            manager.shutdown()
+        finally:
+            process.kill()
+            ray.shutdown()
+
+
+@pytest.mark.slow
+def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    model = build_tiny_model(tmp_path / "model", classify=True)
+    process, router, urls, manager = vllm
+    model = manager.models["rm"].config.model
     texts = ["The answer is 4.", "no", "Paragraph one.\n\nParagraph two is longer, and it ends here."]
     tokenizer = AutoTokenizer.from_pretrained(model)
     scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():
         expected = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
-    manager = RewardModelManager({"rm": Config(model=str(model), task="classify", port=0, device="cpu", log_dir=tmp_path / "logs",
-                                               served_model_name="rm")})
+    status, text = http("POST", f"http://{manager.router_address}/classify",
+                        {"model": "rm", "input": texts, "use_activation": False}, timeout=60)
+    assert status == 200, text
+    assert [one["probs"][0] for one in json.loads(text)["data"]] == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
+
+
+@pytest.fixture(scope="module")
+def one_killed(vllm):
+    """The answers to 32 requests, 16 on each server, of which one was killed."""
+    process, router, urls, _ = vllm
+    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 800, "ignore_eos": True}
+
+    def judge(_):
+        return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
+
+    with ThreadPoolExecutor(32) as pool:
+        asked = [pool.submit(judge, i) for i in range(32)]
+        until(lambda: [worker["in_flight"] for worker in ask(router, "/workers")["workers"]] == [16, 16])
+        victim = next(pid for pid in descendants(process.pid)
+                      if urls[0].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+        os.kill(victim, signal.SIGKILL)
+        return [one.result() for one in asked]
+
+
+@pytest.mark.slow
+def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
+    process, router, urls, _ = vllm
+    assert [status for status, _ in one_killed] == [200] * 32
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in one_killed)
+    assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
+
+
+# ---- in Ray, with the stand-in; meanwhile the killed server restarts ---------------------------------------------------------
+
+DRIVER = """
+import sys, time
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+from genrm_server import Config, RewardModelManager
+def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
+for _ in range(2):
+    manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
+    addresses = manager.router_addresses
+    print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
+    sys.stdin.readline()
+    manager.shutdown()
+    manager.shutdown()
+    print("down", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_named_models_in_ray(stand_in):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True)
+
+    def started():
+        """(address of genrm, of rm, the processes of the three servers)"""
+        line = next(line for line in driver.stdout if line.startswith("up"))
+        _, genrm, rm, first, slept = line.split()
+        assert first == genrm and slept == "False"
+        return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
+
+    def healthy(address):
+        return json.loads(http("GET", f"http://{address}/health")[1])["healthy"]
+
     try:
-        status, text = http("POST", f"http://{manager.router_address}/classify",
-                            {"model": "rm", "input": texts, "use_activation": False}, timeout=60)
-        assert status == 200, text
-        assert [one["probs"][0] for one in json.loads(text)["data"]] == pytest.approx(expected, abs=1e-4)
-        assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
+        genrm, rm, pids = started()
+        assert len({pid for pair in pids for pid in pair}) == 6
+        assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
+        os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
+        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
+        until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
+        pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        assert next(line for line in driver.stdout if line.startswith("down"))
+        until(lambda: not any(map(alive, pids)), limit=5)  # killed in time, but the engines are nobody's children now
+        assert http("GET", f"http://{genrm}/health")[0] == 0
+        genrm, rm, pids = started()  # and now the driver crashes
+        driver.kill()
+        until(lambda: not any(alive(pid) for pair in pids for pid in pair), limit=10)
+        assert http("GET", f"http://{genrm}/health")[0] == 0
     finally:
-        manager.shutdown()
-        ray.shutdown()
+        driver.kill()
+        driver.wait()
+
+
+@pytest.mark.slow
+def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(vllm, one_killed):
+    process, router, urls, _ = vllm
+    until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)
+    assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
+    pids = descendants(process.pid)
+    process.terminate()
+    process.wait(30)
+    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
