@@ -164,15 +164,11 @@ class Process:
     def alive(self) -> bool:
         return self.child is not None and self.child.poll() is None
 
-    def terminate(self) -> None:
-        if self.child is not None:
-            self.child.terminate()
-
     def stop(self, patience: float = 5.0) -> None:
         """SIGTERM, `patience` seconds later SIGKILL, to the whole group (vLLM's engine is a process of its own)."""
         if self.child is None:
             return
-        self.terminate()
+        self.child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(patience)
         with contextlib.suppress(ProcessLookupError):
@@ -298,12 +294,12 @@ class ModelServers:
                 raise RuntimeError(self.failure)
         self.say(f"router ready at http://{self.router_address} ({len(self.slots)} servers)")
 
-    def say(self, text: str) -> None:
-        print(self.label + text, flush=True)
-
     @property
     def server_urls(self) -> list[str]:
         return [slot.url for slot in self.slots]
+
+    def say(self, text: str) -> None:
+        print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 15.0) -> tuple[int, str]:
         return http(method, f"http://{self.router_address}{path}", body, self.config.api_key, timeout)
@@ -425,9 +421,11 @@ class ModelServers:
         self.stopping.set()
         with self.lock:
             self.router_process.stop(patience=10)
-            for method in ("terminate", "stop"):  # tell all of them, then wait for each
-                for slot in self.slots:
-                    self.call(slot, method)
+            threads = [threading.Thread(target=self.call, args=(slot, "stop")) for slot in self.slots]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
 
 def complete(config: Config) -> Config:
@@ -481,9 +479,9 @@ class RewardModelManager:
             if not ray.is_initialized():
                 ray.init(include_dashboard=False, logging_level="warning")
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-            local = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
+            unreachable = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
             configs = [complete(replace(config, device=device if config.device == "auto" else config.device,
-                                        host=ray.util.get_node_ip_address() if config.host in local else config.host,
+                                        host=ray.util.get_node_ip_address() if config.host in unreachable else config.host,
                                         log_dir=Path(config.log_dir) / name)) for name, config in models.items()]
             self.place(configs)
             actors = iter(self.actors)
@@ -511,10 +509,9 @@ class RewardModelManager:
         driver = ray.get_runtime_context().get_node_id()
         for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, number)
-            actor = ray.remote(VllmServer).options(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1,
-                                                   scheduling_strategy=strategy)
-            self.actors.append(actor.remote(config, index, part=nodes[:number].count(node), parts=nodes.count(node),
-                                            local=node == driver))
+            options = dict(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1, scheduling_strategy=strategy)
+            self.actors.append(ray.remote(VllmServer).options(**options).remote(
+                config, index, part=nodes[:number].count(node), parts=nodes.count(node), local=node == driver))
 
     def sleep(self) -> bool:
         """Frees the GPU memory of all models. False where some cannot."""
@@ -541,15 +538,11 @@ class RewardModelManager:
 def main() -> None:
     argv = sys.argv[1:]
     at = argv.index("--") if "--" in argv else len(argv)
-    servers = None
-
-    def on_signals(action):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, action)
-
+    signals, servers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), None
     try:
         config = replace(tyro.cli(Config, args=argv[:at]), vllm_args=tuple(argv[at + 1:]))
-        on_signals(lambda number, frame: sys.exit(0))
+        for number in signals:
+            signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config)
         while not servers.given_up():
             time.sleep(1)
@@ -558,7 +551,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
     finally:
-        on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running
+        for number in signals:  # a second Ctrl-C must not leave half of it running
+            signal.signal(number, signal.SIG_IGN)
         if servers is not None:
             servers.shutdown()
 
