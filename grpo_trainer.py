@@ -2,7 +2,7 @@
 
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet \\
         --reward-fn toy_world.py:compute_score_fapo_oracle --out-dir outputs/first --total-steps 20 --train-batch-size 16 \\
-        --mini-batch-size 8 --max-response-length 64 --overlong-buffer 0 --lr 3e-4 --num-threads 1
+        --mini-batch-size 8 --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --num-threads 1
 
 What is covered, top to bottom:
     Config           the whole command line; the defaults are the paper's (FAPO-7B)
@@ -367,18 +367,27 @@ class Scorer:
             self.models.shutdown()
 
 
-def numbers_of(results: list[dict]) -> dict[str, list]:
-    """The numeric and boolean columns of the results' reward_extra_info, None where a sample lacks one."""
-    infos = [result["reward_extra_info"] for result in results]
-    keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
-    for label in ("pred", "gt"):  # an index, say: its mean means nothing
-        keys.pop(label, None)
-    return {key: [info.get(key) if isinstance(info.get(key), (bool, int, float)) else None for info in infos] for key in keys}
-
-
 def mean(values) -> float | None:
     known = [float(value) for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def averages(results: list[dict]) -> dict[str, float | None]:
+    """The means of the numbers and booleans in the results' reward_extra_info, over the samples that have them.
+
+    `flawed_positive` (and what ends so) becomes a rate among right answers, as in the paper, not among all samples.
+    """
+    infos = [result["reward_extra_info"] for result in results]
+    keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
+    means = {}
+    for key in keys:
+        if key in ("pred", "gt"):  # an index, say: its mean means nothing
+            continue
+        counted = [info for info in infos if info.get("acc")] if key.endswith("flawed_positive") else infos
+        values = (info.get(key) for info in counted)
+        name = f"{key}_rate" if key.endswith("flawed_positive") else key
+        means[name] = mean(value for value in values if isinstance(value, (bool, int, float)))
+    return means
 
 
 def reward_metrics(results: list[dict]) -> dict:
@@ -386,15 +395,8 @@ def reward_metrics(results: list[dict]) -> dict:
     rewards = [result["reward_score"] for result in results]
     statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
     asked = [status for status in statuses if status not in (None, "skipped")]
-    columns = numbers_of(results)
     metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
-    for key, column in columns.items():
-        metrics[f"reward/{key}"] = mean(column)
-    # The share of flawed positives is one among right answers, as in the paper, not among all samples.
-    right = [i for i, acc in enumerate(columns.get("acc", [])) if acc]
-    for key in [key for key in columns if key.endswith("flawed_positive")]:
-        metrics[f"reward/{key}_rate"] = mean(columns[key][i] for i in right)
-        del metrics[f"reward/{key}"]
+    metrics |= {f"reward/{key}": value for key, value in averages(results).items()}
     if asked:
         metrics["genrm/error_rate"] = mean(status != "ok" for status in asked)
         metrics["genrm/asked"] = len(asked)
@@ -493,14 +495,14 @@ def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict
         optimizer.zero_grad(set_to_none=True)
         has_gradient = False
         for part, logprobs, entropy, mask in passes(indices):
-            shape = logprobs.shape[1]
+            width = logprobs.shape[1]
             old_logprobs = (
                 logprobs.detach()
                 if start == 0
-                else torch.stack([torch.nn.functional.pad(old[i], (0, shape))[:shape] for i in part])
+                else torch.stack([torch.nn.functional.pad(old[i], (0, width))[:width] for i in part])
             )
             rollout = torch.tensor(
-                [batch["rollout_logprobs"][i] + [0.0] * (shape - len(batch["rollout_logprobs"][i])) for i in part], device=device
+                [batch["rollout_logprobs"][i] + [0.0] * (width - len(batch["rollout_logprobs"][i])) for i in part], device=device
             )
             advantages = torch.tensor([batch["advantages"][i] for i in part], device=device)
             loss, parts = compute_policy_loss(
@@ -604,16 +606,12 @@ def evaluate(model, rows, scorer: Scorer, config: Config, eos_ids, step: int, n:
     for source in sources:
         of_row = [results[i * n : (i + 1) * n] for i, row in enumerate(rows) if row["data_source"] == source]
         name = f"val/{source}"
-        columns = numbers_of([result for group in of_row for result in group])
-        acc = columns.pop("acc", [])
+        scored = [result for group in of_row for result in group]
+        means = averages(scored)
         label = suffix or f"mean@{n}"
-        metrics[f"{name}/{label}"] = mean(acc)
-        metrics[f"{name}/no_verdict/{label}"] = mean(result["reward_score"] is None for group in of_row for result in group)
-        for key, column in columns.items():
-            if key.endswith("flawed_positive"):  # among right answers, as in training
-                column = [value for value, right in zip(column, acc) if right]
-                key += "_rate"
-            metrics[f"{name}/{key}/{label}"] = mean(column)
+        metrics[f"{name}/{label}"] = means.pop("acc", None)
+        metrics[f"{name}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in scored)
+        metrics |= {f"{name}/{key}/{label}": value for key, value in means.items()}
         if n > 1:
             answers = [
                 [(r["reward_extra_info"].get("pred"), bool(r["reward_extra_info"].get("acc"))) for r in group] for group in of_row

@@ -1,6 +1,6 @@
 """The toy world: FAPO's problem in miniature, small enough to watch on a laptop in minutes.
 
-    python prepare_data.py --tasks toy --out-dir data/toy      # about 6 minutes on two cores
+    python prepare_data.py --tasks toy --out-dir data/toy      # 5 to 8 minutes on two cores
 
 A problem is a short story of sums ("Ben has 65 eggs, gets 9, loses 3. Rest by 5?"). A solution is one paragraph per sum
 ("65+9=74") and a last one with the answer ("Rest \\boxed{1}"). Who forgets a carry is wrong by ten, and ten is a multiple of
@@ -13,6 +13,7 @@ What is here, top to bottom:
     reward functions         those of compute_score.py plus what the oracle sees: a worked example of a user's own file
     rows and tokenizer       parquet files in the row schema, a byte-pair tokenizer with a chat template
     warm start               two Llama models of 1 M parameters: a policy that slips and a judge that overlooks
+    report                   figure and tables of finished demo runs (python toy_world.py --runs outputs/demo_seed0)
 
 What it leaves out: it is no benchmark. The flaw is put in by hand and is invisible to the rule by construction; real flawed
 positives are as varied as mathematics. It shows the mechanism and exercises every part of the code, nothing more.
