@@ -21,13 +21,16 @@ Left out: Windows and macOS, one server over several nodes, scaling the number o
 
 import atexit
 import contextlib
+import copy
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -72,6 +75,10 @@ class Config:
     """Tokens of prompt plus answer; 0: the model's own limit."""
     sleep_mode: bool = False
     """Make sleep and wake possible (GPU only). Opens vLLM's control endpoints: trusted clients only."""
+    control: bool = False
+    """Open the control endpoints without sleep mode (/collective_rpc, /reset_prefix_cache ...): trusted clients only."""
+    seed: int = 0
+    """Server number i samples with seed + i: with one seed two servers would give the same answers to the same prompts."""
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
     """The router's policy."""
     queue_timeout: float = 180.0
@@ -192,7 +199,7 @@ class VllmServer(Process):
 
     def __init__(self, config: Config, index: int, part: int, parts: int, gpus: list[str] | None = None, local: bool = True):
         super().__init__(config.log_dir / f"server_{index}.log")
-        self.config, self.part, self.parts, self.gpus, self.host = config, part, parts, gpus, "127.0.0.1"
+        self.config, self.index, self.part, self.parts, self.gpus, self.host = config, index, part, parts, gpus, "127.0.0.1"
         if not local:
             import ray
             self.host = ray.util.get_node_ip_address()
@@ -208,6 +215,7 @@ class VllmServer(Process):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
                    "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
+                   "--seed", str(config.seed + self.index),
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1")
         if config.api_key:
@@ -223,7 +231,8 @@ class VllmServer(Process):
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         elif config.sleep_mode:
             command += ["--enable-sleep-mode"]
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep
+        if config.control or config.sleep_mode:
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
         if self.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if config.task == "classify":
@@ -263,7 +272,10 @@ class ModelServers:
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError with
     the name of the log and its last lines when a server fails to start. `router_address` is "host:port", `server_urls`
     the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
+    `before_joining(url)` is called, if set, when a server that was restarted is healthy and not yet asked anything.
     """
+
+    before_joining = None
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True):
         self.config = complete(config)
@@ -351,6 +363,8 @@ class ModelServers:
             if slot.state == "starting":
                 if self.asleep:  # it must not take the memory that the others left to the trainer
                     http("POST", slot.url + "/sleep?level=1", api_key=self.config.api_key, timeout=120)
+                if self.before_joining:
+                    self.before_joining(slot.url)
                 if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
                     self.say(f"server {slot.number} ready at {slot.url} after {now - slot.since:.0f} s (log: {slot.log})")
                     slot.state, slot.since = "ready", now
@@ -455,6 +469,79 @@ def local_servers(config: Config) -> list[VllmServer]:
         raise ValueError(f"--num-servers {count} --tensor-parallel-size {size}: needs {size * count} GPUs, there are {len(gpus)}"
                          "; lower one of them or name more in --gpus")
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
+
+
+class PolicyServers:
+    """A policy in training on vLLM servers: they start with its weights and get the new ones at every `sync`.
+
+    The servers read a folder in shared memory (where that has room, else on disk), when they start and at every sync. One
+    that dies is restarted and comes back with the newest weights; meanwhile the others do its work.
+    config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the server when one
+    refuses the weights. On GPU the weights are served in bf16, else in float32.
+    """
+
+    def __init__(self, model, tokenizer, config: Config):
+        import torch
+        device = next(model.parameters()).device.type
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        size = 2 * self.dtype.itemsize * sum(tensor.numel() for tensor in model.state_dict().values())  # old and new weights
+        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
+        self.folder, self.servers = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None)), None
+        # Removes the folder when the pipe to this program closes: in shutdown(), or when the program ends, however it ends.
+        self.remover = subprocess.Popen(["sh", "-c", 'read _; rm -rf "$0"', self.folder], stdin=subprocess.PIPE,
+                                        start_new_session=True)
+        try:
+            served = copy.deepcopy(model.config)
+            served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+            served.architectures = [type(model).__name__]
+            served.save_pretrained(self.folder)
+            tokenizer.save_pretrained(self.folder)
+            self.write(model).replace(self.folder / "model.safetensors")
+            # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
+            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *config.vllm_args)
+            self.servers = ModelServers(replace(config, model=str(self.folder), device=device, port=0, control=True,
+                                                dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args), "policy")
+            self.servers.before_joining = self.load  # it may have read the weights of before a sync and be ready after it
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def write(self, model) -> Path:
+        """All weights in one file beside the served one; a tied head as a tensor of its own."""
+        from safetensors.torch import save_file
+        path = self.folder / "model.new"  # not *.safetensors: a starting server would read it
+        weights = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in model.state_dict().items()}
+        save_file(weights, path, metadata={"format": "pt"})
+        return path
+
+    def load(self, url: str | None = None) -> None:
+        """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
+        for path, body in (("/collective_rpc", {"method": "reload_weights"}),
+                           ("/reset_prefix_cache?reset_running_requests=true", None)):
+            if url:
+                status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
+                answers = {url: {"status": status, "body": text}}
+            else:
+                status, text = self.servers.call_router("POST", path, body, timeout=600)
+                answers = json.loads(text)["servers"] if status else {"router": {"status": status, "body": text}}
+            for server, answer in answers.items():
+                if answer["status"] != 200:
+                    raise RuntimeError(f"policy server {server}: POST {path} failed ({answer['status']}): {answer['body'][:300]}")
+
+    def sync(self, model) -> None:
+        """The model's weights to all servers. Nothing may be generating."""
+        new = self.write(model)
+        with self.servers.lock:  # no server can join between the new file and the reload
+            new.replace(self.folder / "model.safetensors")
+            for slot in self.servers.slots:  # one that has just died is to be restarted, not asked
+                self.servers.look_at(slot)
+            self.load()
+
+    def shutdown(self) -> None:
+        """Ends the servers and removes the folder."""
+        if self.servers:
+            self.servers.shutdown()
+        self.remover.communicate()
 
 
 class RewardModelManager:

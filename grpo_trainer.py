@@ -6,39 +6,50 @@
 
 What is covered, top to bottom:
     Config           the whole command line; the defaults are the paper's (FAPO-7B)
-    loss functions   group-normalised advantages, clip-higher, dual clip, token mean over the global token count
-    rollouts         sampling with a key-value cache; a sample goes to its reward the moment it ends
+    loss functions   group-normalised advantages, clip-higher, dual clip, truncated importance sampling, KL
+    rollouts         in this process (hf) or on vLLM servers (vllm); a sample goes to its reward the moment it ends
     rewards          Ray workers call your function (reward_loop.py); a sample without verdict leaves the loss
     update           micro-batches by token budget, log-probabilities in chunks that never hold all logits
-    evaluation, checkpoints, logs, plots
-What is left out: several GPUs for the policy, KL to a reference model, rollouts on vLLM, dynamic sampling.
+    data, checkpoints, what is checked before the first step
+    Trainer          the loop itself; what it tells on the way is in run_log.py
+What is left out: several GPUs for the policy's update, a critic model, prompts with images, turns and tools.
 
 Names carry shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest, N tokens in a row,
 H hidden, V vocabulary.
 Four words for four things: score (the function's), penalty (length), reward (their sum), advantage (reward within its group).
 """
 
+import asyncio
+import contextlib
+import importlib.util
 import json
 import math
 import os
 import random
+import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import aiohttp
 import pyarrow.parquet as pq
 import torch
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
+from run_log import Log, mean, replace_file, reward_metrics, validation_metrics
 
 
 @dataclass
@@ -57,6 +68,8 @@ class Config:
     """FILE:NAME of the reward function."""
     reward_kwargs: str = "{}"
     """JSON object of keyword arguments for the reward function, such as {"penalty": 1.0}."""
+    baseline: bool = False
+    """Take `compute_score_baseline` of the same FILE instead: the rule alone pays, the reward model only measures."""
     router_address: str | None = None
     """host:port of a reward model that runs already (genrm_server.py, or any OpenAI-compatible address)."""
     genrm: str | None = None
@@ -87,8 +100,28 @@ class Config:
     """Rows with longer prompts (tokens) are dropped and counted before the first step."""
     max_response_length: int = 8192
     """A rollout is cut after this many tokens."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing, by groups of further prompts (DAPO)."""
+    max_refills: int = 10
+    """Rounds of replacement per step at most; then the step makes do with what it has."""
+
+    # Rollouts
+    rollout: Literal["hf", "vllm"] = "hf"
+    """hf: in this process, best for small models. vllm: on vLLM servers that get the new weights after each update."""
+    rollout_servers: int = 1
+    """Number of vLLM servers for --rollout vllm."""
+    rollout_cpus: str = ""
+    """On CPU: cores for those servers, such as "1"; default: all, shared out evenly."""
+    rollout_gpus: str = ""
+    """GPUs for those servers, such as 0,1,2; default: all that are visible."""
+    rollout_vllm_args: str = ""
+    """Arguments for those servers, in quotes, such as "--gpu-memory-utilization 0.5" where they share the trainer's GPU."""
+    rollout_batch_size: int = 512
+    """Sequences generated at once."""
     temperature: float = 1.0
     """Sampling temperature of rollouts; the loss uses the same distribution. (The paper trains its GenRM at 1.2.)"""
+    max_logprob_diff: float = 0.2
+    """The run stops when sampler and trainer differ by more than this (rollout/logprob_diff): the sampler's weights are old."""
 
     # Algorithm
     lr: float = 1e-6
@@ -108,7 +141,9 @@ class Config:
     clip_c: float = 10.0
     """Dual clip: bound on the ratio where the advantage is negative."""
     tis_cap: float | None = None
-    """Cap of truncated importance sampling between rollout and trainer; default: off."""
+    """Cap of truncated importance sampling between rollout and trainer, such as 2.0; default: off."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to --model as it was before training; 0: no second model is loaded."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     overlong_buffer: int = 4096
@@ -129,12 +164,10 @@ class Config:
     """Evaluate greedily as well, once per row (val/<data_source>/greedy)."""
 
     # Machine
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the policy lives; auto: the GPU if there is one."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N, where the policy is trained. auto: the last GPU (Ray gives judges the first ones), else cpu."""
     num_threads: int = 0
     """CPU threads of torch; 0: torch's own choice. For models of a few million parameters 1 is fastest."""
-    rollout_batch_size: int = 512
-    """Sequences generated at once."""
     max_tokens_per_micro_batch: int = 16384
     """Token budget (with padding) of one forward and backward pass."""
     gradient_checkpointing: bool = False
@@ -144,13 +177,19 @@ class Config:
 
     # Files
     save_every: int = 0
-    """Steps between checkpoints; 0: only the last step's."""
+    """Steps between checkpoints; 0: only the last step's, and where the run is stopped."""
     keep_checkpoints: int = 2
     """Older checkpoints are deleted; 0: keep all."""
     resume: Literal["never", "auto"] = "never"
     """auto: go on from the newest checkpoint in out_dir, if there is one."""
     samples_per_step: int = 8
-    """Samples written to samples.jsonl per step and per validation set."""
+    """Samples of each data source written to samples.jsonl, per step and per evaluation."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too (out_dir/tensorboard)."""
+    wandb: bool = False
+    """Send the metrics to Weights & Biases too (project "fapo"; WANDB_MODE=offline keeps them in out_dir/wandb)."""
+    dry_run: bool = False
+    """Check everything, print the whole configuration and an estimate of memory and disk, and stop."""
     trust_remote_code: bool = False
     """Run code that comes with the model's folder."""
 
@@ -176,17 +215,9 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
 
 
 def compute_policy_loss(
-    logprobs,
-    old_logprobs,
-    advantages,
-    mask,
-    num_tokens,
-    clip_low=0.2,
-    clip_high=0.28,
-    clip_c=10.0,
-    rollout_logprobs=None,
-    tis_cap=None,
-):
+    logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28, clip_c=10.0,
+    rollout_logprobs=None, tis_cap=None,
+):  # fmt: skip
     """The clipped policy loss, a token mean over the global `num_tokens` (GRPO with DAPO's clip-higher, dual clip).
 
     logprobs, old_logprobs, rollout_logprobs: B x T, of the sampled tokens under the policy now, before this step's first
@@ -217,6 +248,15 @@ def compute_policy_loss(
             "actor/approx_kl": (((ratio - 1) - log_ratio) * mask).sum().item() / num_tokens,
         }
     return (loss_B_T * mask).sum() / num_tokens, metrics
+
+
+def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
+    """KL to the reference, token mean of exp(d) - d - 1 with d = reference - policy (GRPO, arXiv:2402.03300, eq. 4).
+
+    Shapes and `num_tokens` as in compute_policy_loss.
+    """
+    difference = torch.where(mask, reference_logprobs - logprobs, 0.0)
+    return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 
 
 overlong_penalty = reward_loop.overlong_penalty  # the Reward Loop adds it to the score; DAPO's length rule
@@ -322,30 +362,72 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
+def rollout_vllm(servers, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, at_once, on_finished=None,
+                 progress=None):  # fmt: skip
+    """As rollout_hf, on a genrm_server.PolicyServers: one request per sample, token ids in, token ids and log-probabilities out.
+
+    With top_p the log-probabilities are those within the nucleus. No request has a seed, which vLLM's CPU engine does not
+    survive: unlike rollout_hf, the same call twice gives different samples. Raises RuntimeError where a request fails.
+    """
+    address, key = servers.servers.router_address, servers.servers.config.api_key
+    # The trainer's end tokens, and no others.
+    body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0, return_token_ids=True)
+    body |= dict(stop_token_ids=sorted(eos_ids), ignore_eos=True)
+    responses, logprobs = ([None] * (len(prompts) * group_size) for _ in range(2))
+
+    async def sample(session, b):
+        async with session.post("/v1/completions", json=body | {"prompt": prompts[b // group_size]}) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"policy servers at {address}: HTTP {answer.status}: {(await answer.text())[:300]}")
+            choice = (await answer.json())["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise RuntimeError(f"policy servers at {address}: a response ended with {choice['finish_reason']!r}")
+        responses[b], logprobs[b] = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if on_finished:
+            on_finished(b, responses[b])
+        if progress is not None:
+            progress.update()
+
+    async def sample_all():
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connector = aiohttp.TCPConnector(limit=at_once)  # what waits here is under no time limit of the router
+        options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
+        async with aiohttp.ClientSession(f"http://{address}", **options) as session:
+            await asyncio.gather(*(sample(session, b) for b in range(len(responses))))
+
+    asyncio.run(sample_all())
+    return responses, logprobs
+
+
 # ---------------------------------------------------------------------------------------------------------------- rewards
 
 
 class Scorer:
-    """The Reward Loop as the training loop sees it: `submit` returns at once, `collect` waits."""
+    """The Reward Loop as the trainer sees it: `submit` returns at once, `collect` waits."""
 
-    def __init__(self, config: Config, tokenizer):
+    def __init__(self, config: Config, tokenizer, device):
         self.config, self.tokenizer = config, tokenizer
         self.models = None
         if config.genrm:
-            server = genrm_server.Config(model=config.genrm, num_servers=config.genrm_servers, port=0, cpus=config.genrm_cpus)
+            server = genrm_server.Config(
+                model=config.genrm, num_servers=config.genrm_servers, port=0, cpus=config.genrm_cpus,
+                sleep_mode=config.reward_mode == "colocate" and device.type == "cuda",  # the GPU is the trainer's meanwhile
+            )  # fmt: skip
             self.models = genrm_server.RewardModelManager({"genrm": server})
         overlong = None
         if config.overlong_buffer:
             overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-        self.manager = reward_loop.RewardLoopManager(
-            reward_fn=config.reward_fn,
-            reward_kwargs=json.loads(config.reward_kwargs),
-            router_addresses={"genrm": config.router_address} if config.router_address else None,
-            reward_models=self.models,
-            num_workers=config.num_reward_workers,
-            timeout=config.reward_timeout,
-            overlong=overlong,
-        )
+        try:
+            self.manager = reward_loop.RewardLoopManager(
+                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs),
+                router_addresses={"genrm": config.router_address} if config.router_address else None,
+                reward_models=self.models, num_workers=config.num_reward_workers, timeout=config.reward_timeout,
+                overlong=overlong,
+            )  # fmt: skip
+        except BaseException:
+            if self.models:
+                self.models.shutdown()
+            raise
 
     def submit(self, row: dict, response: list[int]):
         """Hands one finished sample to the Reward Loop, at once in standalone mode. Returns what `collect` takes."""
@@ -367,85 +449,65 @@ class Scorer:
             self.models.shutdown()
 
 
-def mean(values) -> float | None:
-    known = [float(value) for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def reward_function(config: Config) -> str:
+    """FILE:NAME of the function that is called."""
+    return config.reward_fn.rpartition(":")[0] + ":compute_score_baseline" if config.baseline else config.reward_fn
 
 
-def averages(results: list[dict]) -> dict[str, float | None]:
-    """The means of the numbers and booleans in the results' reward_extra_info, over the samples that have them.
-
-    `flawed_positive` (and what ends so) becomes a rate among right answers, as in the paper, not among all samples.
-    """
-    infos = [result["reward_extra_info"] for result in results]
-    keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
-    means = {}
-    for key in keys:
-        if key in ("pred", "gt"):  # an index, say: its mean means nothing
-            continue
-        counted = [info for info in infos if info.get("acc")] if key.endswith("flawed_positive") else infos
-        values = (info.get(key) for info in counted)
-        name = f"{key}_rate" if key.endswith("flawed_positive") else key
-        means[name] = mean(value for value in values if isinstance(value, (bool, int, float)))
-    return means
-
-
-def reward_metrics(results: list[dict]) -> dict:
-    """Means over the samples of a step; what no sample has is left out."""
-    rewards = [result["reward_score"] for result in results]
-    statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
-    asked = [status for status in statuses if status not in (None, "skipped")]
-    metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
-    metrics |= {f"reward/{key}": value for key, value in averages(results).items()}
-    if asked:
-        metrics["genrm/error_rate"] = mean(status != "ok" for status in asked)
-        metrics["genrm/asked"] = len(asked)
-    return {key: value for key, value in metrics.items() if value is not None}
+def why_useless(results: list[dict]) -> str | None:
+    """Why a group of samples teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups."""
+    rewards = [result["reward_score"] for result in results if result["reward_score"] is not None]
+    if len(rewards) < 2:
+        return "no_verdict"
+    if min(rewards) < max(rewards):
+        return None
+    right = {bool(result["reward_extra_info"].get("acc")) for result in results}
+    return "equal_rewards" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"
 
 
 # ----------------------------------------------------------------------------------------------------------------- update
 
+LOGITS_AT_ONCE = 2**25  # float32: 128 MiB, of which a forward and backward pass holds five or six at a time
 
-def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk=2048):
+
+def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk=None, entropy_gradient=True):
     """Log-probabilities of the response tokens and the entropies there: two B x T tensors, zero in the padding.
 
-    sequences: prompt + response token ids; responses: how many of the last ones count. The logits of `chunk` tokens exist at
-    a time, in the backward pass as well.
+    sequences: prompt + response token ids; responses: how many of the last ones count. The logits of `chunk` tokens (by
+    default as many as LOGITS_AT_ONCE allows) exist at a time, in the backward pass as well.
     """
-    width = max(len(sequence) for sequence in sequences)
-    ids = torch.zeros(len(sequences), width, dtype=torch.long)
-    mask = torch.zeros(len(sequences), width, dtype=torch.bool)
-    for row, (sequence, count) in enumerate(zip(sequences, responses)):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, len(sequence) - count : len(sequence)] = True
-    ids, mask = ids.to(device), mask.to(device)
+    ids = padded(sequences, device, torch.long)
+    # The state at t predicts the token at t + 1.
+    rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses))
+    columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)])
+    rows, columns = rows.to(device), columns.to(device)
     # Padding stands on the right, where a causal model cannot see it: no attention mask is needed, and none is faster.
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    predicted = mask[:, 1:]  # the state at t predicts the token at t + 1
-    hidden_N_H, targets_N = hidden[predicted], ids[:, 1:][predicted]
+    hidden_N_H = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+    targets_N = ids[rows, columns + 1]
     head = model.get_output_embeddings()
 
     def of_chunk(hidden_n_H, targets_n):
-        logits_n_V = head(hidden_n_H).float() / temperature
-        logp = logits_n_V.log_softmax(-1)
-        return logp.gather(-1, targets_n[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        logp_n_V = head(hidden_n_H).float().div_(temperature).log_softmax(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy_n = -(logp_n_V.exp() * logp_n_V).sum(-1)
+        return logp_n_V.gather(-1, targets_n[:, None])[:, 0], entropy_n
 
+    chunk = chunk or max(1, LOGITS_AT_ONCE // head.weight.shape[0])
     parts = []
-    for start in range(0, len(targets_N), chunk):
-        arguments = hidden_N_H[start : start + chunk], targets_N[start : start + chunk]
-        parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(*arguments))
+    for arguments in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
+        # A single chunk is within the limit as it is; of several, each one's logits are computed again when it is their turn.
+        again = torch.is_grad_enabled() and len(targets_N) > chunk
+        parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False) if again else of_chunk(*arguments))
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts))
-    shape = (len(sequences), max(responses))
-    row, column = response_positions(responses, device)
+    firsts = torch.tensor([len(s) - count - 1 for s, count in zip(sequences, responses)], device=device)
+    empty = torch.zeros(len(sequences), max(responses), device=device)
     # index_put is differentiable and leaves the padding at zero.
-    return tuple(torch.zeros(shape, device=device).index_put((row, column), values) for values in (logprobs_N, entropy_N))
+    return tuple(empty.index_put((rows, columns - firsts[rows]), values) for values in (logprobs_N, entropy_N))
 
 
-def response_positions(lengths, device):
-    """Row and column of every response token of right-padded rows of these lengths, in reading order."""
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    columns = torch.cat([torch.arange(length) for length in lengths])
-    return rows.to(device), columns.to(device)
+def padded(rows, device, dtype=torch.float32):
+    """Rows of different lengths (lists or 1-d tensors) as one tensor, zeros on the right."""
+    return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -459,104 +521,123 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def update_policy(model, optimizer, batch: dict, config: Config, device) -> dict:
+def forward(model, batch, indices, config: Config, device):
+    """These samples through the model, in micro-batches: yields (their indices, logprobs, entropy, mask), the three B x T."""
+    lengths = [len(batch["prompts"][i]) + len(batch["responses"][i]) for i in indices]
+    for micro in micro_batches(lengths, config.max_tokens_per_micro_batch):
+        part = [indices[m] for m in micro]
+        counts = [len(batch["responses"][i]) for i in part]
+        sequences = [batch["prompts"][i] + batch["responses"][i] for i in part]
+        with precision(device):
+            logprobs, entropy = logprobs_and_entropy(
+                model, sequences, counts, config.temperature, device, entropy_gradient=config.entropy_coef != 0
+            )
+        # By length, never by token: the end token may be the padding token too.
+        yield part, logprobs, entropy, torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+
+
+def accumulate_gradients(model, batch, indices, num_tokens, config: Config, device, old, reference) -> Counter:
+    """Adds the gradient of these samples' part of a mini-batch's loss to the parameters; returns metrics, which add up too.
+
+    num_tokens: response tokens of the whole mini-batch, so that any split of it, over calls, micro-batches or ranks, has the
+    same sum. old, reference: {sample: log-probabilities} before the first update and of the reference model; without an
+    entry the first are what the model says now (the first update starts from there), and there is no KL.
+    """
+    sums = Counter()
+    for part, logprobs, entropy, mask in forward(model, batch, indices, config, device):
+        old_logprobs = padded([old[i] for i in part], device) if part[0] in old else logprobs.detach()
+        rollout_logprobs = padded([batch["rollout_logprobs"][i] for i in part], device)
+        loss, metrics = compute_policy_loss(
+            logprobs, old_logprobs, torch.tensor([batch["advantages"][i] for i in part], device=device), mask, num_tokens,
+            config.clip_low, config.clip_high, config.clip_c, rollout_logprobs, config.tis_cap,
+        )  # fmt: skip
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
+        if part[0] in reference:
+            kl = compute_kl_loss(logprobs, padded([reference[i] for i in part], device), mask, num_tokens)
+            loss = loss + config.kl_coef * kl
+            metrics["actor/kl_to_reference"] = kl.item()
+        loss.backward()
+        sums.update(metrics | {"actor/loss": loss.item()} | agreement(old_logprobs, rollout_logprobs, entropy, mask))
+    return sums
+
+
+@torch.no_grad()
+def agreement(logprobs, rollout_logprobs, entropy, mask) -> dict:
+    """Sums over tokens, from which update_policy makes rollout/logprob_diff and actor/entropy."""
+    difference = (logprobs - rollout_logprobs).abs()[mask]
+    return {"diff": difference.sum().item(), "entropy": entropy[mask].sum().item(), "tokens": len(difference)}
+
+
+def update_policy(model, optimizer, batch: dict, config: Config, device, reference_model=None) -> dict:
     """One pass over the step's samples in mini-batches, one optimizer update each. Returns metrics.
 
     batch: lists of length B: prompts, responses, rollout_logprobs (token ids and floats), advantages, has_verdict.
-    Samples of advantage 0 add nothing to the gradient; they count in the token mean and are not computed.
+    Samples of advantage 0 add nothing to the policy loss's gradient; they count in the token mean and are not computed.
+    Raises RuntimeError where the loss or the gradient is not finite.
     """
-    rows = config.mini_batch_size * config.group_size
-    total = len(batch["responses"])
-    needs_entropy = config.entropy_coef != 0
-    metrics, norms, diffs, entropies = {}, [], [], []
-
-    def passes(indices):
-        """Micro-batches of the samples that matter: their indices, log-probabilities, entropies, and the mask."""
-        chosen = [i for i in indices if batch["has_verdict"][i] and (needs_entropy or batch["advantages"][i] != 0)]
-        lengths = [len(batch["prompts"][i]) + len(batch["responses"][i]) for i in chosen]
-        for micro in micro_batches(lengths, config.max_tokens_per_micro_batch):
-            part = [chosen[m] for m in micro]
-            counts = [len(batch["responses"][i]) for i in part]
-            sequences = [batch["prompts"][i] + batch["responses"][i] for i in part]
-            with precision(device):
-                logprobs, entropy = logprobs_and_entropy(model, sequences, counts, config.temperature, device)
-            mask = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
-            yield part, logprobs, entropy, mask
-
-    # The first update starts from the rollout's own weights; for the later ones "old" must be kept from before it.
-    old = {}
-    if total > rows:
-        with torch.no_grad():
-            for part, logprobs, _, _ in passes(range(rows, total)):
-                old.update({i: logprobs[k] for k, i in enumerate(part)})
+    total, rows = len(batch["responses"]), config.mini_batch_size * config.group_size
+    all_count = config.entropy_coef != 0 or reference_model is not None
+    matter = [i for i in range(total) if batch["has_verdict"][i] and (all_count or batch["advantages"][i] != 0)]
+    later = [i for i in matter if i >= rows]  # in the first mini-batch the old log-probabilities are the model's own
+    old, reference, sums, norms = {}, {}, Counter(), []
+    with torch.no_grad():
+        for known, which, indices in ((old, model, later), (reference, reference_model, matter if reference_model else [])):
+            for part, logprobs, _, _ in forward(which, batch, indices, config, device):
+                known.update({i: logprobs[k, : len(batch["responses"][i])] for k, i in enumerate(part)})
+        if not matter:  # nothing to learn, still something to watch
+            some = [i for i in range(total) if batch["has_verdict"][i]][:8]
+            for part, logprobs, entropy, mask in forward(model, batch, some, config, device):
+                rollout_logprobs = padded([batch["rollout_logprobs"][i] for i in part], device)
+                sums.update(agreement(logprobs, rollout_logprobs, entropy, mask))
     for start in range(0, total, rows):
-        indices = range(start, min(start + rows, total))
-        num_tokens = sum(len(batch["responses"][i]) for i in indices if batch["has_verdict"][i])
+        members = range(start, min(start + rows, total))
+        num_tokens = sum(len(batch["responses"][i]) for i in members if batch["has_verdict"][i])
+        indices = [i for i in matter if i in members]
+        if not indices:  # every group is all right or all wrong: no gradient, and no update
+            continue
         optimizer.zero_grad(set_to_none=True)
-        has_gradient = False
-        for part, logprobs, entropy, mask in passes(indices):
-            width = logprobs.shape[1]
-            old_logprobs = (
-                logprobs.detach()
-                if start == 0
-                else torch.stack([torch.nn.functional.pad(old[i], (0, width))[:width] for i in part])
+        sums.update(accumulate_gradients(model, batch, indices, num_tokens, config, device, old, reference))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        if not math.isfinite(sums["actor/loss"]) or not math.isfinite(norm):
+            raise RuntimeError(
+                f"loss {sums['actor/loss']:g}, gradient norm {norm:g}: not finite; look at the last rewards in samples.jsonl and "
+                "at actor/grad_norm and rollout/logprob_diff of the steps before, then lower --lr or --max-grad-norm"
             )
-            rollout = torch.tensor(
-                [batch["rollout_logprobs"][i] + [0.0] * (width - len(batch["rollout_logprobs"][i])) for i in part], device=device
-            )
-            advantages = torch.tensor([batch["advantages"][i] for i in part], device=device)
-            loss, parts = compute_policy_loss(
-                logprobs,
-                old_logprobs,
-                advantages,
-                mask,
-                num_tokens,
-                config.clip_low,
-                config.clip_high,
-                config.clip_c,
-                rollout,
-                config.tis_cap,
-            )
-            if needs_entropy:
-                loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
-            if not torch.isfinite(loss):
-                raise RuntimeError("loss: not finite; look at the last lines of samples.jsonl and lower --lr or --max-grad-norm")
-            loss.backward()
-            has_gradient = True
-            for key, value in (parts | {"actor/loss": loss.item()}).items():
-                metrics[key] = metrics.get(key, 0.0) + value
-            diffs.append((old_logprobs - rollout).abs()[mask])
-            entropies.append(entropy.detach()[mask])
-        if has_gradient:  # where every group is all right or all wrong there is nothing to learn, and no update
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item())
-            optimizer.step()
+        optimizer.step()
+        norms.append(norm)
+    metrics, tokens = {"actor/updates": len(norms)}, sums.pop("tokens", 0)
+    if tokens:
+        metrics |= {"rollout/logprob_diff": sums.pop("diff") / tokens, "actor/entropy": sums.pop("entropy") / tokens}
     if norms:
-        updates = math.ceil(total / rows)
-        metrics = {key: value / updates for key, value in metrics.items()}
-        diff = torch.cat(diffs)
-        metrics |= {"actor/entropy": torch.cat(entropies).mean().item(), "actor/grad_norm": sum(norms) / len(norms)}
-        metrics |= {"rollout/logprob_diff": diff.mean().item(), "rollout/logprob_diff_max": diff.max().item()}
-    return metrics | {"actor/updates": len(norms)}
+        metrics |= {key: value / math.ceil(total / rows) for key, value in sums.items()} | {"actor/grad_norm": mean(norms)}
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------------------------- data
 
 
 def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
-    """The rows of a parquet file, each with `prompt_ids`. Raises ValueError for a missing column or an empty file."""
+    """The rows of a parquet file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file; write it with prepare_data.py")
-    rows = pq.read_table(path).to_pylist()
-    for column in ("data_source", "prompt", "reward_model", "extra_info"):
-        if rows and column not in rows[0]:
-            raise ValueError(f"{path}: column {column!r} is missing (it has {', '.join(rows[0])}); write it with prepare_data.py")
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: not a parquet file ({error}); write it with prepare_data.py") from error
     kept = []
-    for row in rows:
-        row["prompt_ids"] = tokenizer.apply_chat_template(
-            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        if len(row["prompt_ids"]) <= config.max_prompt_length:
-            kept.append(row)
+    for number, row in enumerate(rows):
+        if missing := {"data_source", "prompt", "reward_model", "extra_info"} - set(row):
+            raise ValueError(f"{path}: no column {min(missing)!r} (there are {', '.join(row)}); write it with prepare_data.py")
+        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
+            raise ValueError(f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth")
+        try:
+            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            text = f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} ({error})"
+            raise ValueError(f"{text}; it must be a list of {{role, content}}") from error
+        if len(ids) <= config.max_prompt_length:
+            kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
         print(f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows with prompts over {config.max_prompt_length} tokens")
     if not kept:
@@ -564,77 +645,42 @@ def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
     return kept
 
 
-def rows_of_step(rows: list, step: int, config: Config) -> list[dict]:
-    """The prompts of a step (counted from 1): every epoch is a new shuffle, and a step depends on seed and number alone."""
-    chosen = []
-    shuffles = {}
-    for place in range((step - 1) * config.train_batch_size, step * config.train_batch_size):
+def draw(rows: list, first: int, count: int, seed: int) -> list:
+    """Rows number `first` to `first + count` of an endless stream: epoch after epoch, each in a shuffle of its own."""
+    drawn, shuffles = [], {}
+    for place in range(first, first + count):
         epoch, index = divmod(place, len(rows))
         if epoch not in shuffles:
             shuffles[epoch] = list(range(len(rows)))
-            random.Random(f"{config.seed}/{epoch}").shuffle(shuffles[epoch])
-        chosen.append(rows[shuffles[epoch][index]])
-    return chosen
+            random.Random(f"{seed}/{epoch}").shuffle(shuffles[epoch])
+        drawn.append(rows[shuffles[epoch][index]])
+    return drawn
 
 
-# ------------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples drawn from n, of which `correct` are right, is right (Chen et al. 2021, eq. 1)."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+def save_checkpoint(model, tokenizer, state: dict, config: Config) -> Path:
+    """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
 
-
-def evaluate(model, rows, scorer: Scorer, config: Config, eos_ids, step: int, n: int, temperature: float, suffix: str):
-    """Samples and scores every row n times. Returns (metrics by data source, results): mean@n, maj@n and pass@n of `acc`,
-    and mean@n of each other number the reward function returns; `suffix` replaces "mean@n" where it is given."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
-    submitted = [None] * (len(rows) * n)
-
-    def finished(b, response):
-        submitted[b] = scorer.submit(rows[b // n], response)
-
-    with tqdm(total=len(submitted), desc=f"evaluation {step}", leave=False, disable=None) as progress:
-        rollout_hf(
-            model, [row["prompt_ids"] for row in rows], n, max_response_length=config.max_response_length,
-            temperature=temperature, top_p=config.val_top_p, eos_ids=eos_ids, generator=generator,
-            batch_size=config.rollout_batch_size, on_finished=finished, progress=progress,
-        )  # fmt: skip
-    results = scorer.collect(submitted)
-    metrics = {}
-    sources = dict.fromkeys(row["data_source"] for row in rows)
-    for source in sources:
-        of_row = [results[i * n : (i + 1) * n] for i, row in enumerate(rows) if row["data_source"] == source]
-        name = f"val/{source}"
-        scored = [result for group in of_row for result in group]
-        means = averages(scored)
-        label = suffix or f"mean@{n}"
-        metrics[f"{name}/{label}"] = means.pop("acc", None)
-        metrics[f"{name}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in scored)
-        metrics |= {f"{name}/{key}/{label}": value for key, value in means.items()}
-        if n > 1:
-            answers = [
-                [(r["reward_extra_info"].get("pred"), bool(r["reward_extra_info"].get("acc"))) for r in group] for group in of_row
-            ]
-            majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers]
-            metrics[f"{name}/maj@{n}"] = mean(majority)
-            metrics[f"{name}/pass@{n}"] = mean(pass_at_k(n, sum(right for _, right in group), n) for group in answers)
-    return {key: value for key, value in metrics.items() if value is not None}, results
-
-
-# ----------------------------------------------------------------------------------------------- checkpoints, logs, plots
-
-
-def save_checkpoint(model, tokenizer, optimizer, step: int, config: Config) -> Path:
-    """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt; it appears whole or not at all."""
+    It appears whole or not at all, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
+    """
     folder = Path(config.out_dir, "checkpoints")
-    target, temporary = folder / f"step_{step}", folder / f".step_{step}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, temporary / "trainer_state.pt")
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+    target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        torch.save(state, temporary / "trainer_state.pt")
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = checkpoints_in(folder)
+        raise RuntimeError(
+            f"{target}: could not be written ({error}); {shutil.disk_usage(config.out_dir).free / 1e9:.1f} GB are free there; "
+            f"make room, then --resume auto goes on from {kept[-1].name if kept else 'the start'}"
+        ) from error
     for old in checkpoints_in(folder)[: -config.keep_checkpoints or None]:
         if config.keep_checkpoints:
             shutil.rmtree(old)
@@ -647,242 +693,365 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-class Log:
-    """metrics.jsonl (one line a step), samples.jsonl and curves.png of a run's folder."""
-
-    def __init__(self, config: Config, first_step: int):
-        self.folder, self.limit = Path(config.out_dir), config.samples_per_step
-        self.history = []
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder / name
-            lines = path.read_text().splitlines() if path.is_file() and first_step else []
-            kept = [
-                line for line in lines if json.loads(line)["step"] <= first_step
-            ]  # what came after the checkpoint is done again
-            path.write_text("".join(line + "\n" for line in kept))
-            if name == "metrics.jsonl":
-                self.history = [json.loads(line) for line in kept]
-
-    def metrics(self, values: dict) -> None:
-        rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
-        self.history.append(rounded)
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(rounded) + "\n")
-
-    def samples(self, step: int, split: str, rows: list[dict], results: list[dict]) -> None:
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for row, result in list(zip(rows, results))[: self.limit]:
-                prompt = row["prompt"][-1]["content"]
-                truth = row["reward_model"]["ground_truth"]
-                line = {"step": step, "split": split, "data_source": row["data_source"], "prompt": prompt, "ground_truth": truth}
-                file.write(json.dumps(line | result, ensure_ascii=False, default=str) + "\n")
-
-    def plot(self) -> None:
-        """Redraws curves.png from all metrics so far."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        seen = sorted({key for metrics in self.history for key in metrics})
-        held_out = [key for key in seen if key.startswith("val/") and "/mean@" in key and key.count("/") == 2]
-        flawed = [key for key in seen if key.startswith("reward/") and key.endswith("flawed_positive_rate")]
-        panels = [
-            ("reward", ["reward/mean", "reward/score"]),
-            ("accuracy", ["reward/acc", *held_out]),
-            ("flawed positives among right answers", flawed),
-            ("response length (tokens)", ["response_length/mean", "response_length/max"]),
-            ("entropy", ["actor/entropy"]),
-            ("seconds", ["time/rollout", "time/reward_wait", "time/update", "time/step"]),
-        ]  # fmt: skip
-        figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
-        for axis, (title, keys) in zip(axes.flat, panels):
-            for key in keys:
-                points = [(m["step"], m[key]) for m in self.history if key in m]
-                if points:
-                    axis.plot(*zip(*points), label=key, marker="." if key.startswith("val/") else "")
-            axis.set(title=title, xlabel="step")
-            axis.grid(alpha=0.3)
-            if axis.lines:
-                axis.legend(fontsize=8)
-        figure.savefig(self.folder / ".curves.png", dpi=100, format="png")
-        plt.close(figure)
-        (self.folder / ".curves.png").rename(self.folder / "curves.png")  # a viewer never sees half a picture
-
-
-# --------------------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------- before the first step
 
 
 def check(config: Config) -> None:
     """Refuses what cannot work before anything expensive starts. Raises ValueError."""
-    for name in ("total_steps", "train_batch_size", "group_size", "mini_batch_size", "max_response_length", "val_n"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: {getattr(config, name)} must be at least 1")
+    least = dict(total_steps=1, train_batch_size=1, group_size=1, mini_batch_size=1, max_prompt_length=1, max_response_length=1,
+                 val_n=1, rollout_servers=1, rollout_batch_size=1, genrm_servers=1, num_reward_workers=1, kl_coef=0, lr=0,
+                 max_tokens_per_micro_batch=1, max_refills=0, overlong_buffer=0, val_temperature=0, save_every=0, val_every=0,
+                 keep_checkpoints=0, samples_per_step=0, weight_decay=0, clip_low=0, clip_high=0, clip_c=1)  # fmt: skip
+    for name, lowest in least.items():
+        if not getattr(config, name) >= lowest:
+            raise ValueError(f"{name}: {getattr(config, name)} must be at least {lowest}")
     if config.train_batch_size % config.mini_batch_size:
         raise ValueError(f"mini_batch_size: {config.mini_batch_size} does not divide train_batch_size {config.train_batch_size}")
-    if config.temperature <= 0:
+    if not config.temperature > 0:
         raise ValueError(f"temperature: {config.temperature} must be above 0; greedy rollouts of a group are all the same")
+    if not 0 < config.val_top_p <= 1:
+        raise ValueError(f"val_top_p: {config.val_top_p} must be above 0 and at most 1")
     if config.overlong_buffer > config.max_response_length:
-        raise ValueError(
-            f"overlong_buffer: {config.overlong_buffer} is larger than max_response_length {config.max_response_length}"
-        )
+        limit = f"max_response_length {config.max_response_length}; lower it, 0 is no penalty"
+        raise ValueError(f"overlong_buffer: {config.overlong_buffer} is larger than {limit}")
     if config.genrm and config.router_address:
-        raise ValueError(
-            "genrm and router_address: give one of them; the first starts a reward model, the second uses a running one"
-        )
+        raise ValueError("genrm and router_address: give one; the first starts a reward model, the second uses a running one")
     try:
         kwargs = json.loads(config.reward_kwargs)
     except json.JSONDecodeError as error:
         raise ValueError(f"reward_kwargs: {config.reward_kwargs!r} is not JSON ({error})") from error
     if not isinstance(kwargs, dict):
         raise ValueError(f"reward_kwargs: {config.reward_kwargs!r} must be a JSON object")
-    if not config.model or not Path(config.model).is_dir() and config.model.count("/") != 1:
-        raise ValueError(f"model: {config.model!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
-
-
-def train(config: Config) -> Path:
-    """Runs the training. Returns the folder of the last checkpoint.
-
-    Raises ValueError for what is wrong with the input, RuntimeError where the run must stop (too few verdicts, loss not finite).
-    """
-    check(config)
-    transformers_logging.disable_progress_bar()
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
-    done = checkpoints_in(Path(config.out_dir, "checkpoints")) if config.resume == "auto" else []
-    source = str(done[-1]) if done else config.model
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    if not tokenizer.chat_template:
-        raise ValueError(f"model: the tokenizer of {source} has no chat template; take an instruct model or add one")
-    train_rows = load_rows(config.train_file, tokenizer, config)
-    val_rows = [row for path in config.val_file for row in load_rows(path, tokenizer, config)]
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=config.trust_remote_code).to(
-        device
-    )
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    eos = model.generation_config.eos_token_id
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not eos_ids:
-        raise ValueError(f"model: neither the model nor the tokenizer of {source} has an end token; add eos_token")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
-    first_step = 0
-    if done:
-        state = torch.load(done[-1] / "trainer_state.pt", map_location=device, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        first_step = state["step"]
-    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    Path(config.out_dir, "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-    log = Log(config, first_step)
-    scorer = Scorer(config, tokenizer)
+    for name in ("model", "genrm"):
+        value = getattr(config, name)
+        if value is not None and not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
+            raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
+    addresses = {"genrm": "host:0"} if config.genrm or config.router_address else {}
+    setup = dict(discriminative=False, router_addresses=addresses, reward_model_tokenizer=None, reward_kwargs=kwargs)
+    reward_loop.build_call(setup | {"reward_fn": reward_function(config)})
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and not importlib.util.find_spec(name):
+            raise ValueError(f"{name}: the package is not installed; run: pip install {name}")
+    out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
+    if old and config.resume == "never":
+        raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
     try:
-        return run_steps(config, model, tokenizer, optimizer, scorer, log, train_rows, val_rows, eos_ids, first_step, device)
-    finally:
-        scorer.close()
+        out_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(out_dir / trial, "")
+        (out_dir / trial).unlink()
+    except OSError as error:
+        raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give a folder that can") from error
 
 
-def run_steps(config, model, tokenizer, optimizer, scorer, log, train_rows, val_rows, eos_ids, first_step, device) -> Path:
-    """The loop itself: one turn is one step. Everything random depends on the seed and the step's number alone."""
+def estimate_memory(config: Config) -> dict[str, float]:
+    """Rough GB by use, from the model's config.json alone; a step holds the update's part or the rollout's, not both."""
+    shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+    weights = 4e-9 * sum(p.numel() for p in model.parameters())
+    text = shape.get_text_config()
+    layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
+    inner, head_dim = getattr(text, "intermediate_size", 4 * hidden), getattr(text, "head_dim", None) or hidden // heads
+    longest = config.max_prompt_length + config.max_response_length
+    tokens = max(config.max_tokens_per_micro_batch, longest)
+    per_layer = 4e-9 * tokens * (10 * hidden + 4 * inner)  # what the backward pass needs of one decoder layer, in float32
+    kept = 4e-9 * tokens * hidden * layers + per_layer if config.gradient_checkpointing else per_layer * layers
+    logits = 4e-9 * min(LOGITS_AT_ONCE, tokens * text.vocab_size)
+    cache = 4e-9 * 2 * layers * (getattr(text, "num_key_value_heads", None) or heads) * head_dim * longest
+    estimate = {"weights": weights, "gradients": weights, "Adam": 2 * weights, "reference model": weights * (config.kl_coef > 0)}
+    estimate["update: activations of a micro-batch"] = kept + 6 * logits
+    if config.rollout == "hf":
+        sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
+        estimate["rollout: key-value cache"] = cache * sequences
+    return estimate
 
-    def validate(step) -> dict:
-        if not val_rows:
-            return {}
-        metrics, results = evaluate(model, val_rows, scorer, config, eos_ids, step, config.val_n, config.val_temperature, "")
-        log.samples(step, "val", [row for row in val_rows for _ in range(config.val_n)], results)
-        if config.val_greedy:
-            metrics |= evaluate(model, val_rows, scorer, config, eos_ids, step, 1, 0.0, "greedy")[0]
-        print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
-        return metrics
 
-    if first_step == 0:
-        log.metrics({"step": 0} | validate(0))
-    target = Path(config.out_dir, "checkpoints", f"step_{first_step}")
-    for step in range(first_step + 1, config.total_steps + 1):
-        started = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
+def report(config: Config, train_rows: int, device) -> None:
+    """What --dry-run prints."""
+    print(json.dumps(asdict(config), indent=2))
+    prompts = config.total_steps * config.train_batch_size
+    print(f"{config.total_steps} steps take {prompts} prompts, {prompts / train_rows:.1f} epochs of {train_rows}")
+    estimate = estimate_memory(config)
+    for name, gb in estimate.items():
+        print(f"{gb:9.2f} GB  {name}")
+    phases = [sum(gb for name, gb in estimate.items() if name.startswith(phase)) for phase in ("update", "rollout")]
+    peak = sum(gb for name, gb in estimate.items() if ":" not in name) + max(phases)
+    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        have = 1e-9 * torch.cuda.get_device_properties(device).total_memory
+    remedy = "; too little: lower --max-tokens-per-micro-batch or --rollout-batch-size, or --gradient-checkpointing"
+    print(f"{peak:9.2f} GB  at the peak, roughly, of {have:.1f} GB on {device}{remedy if peak > have else ''}")
 
-        # Rollouts; in standalone mode each sample is on its way to its reward while the others are still being written.
-        rows = rows_of_step(train_rows, step, config)
-        submitted = [None] * (len(rows) * config.group_size)
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: {name!r} must be auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {name} was asked for and torch sees no GPU; take --device cpu")
+    return device
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: at once while nothing can be lost; during an update (`hold`) only when that and its log are done."""
+
+    def __init__(self):
+        self.hold = self.asked = False
+        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
+        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM) if here}
+
+    def handle(self, *_) -> None:
+        if self.asked or not self.hold:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint", flush=True)
+
+    def release(self) -> None:
+        self.hold = False
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python did not set
+
+
+# --------------------------------------------------------------------------------------------------------------- training
+
+
+class Trainer:
+    """One run. The constructor checks and reads what is cheap, `load` makes the model, `run` is the loop.
+
+    Everything random depends on the seed, the step and the number of prompts drawn so far, so that a run that was stopped, in
+    whatever way, and goes on from a checkpoint is the same run (exactly so on CPU with --rollout hf).
+    """
+
+    def __init__(self, config: Config):
+        check(config)
+        transformers_logging.disable_progress_bar()
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.config, self.device = config, choose_device(config.device)
+        done = checkpoints_in(Path(config.out_dir, "checkpoints"))  # only with --resume auto can there be any
+        self.source = str(done[-1]) if done else config.model
+        self.state = {"step": 0, "prompts_drawn": 0, "optimizer": None}
+        if done:
+            self.state = torch.load(done[-1] / "trainer_state.pt", map_location="cpu", weights_only=True)
+        self.saved = self.state["step"]
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=config.trust_remote_code)
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"model: the tokenizer of {self.source} has no chat template; take an instruct model or add one")
+        self.train_rows = load_rows(config.train_file, self.tokenizer, config)
+        self.val_rows = [row for path in config.val_file for row in load_rows(path, self.tokenizer, config)]
+        needed = 3e-9 * (estimate_memory(config)["weights"]) * ((config.keep_checkpoints or 1) + 1)
+        free = shutil.disk_usage(config.out_dir).free * 1e-9
+        if free < needed:
+            raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need {needed:.1f}; make room")
+
+    def load(self) -> None:
+        config = self.config
+        options = dict(dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+        self.model = AutoModelForCausalLM.from_pretrained(self.source, **options).to(self.device).eval()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+            for module in self.model.modules():  # it works in training mode only; dropout inside the layers stays off
+                module.training = isinstance(module, GradientCheckpointingLayer)
+        self.reference = None
+        if config.kl_coef:
+            self.reference = AutoModelForCausalLM.from_pretrained(config.model, **options).to(self.device).eval()
+        eos = self.model.generation_config.eos_token_id
+        self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
+        if not self.eos_ids:
+            raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
+        adamw = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **adamw)
+        if self.state["optimizer"]:
+            self.optimizer.load_state_dict(self.state["optimizer"])
+
+    def sample(self, rows, n, temperature, top_p, seed, title):
+        """n responses to each row, each on its way to its reward the moment it ends (in standalone mode).
+
+        Returns (responses, logprobs, results, times): lists of len(rows) * n, and seconds of rollout and of waiting after it.
+        """
+        submitted = [None] * (len(rows) * n)
 
         def finished(b, response):
-            submitted[b] = scorer.submit(rows[b // config.group_size], response)
+            submitted[b] = self.scorer.submit(rows[b // n], response)
 
-        generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + step)
-        with tqdm(total=len(submitted), desc=f"rollout {step}", leave=False, disable=None) as progress:
-            responses, rollout_logprobs = rollout_hf(
-                model, [row["prompt_ids"] for row in rows], config.group_size, max_response_length=config.max_response_length,
-                temperature=config.temperature, eos_ids=eos_ids, generator=generator, batch_size=config.rollout_batch_size,
-                on_finished=finished, progress=progress,
-            )  # fmt: skip
+        started, prompts = time.perf_counter(), [row["prompt_ids"] for row in rows]
+        with tqdm(total=len(submitted), desc=title, leave=False, disable=None) as progress:
+            options = dict(max_response_length=self.config.max_response_length, temperature=temperature, top_p=top_p)
+            options |= dict(on_finished=finished, progress=progress)
+            options |= dict(eos_ids=self.eos_ids)
+            if self.servers:
+                responses, logprobs = rollout_vllm(self.servers, prompts, n, **options, at_once=self.config.rollout_batch_size)
+            else:
+                generator = torch.Generator(self.device).manual_seed(seed)
+                options |= dict(generator=generator, batch_size=self.config.rollout_batch_size)
+                responses, logprobs = rollout_hf(self.model, prompts, n, **options)
         rolled_out = time.perf_counter()
+        results = self.scorer.collect(submitted)
+        times = Counter({"time/rollout": rolled_out - started, "time/reward_wait": time.perf_counter() - rolled_out})
+        return responses, logprobs, results, times
 
-        # Rewards
-        results = scorer.collect(submitted)
-        rewarded = time.perf_counter()
-        log.samples(step, "train", [row for row in rows for _ in range(config.group_size)], results)
-        metrics = {"step": step} | reward_metrics(results)
-        if metrics["reward/no_verdict"] > config.max_no_verdict_rate:
-            first = next(result for result in results if result["reward_score"] is None)
-            raise RuntimeError(
-                f"step {step}: {metrics['reward/no_verdict']:.0%} of the samples have no verdict (max_no_verdict_rate "
-                f"{config.max_no_verdict_rate:.0%}); is the reward model up? First of them: status {first['status']!r}, "
-                f"{first['reward_extra_info']}"
-            )
-        rewards = [math.nan if result["reward_score"] is None else result["reward_score"] for result in results]
-        advantages_P_G = compute_advantages(torch.tensor(rewards).view(len(rows), config.group_size))
+    def evaluate(self, step: int) -> dict:
+        config, metrics = self.config, {}
+        if self.val_rows:
+            for n, temperature, suffix in [(config.val_n, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
+                *_, results, _ = self.sample(self.val_rows, n, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+                metrics |= validation_metrics(self.val_rows, results, n, suffix)
+                if not suffix:
+                    self.log.samples(step, "val", self.val_rows, results[::n])
+            print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
+        return metrics
 
-        # Update
-        batch = {
-            "prompts": [row["prompt_ids"] for row in rows for _ in range(config.group_size)],
-            "responses": responses,
-            "rollout_logprobs": rollout_logprobs,
-            "advantages": advantages_P_G.flatten().tolist(),
-            "has_verdict": [not math.isnan(reward) for reward in rewards],
-        }
-        model.train()
-        metrics |= update_policy(model, optimizer, batch, config, device)
-        model.eval()
-        updated = time.perf_counter()
-
-        lengths = [len(response) for response in responses]
+    def collect_batch(self, step: int) -> tuple[dict, dict, int]:
+        """The samples of a step with their advantages, as update_policy takes them; metrics; and the prompts drawn by then."""
+        config, size, drawn = self.config, self.config.group_size, self.state["prompts_drawn"]
+        batch = {key: [] for key in ("prompts", "responses", "rollout_logprobs", "advantages", "has_verdict")}
+        all_results, lengths, ended, times, drops, groups = [], [], [], Counter(), Counter(), 0
+        for refill in range(1 + config.max_refills * config.dynamic_sampling):
+            rows = draw(self.train_rows, drawn, config.train_batch_size - len(batch["prompts"]) // size, config.seed)
+            drawn += len(rows)
+            seed = config.seed * 1_000_003 + step + (refill << 40)
+            responses, logprobs, results, spent = self.sample(rows, size, config.temperature, 1.0, seed, f"rollout {step}")
+            all_results, times, groups = all_results + results, times + spent, groups + len(rows)
+            lengths += [len(response) for response in responses]
+            ended += [response[-1] in self.eos_ids for response in responses]
+            self.log.samples(step, "train", [row for row in rows for _ in range(size)], results)
+            missing = [result for result in all_results if result["reward_score"] is None]
+            if len(missing) > config.max_no_verdict_rate * len(all_results):
+                raise RuntimeError(
+                    f"step {step}: {len(missing) / len(all_results):.0%} of the samples have no verdict (max_no_verdict_rate "
+                    f"{config.max_no_verdict_rate:.0%}); is the reward model up? First of them: status {missing[0]['status']!r}, "
+                    f"{missing[0]['reward_extra_info']}"
+                )
+            rewards = [math.nan if result["reward_score"] is None else result["reward_score"] for result in results]
+            advantages = compute_advantages(torch.tensor(rewards).view(-1, size)).flatten().tolist()
+            for p, row in enumerate(rows):
+                group = slice(p * size, (p + 1) * size)
+                reason = why_useless(results[group])
+                drops.update([reason] if reason else [])
+                if not (reason and config.dynamic_sampling):
+                    batch["prompts"] += [row["prompt_ids"]] * size
+                    batch["responses"] += responses[group]
+                    batch["rollout_logprobs"] += logprobs[group]
+                    batch["advantages"] += advantages[group]
+                    batch["has_verdict"] += [not math.isnan(reward) for reward in rewards[group]]
+            if len(batch["prompts"]) == config.train_batch_size * size:
+                break
+        metrics = {"step": step} | reward_metrics(all_results) | times
         metrics |= {
-            "reward/groups_with_spread": (advantages_P_G != 0).any(1).float().mean().item(),
+            "reward/groups_with_spread": 1 - drops.total() / groups,
             "response_length/mean": mean(lengths),
             "response_length/max": max(lengths),
-            "response_length/clipped": mean(response[-1] not in eos_ids for response in responses),
-            "actor/lr": optimizer.param_groups[0]["lr"],
-            "time/rollout": rolled_out - started,
-            "time/reward_wait": rewarded - rolled_out,
-            "time/update": updated - rewarded,
-            "time/step": updated - started,
-            "perf/tokens_per_s": sum(lengths) / (updated - started),
+            "response_length/clipped": 1 - mean(ended),
+            "perf/tokens": sum(lengths),
         }
+        if config.dynamic_sampling:
+            metrics |= {"dynamic/prompts": groups, "dynamic/refills": refill, "dynamic/kept": len(batch["prompts"]) // size}
+            reasons = ("all_right", "all_wrong", "equal_rewards", "no_verdict")
+            metrics |= {f"dynamic/dropped_{reason}": drops[reason] for reason in reasons}
+        return batch, metrics, drawn
+
+    def save(self) -> None:
+        self.state["optimizer"] = self.optimizer.state_dict()
+        save_checkpoint(self.model, self.tokenizer, self.state, self.config)
+        self.saved = self.state["step"]
+
+    def run(self) -> Path:
+        """All steps. Returns the folder of the last checkpoint."""
+        config, state = self.config, self.state
+        self.say_what_changed()
+        with contextlib.ExitStack() as stack:
+            self.load()
+            self.scorer = Scorer(config, self.tokenizer, self.device)
+            stack.callback(self.scorer.close)
+            self.servers = None
+            if config.rollout == "vllm":
+                longest = max(len(row["prompt_ids"]) for row in self.train_rows + self.val_rows) + config.max_response_length
+                servers = genrm_server.Config(
+                    model="", num_servers=config.rollout_servers, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
+                    max_model_len=longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
+                    log_dir=Path(config.out_dir, "rollout_logs"), vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
+                )  # fmt: skip
+                self.servers = genrm_server.PolicyServers(self.model, self.tokenizer, servers)
+                stack.callback(self.servers.shutdown)
+            self.log = Log(config, state["step"])
+            stack.callback(self.log.close)
+            interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
+            stack.callback(interrupts.restore)
+            try:
+                if state["step"] == 0:
+                    self.log.metrics({"step": 0} | self.evaluate(0))
+                while state["step"] < config.total_steps:
+                    self.one_step(state["step"] + 1, interrupts)
+            except (KeyboardInterrupt, RuntimeError):
+                if not interrupts.hold and state["step"] > self.saved:  # in the middle of an update the weights are no step's
+                    self.save()
+                print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
+                raise
+        return Path(config.out_dir, "checkpoints", f"step_{self.saved}")
+
+    def one_step(self, step: int, interrupts: Interrupts) -> None:
+        config, started = self.config, time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
+        batch, metrics, drawn = self.collect_batch(step)
+        interrupts.hold = True
+        rewarded = time.perf_counter()
+        metrics |= update_policy(self.model, self.optimizer, batch, config, self.device, self.reference)
+        updated = time.perf_counter()
+        if metrics.get("rollout/logprob_diff", 0.0) > config.max_logprob_diff:
+            raise RuntimeError(
+                f"step {step}: rollout/logprob_diff {metrics['rollout/logprob_diff']:.3f} is over max_logprob_diff "
+                f"{config.max_logprob_diff}: the sampler does not use the trainer's weights, or not their precision"
+            )
+        if self.servers:
+            self.servers.sync(self.model)
+            metrics["time/sync"] = time.perf_counter() - updated
+        self.state |= {"step": step, "prompts_drawn": drawn}
+        metrics |= {"actor/lr": group["lr"], "time/update": updated - rewarded, "time/step": time.perf_counter() - started}
+        metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
         last = step == config.total_steps
-        if last or config.save_every and step % config.save_every == 0:
-            target = save_checkpoint(model, tokenizer, optimizer, step, config)
         evaluates = last or config.val_every and step % config.val_every == 0
         if evaluates:
-            metrics |= validate(step)
-        log.metrics(metrics)
+            metrics |= self.evaluate(step)
+        self.log.metrics(metrics)  # before the checkpoint: a run that dies in between does the step again
+        if last or config.save_every and step % config.save_every == 0:
+            self.save()
         if evaluates or step % 10 == 0:
-            log.plot()
-        shown = (
-            "reward/mean",
-            "reward/acc",
-            "reward/flawed_positive_rate",
-            "genrm/error_rate",
-            "response_length/mean",
-            "actor/entropy",
-            "time/step",
-        )
-        print(
-            f"step {step}/{config.total_steps}  " + "  ".join(f"{key} {metrics[key]:.3f}" for key in shown if key in metrics),
-            flush=True,
-        )
-    return target
+            self.log.plot()
+        shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "genrm/error_rate", "response_length/mean",
+                 "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
+        values = "  ".join(f"{key} {metrics[key]:.3g}" for key in shown if key in metrics)
+        print(f"step {step}/{config.total_steps}  {values}", flush=True)
+        interrupts.release()
+
+    def say_what_changed(self) -> None:
+        """Writes config.json; of a run that goes on, says which settings are not what they were."""
+        path = Path(self.config.out_dir, "config.json")
+        if self.saved:
+            before = json.loads(path.read_text())
+            for name, value in json.loads(json.dumps(asdict(self.config))).items():
+                if value != before.get(name) and name != "resume":
+                    print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
+        replace_file(path, json.dumps(asdict(self.config), indent=2) + "\n")
+
+
+def train(config: Config) -> Path | None:
+    """A whole run. Returns the folder of its last checkpoint, None for a dry run.
+
+    Raises ValueError for what is wrong with the input, RuntimeError where the run must stop: too few verdicts, a loss that is
+    not finite, stale rollout weights, a checkpoint that cannot be written.
+    """
+    trainer = Trainer(config)
+    if config.dry_run:
+        return report(config, len(trainer.train_rows), trainer.device)
+    return trainer.run()
 
 
 def main() -> None:
@@ -890,7 +1059,10 @@ def main() -> None:
     if all(Path(name).is_dir() for name in (config.model, config.genrm) if name):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub name was given, so nothing may ask a hub
     try:
-        print(f"done: {train(config)}")
+        target = train(config)
+        print("done: dry run" if target is None else f"done: {target}")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, (ValueError, OSError)) else 1) from error

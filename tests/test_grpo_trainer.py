@@ -1,16 +1,21 @@
 """The trainer: losses worked out by hand, invariances, sampling against transformers, and whole runs on a tiny model."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import psutil
 import pytest
 import torch
 
@@ -119,6 +124,14 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
         compute_policy_loss(garbage, old, advantages, mask, num_tokens)[0]
         == compute_policy_loss(logprobs, old, advantages, mask, num_tokens)[0]
     )
+
+
+def test_kl_to_the_reference_by_hand():
+    logprobs, reference = torch.tensor([[-1.0, -2.0, NAN]]), torch.tensor([[-1.5, -1.0, 3.0]])
+    mask = torch.tensor([[True, True, False]])
+    kl = grpo_trainer.compute_kl_loss(logprobs, reference, mask, 4)
+    assert kl.item() == pytest.approx((math.exp(-0.5) + 0.5 - 1 + math.exp(1) - 1 - 1) / 4)
+    assert grpo_trainer.compute_kl_loss(logprobs, logprobs, mask, 4).item() == 0
 
 
 def test_advantages_per_token_or_per_sequence():
@@ -281,7 +294,7 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert (expected - before).abs().max() > 1e-5
     assert torch.allclose(got, expected, atol=2e-8)
     assert metrics["actor/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert metrics["rollout/logprob_diff_max"] < 1e-5 and metrics["actor/updates"] == 1
+    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
 
 
 def test_update_does_not_depend_on_micro_batches(model):
@@ -297,7 +310,7 @@ def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_upda
     batch = a_batch(model)
     _, metrics = updated(model, batch, config_of(mini_batch_size=1, lr=0.05))
     assert metrics["actor/updates"] > 1
-    assert metrics["rollout/logprob_diff_max"] < 1e-5  # "old" is the rollout's, in every mini-batch
+    assert metrics["rollout/logprob_diff"] < 1e-5  # "old" is the rollout's, in every mini-batch
     assert metrics["actor/approx_kl"] > 0  # while the policy has moved on
 
 
@@ -318,49 +331,132 @@ def test_samples_without_verdict_and_groups_without_spread_change_nothing(model)
     batch["advantages"] = [0.0] * 16
     unchanged, metrics = updated(model, batch, config_of())
     assert torch.equal(unchanged, torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert metrics == {"actor/updates": 0}
+    assert metrics["actor/updates"] == 0 and "actor/loss" not in metrics
+    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/entropy"] > 1  # watched all the same
+
+
+def rank_of_two(rank, folder, model, batch, config, total):
+    """One of two processes: half of the samples, gradients summed over both."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    matter = [i for i in range(16) if batch["has_verdict"][i]]
+    metrics = grpo_trainer.accumulate_gradients(model, batch, matter[rank::2], total, config, CPU, {}, {})
+    sums = torch.tensor([metrics["actor/loss"], metrics["tokens"]], dtype=torch.float64)
+    for tensor in [sums, *(p.grad for p in model.parameters())]:
+        dist.all_reduce(tensor)
+    if rank == 0:
+        torch.save([sums] + [p.grad for p in model.parameters()], f"{folder}/result")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradient_of_one(model, tmp_path):
+    """The loss is divided by the tokens of the whole mini-batch, so the sum over ranks is the loss, for any split."""
+    import copy
+
+    batch, config = a_batch(model), config_of(entropy_coef=0.01)
+    total = sum(len(r) for r, known in zip(batch["responses"], batch["has_verdict"]) if known)
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path), copy.deepcopy(model), batch, config, total), nprocs=2)
+    sums, *gradients = torch.load(tmp_path / "result")
+    one = copy.deepcopy(model)
+    matter = [i for i in range(16) if batch["has_verdict"][i]]
+    metrics = grpo_trainer.accumulate_gradients(one, batch, matter, total, config, CPU, {}, {})
+    assert sums.tolist() == [pytest.approx(metrics["actor/loss"], abs=1e-6), metrics["tokens"]] and metrics["tokens"] == total
+    assert max(g.abs().max() for g in gradients) > 1e-4
+    for got, parameter in zip(gradients, one.parameters()):
+        assert torch.allclose(got, parameter.grad, atol=1e-6)
+
+
+def test_nothing_is_mutated(model):
+    import copy
+
+    batch = a_batch(model)
+    before = copy.deepcopy(batch)
+    updated(model, batch, config_of(mini_batch_size=2, tis_cap=2.0, entropy_coef=0.01))
+    assert batch == before
+
+
+def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model):
+    """All advantages zero: only the KL term is left, and it moves the policy towards the reference."""
+    import copy
+
+    batch, policy = a_batch(model), copy.deepcopy(model)
+    batch["advantages"] = [0.0] * 16
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    optimizer, config = torch.optim.SGD(policy.parameters(), lr=0.05), config_of(kl_coef=1.0, max_grad_norm=1e9)
+    kls = [
+        grpo_trainer.update_policy(policy, optimizer, batch, config, CPU, reference_model=model)["actor/kl_to_reference"]
+        for _ in range(4)
+    ]
+    assert kls[0] > 1e-3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.9 * kls[0]
+    same = copy.deepcopy(model)
+    at_home = grpo_trainer.update_policy(same, torch.optim.SGD(same.parameters(), lr=0.0), batch, config, CPU, model)
+    assert at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
+
+
+def test_truncated_importance_sampling_weighs_the_update(model):
+    """Where the sampler was half as sure as the trainer, the weight is 2, or the cap."""
+    batch = a_batch(model)
+    batch["rollout_logprobs"] = [[value - math.log(2) for value in row] for row in batch["rollout_logprobs"]]
+    norms = {cap: updated(model, batch, config_of(tis_cap=cap))[1]["actor/grad_norm"] for cap in (None, 1.5, 4.0)}
+    assert norms[1.5] == pytest.approx(1.5 * norms[None], rel=1e-3) and norms[4.0] == pytest.approx(2 * norms[None], rel=1e-3)
+
+
+def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
+    """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
+    sequences, counts = [[5, 6, 0], [7, 8, 9, 10, 0]], [1, 3]
+    with torch.no_grad():
+        logprobs, _ = grpo_trainer.logprobs_and_entropy(model, sequences, counts, 1.0, CPU)
+        expected = model(torch.tensor([sequences[0]])).logits[0, 1].log_softmax(-1)[0]
+    assert logprobs.shape == (2, 3) and logprobs[0, 0].item() == pytest.approx(expected.item(), abs=1e-5)
+    assert logprobs[0, 1:].tolist() == [0, 0] and (logprobs[1] < 0).all()
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_changes_nothing_but_memory(workshop, model):
+    batch, norms = a_batch(model), []
+    for on in (False, True):
+        trainer = grpo_trainer.Trainer(run_config(workshop, f"checkpointing_{on}", gradient_checkpointing=on))
+        trainer.load()
+        layers = [m for m in trainer.model.modules() if type(m).__name__ == "LlamaDecoderLayer"]
+        assert all(layer.training == on and not layer.self_attn.training for layer in layers) and layers
+        norms.append(grpo_trainer.update_policy(trainer.model, trainer.optimizer, batch, config_of(), CPU)["actor/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(model):
     batch = a_batch(model)
     batch["advantages"] = [math.inf if a else 0.0 for a in batch["advantages"]]
-    with pytest.raises(RuntimeError, match="loss: not finite"):
+    with pytest.raises(RuntimeError, match="loss -?(inf|nan).*not finite"):
         updated(model, batch, config_of())
 
 
 # ------------------------------------------------------------------------------------------------------------- small parts
 
 
-def test_every_epoch_is_a_shuffle_and_a_step_depends_on_its_number_alone():
-    rows, config = list(range(10)), config_of(train_batch_size=4)
-    steps = [grpo_trainer.rows_of_step(rows, step, config) for step in range(1, 6)]
-    flat = [row for step in steps for row in step]
+def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
+    rows = list(range(10))
+    flat = grpo_trainer.draw(rows, 0, 20, seed=0)
     assert sorted(flat[:10]) == rows and sorted(flat[10:]) == rows and flat[:10] != flat[10:]
-    assert grpo_trainer.rows_of_step(rows, 4, config) == steps[3]
-    assert grpo_trainer.rows_of_step(rows, 1, config_of(train_batch_size=4, seed=1)) != steps[0]
+    assert grpo_trainer.draw(rows, 8, 7, seed=0) == flat[8:15]
+    assert grpo_trainer.draw(rows, 0, 20, seed=1) != flat
 
 
-def test_pass_at_k_by_hand():
-    assert (
-        grpo_trainer.pass_at_k(4, 1, 2) == 0.5 and grpo_trainer.pass_at_k(4, 0, 3) == 0 and grpo_trainer.pass_at_k(4, 2, 3) == 1
-    )
+def result(score, **info):
+    return {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
 
 
-def test_reward_metrics_by_hand():
-    def result(score, **info):
-        return {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
-
-    metrics = grpo_trainer.reward_metrics([
-        result(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
-        result(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
-        result(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
-        result(None, acc=True, flawed_positive=None, genrm_status="timeout"),
-    ])  # fmt: skip
-    assert metrics == {
-        "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
-        "reward/flawed_positive_rate": 0.5,  # one of the two right answers with a verdict
-        "genrm/error_rate": pytest.approx(1 / 3), "genrm/asked": 3,
-    }  # fmt: skip
+def test_why_a_group_is_useless():
+    good, bad, silent = result(1.0, acc=True), result(-1.0, acc=False), result(None, acc=True)
+    assert grpo_trainer.why_useless([good, bad, silent]) is None
+    assert grpo_trainer.why_useless([good, good, silent]) == "all_right"
+    assert grpo_trainer.why_useless([bad, bad]) == "all_wrong"
+    assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
+    assert grpo_trainer.why_useless([result(0.0, acc=True), result(0.0, acc=False)]) == "equal_rewards"
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs (Ray)
@@ -373,6 +469,14 @@ def likes_sevens(data_source, solution_str, ground_truth, extra_info, limit=40, 
     return {"score": share, "acc": share > 0.9}
 def silent(data_source, solution_str, ground_truth, extra_info, **_):
     return {"score": None, "why": "the judge sleeps"}
+def by_index(data_source, solution_str, ground_truth, extra_info, **_):
+    """Rows 0, 1, 6, 7 ... are always right, 2, 3, 8, 9 ... always wrong; of the others it depends on what was written."""
+    acc = [True, False, len(solution_str) % 2 == 0][extra_info["index"] // 2 % 3]
+    return {"score": 1.0 if acc else -1.0, "acc": acc}
+def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, **_):
+    raise RuntimeError("only the baseline was asked for")
+def compute_score_baseline(data_source, solution_str, ground_truth, extra_info, **_):
+    return {"score": 1.0, "acc": True, "flawed_positive": len(solution_str) % 2 == 0}
 '''
 
 
@@ -473,6 +577,201 @@ def test_colocate_gives_the_same_run_as_standalone(workshop):
 
 
 @pytest.mark.slow
+def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
+    options = dict(reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True, total_steps=4, samples_per_step=1000)
+    grpo_trainer.train(run_config(workshop, "dynamic", **options))
+    metrics = lines_of(workshop / "dynamic/metrics.jsonl")[1:]
+    reasons = Counter()
+    for m in metrics:
+        dropped = {name: m[f"dynamic/dropped_{name}"] for name in ("all_right", "all_wrong", "equal_rewards", "no_verdict")}
+        assert m["dynamic/kept"] == 4 and m["dynamic/prompts"] == 4 + sum(dropped.values())
+        assert (m["dynamic/refills"] > 0) == (sum(dropped.values()) > 0)
+        reasons.update(dropped)
+        assert m["actor/updates"] == 2  # two mini-batches of two prompts each
+    assert reasons["all_right"] >= 3 and reasons["all_wrong"] >= 3 and reasons["no_verdict"] == 0
+    prompts = [s["prompt"] for s in lines_of(workshop / "dynamic/samples.jsonl") if s["split"] == "train"][::4]
+    assert len(prompts) == sum(m["dynamic/prompts"] for m in metrics) and len(set(prompts[:32])) == 32  # an epoch, none left out
+
+    # It goes on with the prompt after the last one drawn: the same run, when it was stopped after the first step.
+    grpo_trainer.train(run_config(workshop, "dynamic_part", **options | {"total_steps": 2}))
+    grpo_trainer.train(run_config(workshop, "dynamic_part", **options, resume="auto"))
+    assert without_times(lines_of(workshop / "dynamic_part/metrics.jsonl"))[1:] == without_times(metrics)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(workshop):
+    options = dict(reward_fn=f"{workshop}/reward.py:compute_score_baseline", dynamic_sampling=True, max_refills=2)
+    grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
+    metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
+    assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/dropped_all_right"] == 12
+
+
+@pytest.mark.slow
+def test_baseline_calls_the_function_that_only_measures(workshop):
+    grpo_trainer.train(run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_fapo", baseline=True))
+    metrics = lines_of(workshop / "base/metrics.jsonl")[-1]
+    assert metrics["reward/no_verdict"] == 0 and 0 <= metrics["reward/flawed_positive_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(workshop, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = run_config(workshop, "watched", tensorboard=True, wandb=True, val_file=(str(workshop / "val.parquet"),))
+    grpo_trainer.train(config)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(workshop / "watched/tensorboard")).Reload()
+    means = [m["reward/mean"] for m in lines_of(workshop / "watched/metrics.jsonl") if m["step"] > 0]
+    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(means)
+    assert "val/samples/text_summary" in events.Tags()["tensors"]
+    (offline,) = (workshop / "watched/wandb").glob("offline-run-*/*.wandb")
+    assert b"reward/mean" in offline.read_bytes() and b"val/samples" in offline.read_bytes()
+
+
+@pytest.mark.slow
+def test_stale_weights_stop_the_run(workshop):
+    with pytest.raises(RuntimeError, match="logprob_diff .* is over max_logprob_diff 1e-12: the sampler does not use"):
+        grpo_trainer.train(run_config(workshop, "stale", max_logprob_diff=1e-12))
+
+
+# ------------------------------------------------------------------------------------------------ runs that are interrupted
+
+
+def start_run(config):
+    """The run as a process of its own, through the command line."""
+    arguments = []
+    for name, value in dataclasses.asdict(config).items():
+        if value is not None and value is not False and value != ():
+            arguments.append(f"--{name.replace('_', '-')}")
+            arguments += [] if value is True else [str(part) for part in (value if isinstance(value, tuple) else [value])]
+    log = open(f"{config.out_dir}.log", "a")
+    return subprocess.Popen([sys.executable, "grpo_trainer.py", *arguments], stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_step(config, process, step):
+    """Until metrics.jsonl has the line of this step."""
+    path, patience = Path(config.out_dir, "metrics.jsonl"), time.monotonic() + 120
+    while not path.is_file() or f'{{"step": {step},' not in path.read_text():
+        assert process.poll() is None and time.monotonic() < patience, Path(f"{config.out_dir}.log").read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(workshop):
+    """SIGKILL three times, in the middle of whatever happens to go on."""
+    options = dict(
+        total_steps=12, save_every=1, val_every=3, val_file=(str(workshop / "val.parquet"),), max_response_length=48,
+        train_batch_size=8, keep_checkpoints=1, dynamic_sampling=True, resume="auto",
+    )  # fmt: skip
+    grpo_trainer.train(run_config(workshop, "unkilled", **options))
+    config, rng = run_config(workshop, "killed", **options), random.Random()
+    reached = 0
+    for _ in range(3):
+        process = start_run(config)
+        wait_for_step(config, process, reached + 1)
+        time.sleep(rng.uniform(0, 1.5))
+        assert process.poll() is None, "the run is over too soon for this test"
+        process.kill()
+        process.wait()
+        reached = max(m["step"] for m in lines_of_torn(workshop / "killed/metrics.jsonl"))
+        assert len(grpo_trainer.checkpoints_in(workshop / "killed/checkpoints")) >= 1
+    process = start_run(config)
+    assert process.wait(300) == 0, (workshop / "killed.log").read_text()
+    expected, got = (without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("unkilled", "killed"))
+    assert [m["step"] for m in got] == list(range(13)) and got == expected
+    samples = [lines_of(workshop / name / "samples.jsonl") for name in ("unkilled", "killed")]
+    assert samples[0] == samples[1]
+
+
+def lines_of_torn(path):
+    """The lines of a file whose last one may be cut off."""
+    found = []
+    for line in Path(path).read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
+    config = run_config(workshop, f"stopped_{name}", total_steps=500, resume="auto", max_response_length=48)
+    process = start_run(config)
+    wait_for_step(config, process, 2)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(60) == 130, Path(f"{config.out_dir}.log").read_text()
+    steps = [m["step"] for m in lines_of(workshop / f"stopped_{name}/metrics.jsonl")]
+    (saved,) = grpo_trainer.checkpoints_in(workshop / f"stopped_{name}/checkpoints")
+    assert saved.name == f"step_{steps[-1]}" and steps == list(range(steps[-1] + 1))
+    text = Path(f"{config.out_dir}.log").read_text()
+    assert f"--resume auto goes on after step {steps[-1]}" in text and "Traceback" not in text
+    assert not psutil.pid_exists(process.pid) and not [
+        p for p in psutil.process_iter(["cmdline"]) if str(config.out_dir) in " ".join(p.info["cmdline"] or [])
+    ]
+
+
+def test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not():
+    interrupts = grpo_trainer.Interrupts()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.hold = True
+        signal.raise_signal(signal.SIGTERM)  # nothing yet
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.release()
+        interrupts.hold = True
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        interrupts.restore()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_no_earlier_checkpoint(workshop):
+    """A limit on the size of files stands in for a full disk: the kernel refuses the write in the same place."""
+    config = run_config(workshop, "full", total_steps=1)
+    grpo_trainer.train(config)
+    code = f"""
+import dataclasses, resource, signal, grpo_trainer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+update = grpo_trainer.update_policy
+def update_and_fill_the_disk(*arguments):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    return update(*arguments)
+grpo_trainer.update_policy = update_and_fill_the_disk
+config = grpo_trainer.{config!r}
+grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1 and "step_2: could not be written" in last and "--resume auto goes on from step_1" in last
+    assert [p.name for p in (workshop / "full/checkpoints").iterdir()] == ["step_1"]
+    grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
+    assert [m["step"] for m in lines_of(workshop / "full/metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_dry_run_checks_and_estimates_and_starts_nothing(workshop):
+    process = start_run(run_config(workshop, "dry", dry_run=True, kl_coef=0.1))
+    assert process.wait(60) == 0
+    text = (workshop / "dry.log").read_text()
+    assert '"kl_coef": 0.1' in text and "GB  reference model" in text and "at the peak" in text and "epochs of 32" in text
+    assert "Ray" not in text and not any((workshop / "dry").iterdir())
+
+
+def test_the_estimate_of_memory_counts_the_parameters(workshop):
+    config = run_config(workshop, "estimate", kl_coef=0.1)
+    tiny = toy_world.new_model(len(toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))), seed=0)
+    size = 4e-9 * sum(p.numel() for p in tiny.parameters())
+    estimate = grpo_trainer.estimate_memory(config)
+    names = ("weights", "gradients", "Adam", "reference model")
+    assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])
+    more = grpo_trainer.estimate_memory(dataclasses.replace(config, max_tokens_per_micro_batch=2 * 16384))
+    assert 1.5 < more["update: activations of a micro-batch"] / estimate["update: activations of a micro-batch"] <= 2
+
+
+@pytest.mark.slow
 def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     with pytest.raises(RuntimeError, match=r"100% of the samples have no verdict.*is the reward model up.*the judge sleeps"):
         grpo_trainer.train(run_config(workshop, "silent", reward_fn=f"{workshop}/reward.py:silent"))
@@ -480,9 +779,8 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
     config = config_of(out_dir=str(tmp_path), keep_checkpoints=2)
-    optimizer = torch.optim.AdamW(model.parameters())
     for step in (1, 2, 10):
-        grpo_trainer.save_checkpoint(model, tokenizer, optimizer, step, config)
+        grpo_trainer.save_checkpoint(model, tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
     assert [p.name for p in grpo_trainer.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
 
@@ -497,9 +795,16 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON"),
         (dict(reward_kwargs="[1]"), "must be a JSON object"),
         (dict(model="nowhere"), "model: 'nowhere' is neither a folder nor a hub name"),
-        (dict(genrm="x", router_address="y:1"), "genrm and router_address: give one of them"),
+        (dict(genrm="x", router_address="y:1"), "genrm and router_address: give one"),
         (dict(max_prompt_length=1), "no row is left"),
         (dict(total_steps=0), "total_steps: 0 must be at least 1"),
+        (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
+        (dict(device="gpu"), "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
+        (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
+        (dict(train_file=__file__), "not a parquet file"),
+        (dict(reward_fn="nowhere.py:x"), "reward function 'nowhere.py:x': loading the file failed"),
+        (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
+        (dict(genrm="nowhere"), "genrm: 'nowhere' is neither a folder nor a hub name"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
@@ -510,6 +815,7 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, chan
         pa.Table.from_pylist([toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]),
         tmp_path / "train.parquet",
     )
+    (tmp_path / "reward.py").write_text(REWARD)
     with pytest.raises(ValueError, match=re.escape(message)):
         grpo_trainer.train(run_config(tmp_path, "run", **changes))
 
@@ -518,7 +824,8 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     pq.write_table(pa.table({"data_source": ["x"], "prompt": [[{"role": "user", "content": "x"}]]}), tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match="column 'reward_model' is missing"):
+    (tmp_path / "reward.py").write_text(REWARD)
+    with pytest.raises(ValueError, match="no column 'extra_info'"):
         grpo_trainer.train(run_config(tmp_path, "run"))
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template"):
@@ -528,6 +835,6 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
 def test_unknown_flags_are_errors_and_every_flag_is_read():
     out = subprocess.run([sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True)
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
-    source = Path("grpo_trainer.py").read_text().split("# ---", 1)[1]
+    source = Path("grpo_trainer.py").read_text().split("# ---", 1)[1] + Path("run_log.py").read_text()
     for field in dataclasses.fields(grpo_trainer.Config):
         assert f"config.{field.name}" in source or f'"{field.name}"' in source, f"--{field.name} is read nowhere"

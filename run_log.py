@@ -1,0 +1,194 @@
+"""What a run tells: means over scored samples, metrics.jsonl, samples.jsonl, curves.png, TensorBoard, Weights & Biases.
+
+Used by grpo_trainer.py. A result is what reward_loop.py returns for a sample, plus `response` (its text).
+
+Left out: standard errors, histograms, logs of several runs in one place.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+
+def mean(values) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def averages(results: list[dict]) -> dict[str, float | None]:
+    """The means of the numbers and booleans in the results' reward_extra_info, over the samples that have them.
+
+    `flawed_positive` (and what ends so) becomes a rate among right answers, as in the paper, not among all samples.
+    """
+    infos = [result["reward_extra_info"] for result in results]
+    keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
+    means = {}
+    for key in keys:
+        if key in ("pred", "gt"):  # an index, say: its mean means nothing
+            continue
+        counted = [info for info in infos if info.get("acc")] if key.endswith("flawed_positive") else infos
+        values = (info.get(key) for info in counted)
+        name = f"{key}_rate" if key.endswith("flawed_positive") else key
+        means[name] = mean(value for value in values if isinstance(value, (bool, int, float)))
+    return means
+
+
+def reward_metrics(results: list[dict]) -> dict:
+    """Means over the samples of a step; what no sample has is left out."""
+    rewards = [result["reward_score"] for result in results]
+    statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
+    asked = [status for status in statuses if status not in (None, "skipped")]
+    metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
+    metrics |= {f"reward/{key}": value for key, value in averages(results).items()}
+    if asked:
+        metrics["genrm/error_rate"] = mean(status != "ok" for status in asked)
+        metrics["genrm/asked"] = len(asked)
+    return {key: value for key, value in metrics.items() if value is not None}
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased chance that one of k samples drawn from n, of which `correct` are right, is right (Chen et al. 2021, eq. 1)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def validation_metrics(rows: list[dict], results: list[dict], n: int, suffix: str = "") -> dict:
+    """Metrics by data source of n results per row: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each
+    other number that the reward function returns. `suffix` replaces "mean@n" where it is given."""
+    metrics, label = {}, suffix or f"mean@{n}"
+    for source in dict.fromkeys(row["data_source"] for row in rows):
+        groups = [results[i * n : (i + 1) * n] for i, row in enumerate(rows) if row["data_source"] == source]
+        scored = [result for group in groups for result in group]
+        means = averages(scored)
+        metrics[f"val/{source}/{label}"] = accuracy = means.pop("acc", None)
+        metrics[f"val/{source}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in scored)
+        metrics |= {f"val/{source}/{key}/{label}": value for key, value in means.items()}
+        if n == 1 or accuracy is None:
+            continue
+        infos = [[result["reward_extra_info"] for result in group] for group in groups]
+        answers = [[(info.get("pred"), bool(info.get("acc"))) for info in group] for group in infos]
+        majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers]
+        metrics[f"val/{source}/maj@{n}"] = mean(majority)
+        for k in {2**power for power in range(n.bit_length())} | {n}:
+            metrics[f"val/{source}/pass@{k}"] = mean(pass_at_k(n, sum(right for _, right in group), k) for group in answers)
+    return {key: value for key, value in metrics.items() if value is not None}
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that exists in its old or in its new form at any moment."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+class Log:
+    """metrics.jsonl (one line a step), samples.jsonl and curves.png of a run's folder; TensorBoard and W&B where asked for.
+
+    config: the trainer's. Lines of steps after `first_step` are dropped: what came after the checkpoint is done again.
+    """
+
+    def __init__(self, config, first_step: int):
+        self.folder, self.limit, self.writer, self.wandb = Path(config.out_dir), config.samples_per_step, None, None
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path, kept = self.folder / name, []
+            for line in path.read_text().splitlines() if path.is_file() and first_step else []:
+                with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut off in the middle
+                    if json.loads(line)["step"] <= first_step:
+                        kept.append(line)
+            replace_file(path, "".join(line + "\n" for line in kept))
+            if name == "metrics.jsonl":
+                self.history = [json.loads(line) for line in kept]
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder / "tensorboard", purge_step=first_step + 1 if first_step else None)
+        if config.wandb:
+            import wandb
+
+            id_file = self.folder / "wandb_id"  # a resumed run is the same run
+            if not (first_step and id_file.is_file()):
+                replace_file(id_file, os.urandom(4).hex())
+            run = dict(name=self.folder.name, id=id_file.read_text(), resume="allow", dir=self.folder)
+            self.wandb = wandb.init(project="fapo", config=asdict(config), **run)
+
+    def metrics(self, values: dict) -> None:
+        rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+        self.history.append(rounded)
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(rounded) + "\n")
+        if self.writer:
+            for key, value in rounded.items():
+                self.writer.add_scalar(key, value, rounded["step"])
+            self.writer.flush()
+        if self.wandb:
+            self.wandb.log(rounded, step=rounded["step"])
+
+    def samples(self, step: int, split: str, rows: list[dict], results: list[dict]) -> None:
+        """A step's first samples of each data source to samples.jsonl; an evaluation's also as a table, for the eye."""
+        table, written = [], Counter()
+        with open(self.folder / "samples.jsonl", "a") as file:
+            for row, result in zip(rows, results):
+                written[row["data_source"]] += 1
+                if written[row["data_source"]] > self.limit:
+                    continue
+                prompt = row["prompt"][-1]["content"]
+                truth = row["reward_model"]["ground_truth"]
+                line = {"step": step, "split": split, "data_source": row["data_source"], "prompt": prompt, "ground_truth": truth}
+                file.write(json.dumps(line | result, ensure_ascii=False, default=str) + "\n")
+                table.append([step, prompt, result["response"], str(truth), str(result["reward_score"])])
+        if split != "val":
+            return
+        for _, prompt, response, truth, reward in table[:3]:
+            ends = [" ".join(text.split())[-cut:] for text, cut in ((prompt, 40), (response, 60))]
+            print(f"    {ends[0]:>40} | {ends[1]:<60} | truth {truth[:12]} | reward {reward}")
+        columns = ["step", "prompt", "response", "ground_truth", "reward"]
+        if self.writer:
+            cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in line] for line in (columns, ["-"] * 5, *table)]
+            self.writer.add_text("val/samples", "\n".join("| " + " | ".join(line) + " |" for line in cells), step)
+        if self.wandb:
+            import wandb
+
+            self.wandb.log({"val/samples": wandb.Table(columns, table)}, step=step)
+
+    def plot(self) -> None:
+        """Redraws curves.png from all metrics so far."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        seen = sorted({key for metrics in self.history for key in metrics})
+        held_out = [key for key in seen if key.startswith("val/") and "/mean@" in key and key.count("/") == 2]
+        flawed = [key for key in seen if "flawed_positive_rate" in key and "greedy" not in key]
+        panels = [
+            ("reward", ["reward/mean", "reward/score"]),
+            ("accuracy", ["reward/acc", *held_out]),
+            ("flawed positives among right answers", flawed),
+            ("response length (tokens)", ["response_length/mean", "response_length/max"]),
+            ("entropy", ["actor/entropy"]),
+            ("seconds", ["time/rollout", "time/reward_wait", "time/update", "time/step"]),
+        ]  # fmt: skip
+        figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
+        for axis, (title, keys) in zip(axes.flat, panels):
+            for key in keys:
+                points = [(m["step"], m[key]) for m in self.history if key in m]
+                if points:
+                    axis.plot(*zip(*points), label=key, marker="." if key.startswith("val/") else "")
+            axis.set(title=title, xlabel="step")
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend(fontsize=8)
+        figure.savefig(self.folder / ".curves.png", dpi=100, format="png")
+        plt.close(figure)
+        (self.folder / ".curves.png").rename(self.folder / "curves.png")  # a viewer never sees half a picture
+
+    def close(self) -> None:
+        if self.history:
+            self.plot()
+        if self.writer:
+            self.writer.close()
+        if self.wandb:
+            self.wandb.finish()

@@ -1,0 +1,80 @@
+"""What a run tells: means worked out by hand, and files that survive a torn line."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import run_log
+
+
+def test_pass_at_k_by_hand():
+    assert (
+        run_log.pass_at_k(4, 1, 2) == 0.5 and run_log.pass_at_k(4, 0, 3) == 0 and run_log.pass_at_k(4, 2, 3) == 1
+    )
+
+
+def result(score, **info):
+    return {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
+
+
+def test_validation_metrics_by_hand():
+    rows = [{"data_source": name} for name in ("a", "b", "a")]
+    answers = {"a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)], "b": [("1", 0)] * 4, "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)]}
+    results = [result(float(acc), pred=pred, acc=bool(acc)) for key in "abc" for pred, acc in answers[key]]
+    metrics = run_log.validation_metrics(rows, results, 4)
+    expected = {
+        "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
+        "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
+        "pass@4": 1.0, "no_verdict/mean@4": 0.0,
+    }  # fmt: skip
+    assert {k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")} == pytest.approx(expected)
+    assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
+    plain = run_log.validation_metrics(rows[:1], [result(0.5)] * 4, 4)  # a function that does not say `acc`
+    assert plain == {"val/a/no_verdict/mean@4": 0.0}
+
+
+def test_reward_metrics_by_hand():
+    metrics = run_log.reward_metrics([
+        result(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
+        result(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
+        result(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
+        result(None, acc=True, flawed_positive=None, genrm_status="timeout"),
+    ])  # fmt: skip
+    assert metrics == {
+        "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
+        "reward/flawed_positive_rate": 0.5,  # one of the two right answers with a verdict
+        "genrm/error_rate": pytest.approx(1 / 3), "genrm/asked": 3,
+    }  # fmt: skip
+
+
+def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew')
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "n": 1}\n{"step": 2}\n')
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+    log = run_log.Log(config, first_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n'
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "n": 1}\n'
+    log.metrics({"step": 2, "reward/mean": 1 / 3})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 2, "reward/mean": 0.333333}
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    run_log.Log(config, first_step=0)  # from the start
+    assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
+
+
+def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+    log = run_log.Log(config, first_step=0)
+    truth = {"reward_model": {"ground_truth": "7"}}
+    rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}"}]} for name in ("a", "a", "b")]
+    results = [result(1.0, acc=True) | {"response": f"line one\nanswer {i}"} for i in range(3)]
+    log.samples(4, "train", rows, results)
+    assert capsys.readouterr().out == ""
+    log.samples(4, "val", rows, results)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["split"], line["prompt"], line["response"][-1]) for line in lines] == [
+        ("train", "ask a", "0"), ("train", "ask b", "2"), ("val", "ask a", "0"), ("val", "ask b", "2"),
+    ]  # fmt: skip
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 and "ask b" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
