@@ -383,11 +383,12 @@ async def _judged(
     genrm_temperature=None,
     genrm_max_tokens=GENRM_MAX_TOKENS,
     genrm_timeout_s=GENRM_TIMEOUT_S,
+    judge_test=False,
     **_,
 ) -> dict:
     """The rule's result plus what the judge says: flawed_positive, genrm_status and, if asked for, critique.
 
-    A wrong answer and the test split are not judged: a wrong answer is no flawed positive, and a test score is the rule's.
+    A wrong answer is not judged, it is no flawed positive; the test split is judged only with judge_test, to measure.
     The chat endpoint applies the judge's own template, so that no tokenizer is needed here.
     """
     if verifier == "math_verify":  # blocks: not in the event loop
@@ -396,7 +397,7 @@ async def _judged(
         result = compute_score(data_source, solution_str, ground_truth, extra_info, verifier)
     extra_info = extra_info or {}
     result |= {"flawed_positive": None if result["acc"] else False, "genrm_status": "skipped"}
-    if not result["acc"] or extra_info.get("split") == "test" or address is None:
+    if not result["acc"] or extra_info.get("split") == "test" and not judge_test or address is None:
         return result
     if extra_info.get("question") is None:
         raise ValueError("extra_info['question']: missing; the judge needs the problem text (prepare_data.py writes it)")
@@ -433,8 +434,8 @@ async def compute_score_fapo(
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1).
     on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
     (what the original does).
-    settings: verifier, prompt_style, keep_critique, genrm_model, genrm_temperature, genrm_max_tokens, genrm_timeout_s, with
-    the defaults of `_judged`.
+    settings: verifier, prompt_style, keep_critique, judge_test, genrm_model, genrm_temperature, genrm_max_tokens,
+    genrm_timeout_s, with the defaults of `_judged`. On the test split the score is the rule's, judged or not.
     Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "unparsable", "http_error"
     or "timeout"), critique if keep_critique, genrm_error after a failure.
     Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
@@ -442,9 +443,11 @@ async def compute_score_fapo(
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
     result = await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
+    if (extra_info or {}).get("split") == "test":
+        return result
     if result["flawed_positive"]:
         result["score"] -= penalty
-    elif result["flawed_positive"] is None and (extra_info or {}).get("split") != "test":
+    elif result["flawed_positive"] is None:
         if reward_router_address is None:
             raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
         if on_no_verdict == "none":

@@ -272,19 +272,9 @@ def precision(device):
 
 @torch.no_grad()
 def rollout_hf(
-    model,
-    prompts,
-    group_size,
-    *,
-    max_response_length,
-    temperature,
-    top_p=1.0,
-    eos_ids,
-    generator,
-    batch_size=512,
-    on_finished=None,
-    progress=None,
-):
+    model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, batch_size=512,
+    on_finished=None, progress=None,
+):  # fmt: skip
     """Samples `group_size` responses to each prompt with the model in this process.
 
     prompts: lists of token ids. temperature 0 is greedy. on_finished(b, response) is called the moment sequence
@@ -406,17 +396,13 @@ class Scorer:
     """The Reward Loop as the trainer sees it: `submit` returns at once, `collect` waits."""
 
     def __init__(self, config: Config, tokenizer, device):
-        self.config, self.tokenizer = config, tokenizer
-        self.models = None
-        if config.genrm:
-            server = genrm_server.Config(
-                model=config.genrm, num_servers=config.genrm_servers, port=0, cpus=config.genrm_cpus,
-                sleep_mode=config.reward_mode == "colocate" and device.type == "cuda",  # the GPU is the trainer's meanwhile
-            )  # fmt: skip
-            self.models = genrm_server.RewardModelManager({"genrm": server})
-        overlong = None
+        self.colocate, self.tokenizer, self.models, overlong = config.reward_mode == "colocate", tokenizer, None, None
         if config.overlong_buffer:
             overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+        if config.genrm:
+            sleeps = self.colocate and device.type == "cuda"  # the GPU is the trainer's meanwhile
+            server = genrm_server.Config(config.genrm, config.genrm_servers, port=0, cpus=config.genrm_cpus, sleep_mode=sleeps)
+            self.models = genrm_server.RewardModelManager({"genrm": server})
         try:
             self.manager = reward_loop.RewardLoopManager(
                 reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs),
@@ -433,14 +419,12 @@ class Scorer:
         """Hands one finished sample to the Reward Loop, at once in standalone mode. Returns what `collect` takes."""
         text = self.tokenizer.decode(response, skip_special_tokens=True)
         sample = row | {"response": text, "response_length": len(response)}
-        if self.config.reward_mode == "colocate":
-            return sample, None
-        return sample, self.manager.submit(sample)
+        return sample, None if self.colocate else self.manager.submit(sample)
 
     def collect(self, submitted: list) -> list[dict]:
         """The results in the order given; each has `response` (text) beside the keys of reward_loop.py."""
         samples, futures = zip(*submitted)
-        results = self.manager.score_batch(list(samples)) if futures[0] is None else [future.result() for future in futures]
+        results = self.manager.score_batch(list(samples)) if self.colocate else [future.result() for future in futures]
         return [result | {"response": sample["response"]} for sample, result in zip(samples, results)]
 
     def close(self) -> None:
@@ -698,13 +682,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def check(config: Config) -> None:
     """Refuses what cannot work before anything expensive starts. Raises ValueError."""
-    least = dict(total_steps=1, train_batch_size=1, group_size=1, mini_batch_size=1, max_prompt_length=1, max_response_length=1,
-                 val_n=1, rollout_servers=1, rollout_batch_size=1, genrm_servers=1, num_reward_workers=1, kl_coef=0, lr=0,
-                 max_tokens_per_micro_batch=1, max_refills=0, overlong_buffer=0, val_temperature=0, save_every=0, val_every=0,
-                 keep_checkpoints=0, samples_per_step=0, weight_decay=0, clip_low=0, clip_high=0, clip_c=1)  # fmt: skip
-    for name, lowest in least.items():
-        if not getattr(config, name) >= lowest:
-            raise ValueError(f"{name}: {getattr(config, name)} must be at least {lowest}")
+    least_one = "total_steps train_batch_size group_size mini_batch_size max_prompt_length max_response_length val_n clip_c "
+    least_one += "rollout_servers rollout_batch_size genrm_servers num_reward_workers max_tokens_per_micro_batch"
+    for name, value in asdict(config).items():
+        lowest = 1 if name in least_one.split() else 0
+        if isinstance(value, (int, float)) and not value >= lowest:
+            raise ValueError(f"{name}: {value} must be at least {lowest}")
     if config.train_batch_size % config.mini_batch_size:
         raise ValueError(f"mini_batch_size: {config.mini_batch_size} does not divide train_batch_size {config.train_batch_size}")
     if not config.temperature > 0:

@@ -12,7 +12,7 @@ WHERE=()
 python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir outputs/baseline_32b \
   --train-file data/math-dapo_train.parquet \
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
-  --reward-fn compute_score.py:compute_score_baseline --reward-kwargs '{"genrm_max_tokens": 16384}' \
+  --baseline --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"genrm_max_tokens": 16384, "judge_test": true}' \
   "${WHERE[@]}" \
   --total-steps 600 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 20480 --overlong-buffer 4096 --overlong-factor 1.0 \

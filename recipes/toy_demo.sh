@@ -8,6 +8,7 @@ export OMP_NUM_THREADS=1
 SEED=${SEED:-0}
 RUNS=outputs/demo_seed$SEED
 PORT=${PORT:-30123}
+rm -rf "$RUNS"  # of an earlier demo
 mkdir -p "$RUNS"
 stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
 
@@ -33,16 +34,16 @@ done
 
 # Both policies are looked at by the judge; only FAPO is paid by it (paper eq. 8).
 stage "4. Two policies from one start, side by side: the rule only, and FAPO"
-policy() {  # policy NAME REWARD_FUNCTION
+policy() {  # policy NAME [FURTHER FLAGS]
   python grpo_trainer.py --model data/toy/policy --out-dir "$RUNS/$1" --seed "$SEED" \
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
-    --reward-fn "$2" --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
+    --reward-fn toy_world.py:compute_score_fapo --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 "${@:2}"
 }
-policy baseline toy_world.py:compute_score_baseline >"$RUNS/baseline.log" 2>&1 &
+policy baseline --baseline >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
-policy fapo toy_world.py:compute_score_fapo
+policy fapo
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
 stage "5. The figure and the tables"

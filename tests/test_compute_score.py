@@ -369,6 +369,13 @@ def test_fapo_says_what_is_missing():
         score_with(Judge("\\boxed{-1}"), on_no_verdict="maybe")
 
 
+@pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
+@pytest.mark.parametrize(("critique", "flawed", "status"), [("\\boxed{1}", True, "ok"), (400, None, "http_error")])
+def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(function, critique, flawed, status):
+    result = score_with(Judge(critique), function, extra_info=EXTRA | {"split": "test"}, judge_test=True)
+    assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (1.0, flawed, status)
+
+
 @pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])
 def test_baseline_only_measures(script, flawed):
     result = score_with(Judge(*script), scores.compute_score_baseline)

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import psutil
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+import genrm_server
 import grpo_trainer
 import toy_world
 from grpo_trainer import compute_advantages, compute_policy_loss
@@ -518,23 +520,62 @@ def without_times(metrics):
 
 
 @pytest.mark.slow
-def test_learns_a_trivial_task(workshop):
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_learns_a_trivial_task(workshop, rollout):
     config = run_config(
-        workshop,
-        "learns",
-        total_steps=40,
-        train_batch_size=8,
-        mini_batch_size=8,
-        group_size=8,
-        val_file=(str(workshop / "val.parquet"),),
-        val_n=2,
-        val_top_p=1.0,
-    )
+        workshop, f"learns_{rollout}", rollout=rollout, rollout_cpus="0", total_steps=40, train_batch_size=8, mini_batch_size=8,
+        group_size=8, val_file=(str(workshop / "val.parquet"),), val_n=2, val_top_p=1.0,
+    )  # fmt: skip
     grpo_trainer.train(config)
-    metrics = lines_of(workshop / "learns/metrics.jsonl")
+    metrics = lines_of(workshop / f"learns_{rollout}/metrics.jsonl")
     assert metrics[1]["reward/mean"] < 0.2 and metrics[-1]["reward/mean"] > 0.9
     assert metrics[-1]["val/toy/mean@2"] > metrics[0]["val/toy/mean@2"]
     assert {"val/toy/maj@2", "val/toy/pass@2"} <= set(metrics[-1])
+    assert max(m["rollout/logprob_diff"] for m in metrics[1:]) < 1e-4  # every step's rollouts had the weights of the step before
+    assert rollout == "hf" or all(0 < m["time/sync"] < m["time/step"] for m in metrics[1:])
+
+
+@pytest.mark.slow
+def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(workshop, tokenizer):
+    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without a sync."""
+    shape = toy_world.new_model(len(tokenizer), seed=3).config
+    shape.tie_word_embeddings = True
+    policy = LlamaForCausalLM(shape).eval()
+    assert policy.lm_head.weight is policy.model.embed_tokens.weight
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
+    settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=workshop / "policy_logs")
+    servers = genrm_server.PolicyServers(policy, tokenizer, settings)
+
+    def difference(temperature=1.0):
+        finished = []
+        responses, logprobs = grpo_trainer.rollout_vllm(
+            servers, prompts, 4, max_response_length=10, temperature=temperature, eos_ids={1, 20, 21, 22, 23, 24, 25}, at_once=8,
+            on_finished=lambda b, response: finished.append((b, response)),
+        )  # fmt: skip
+        assert sorted(finished) == list(enumerate(responses))  # each sample reported once
+        batch = a_batch(policy) | {"responses": responses, "rollout_logprobs": logprobs, "has_verdict": [True] * 16}
+        assert all(len(row) == len(response) <= 10 for row, response in zip(logprobs, responses))
+        assert all(response[-1] in {1, 20, 21, 22, 23, 24, 25} or len(response) == 10 for response in responses)
+        return updated(policy, batch, config_of(temperature=temperature))[1]["rollout/logprob_diff"]
+
+    def move(scale):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(scale * torch.randn_like(parameter))
+
+    try:
+        assert difference() < 1e-5 and difference(temperature=1.3) < 1e-5
+        move(0.02)
+        stale = difference()
+        servers.sync(policy)
+        assert stale > 0.02 > 1e-5 > difference()  # the same prompts: no key or value of the old weights is left in a cache
+        move(0.02)
+        servers.sync(policy)
+        servers.servers.slots[0].server.child.kill()
+        assert difference() < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new server
+    finally:
+        servers.shutdown()
+    assert not servers.folder.exists()
 
 
 @pytest.mark.slow

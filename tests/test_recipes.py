@@ -38,7 +38,7 @@ def commands(text):
         for line in text.replace('"${WHERE[@]}"', place).splitlines():
             match = re.match(r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?python (\w+)\.py (.*)", line)
             if match and "..." not in line:
-                arguments = re.sub(r'"\$@"', "", match[2])
+                arguments = re.sub(r'"\$(@|\{@:2\})"', "", match[2])
                 arguments = re.sub(r"\s+(#|&|[12]?>|\|\|).*$", "", arguments)
                 arguments = re.sub(r"\$\{?\w+\}?", "7", arguments)
                 yield match[1], shlex.split(arguments)
@@ -59,6 +59,7 @@ def test_recipe_parses(path):
             expected = SHARED | PAPER["genrm_4b" if "genrm" in path.stem else path.stem.split("_")[1]]
             assert {name: getattr(config, name) for name in expected} == expected
             file, name = config.reward_fn.split(":")
+            assert config.baseline == path.stem.startswith("baseline")
             assert hasattr(importlib.import_module(file.removesuffix(".py")), name)
 
 
@@ -73,3 +74,11 @@ def test_readme_commands_parse():
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
     assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
+
+
+def test_the_readmes_equations_are_the_code_line_for_line():
+    section = (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
+    lines = [line.strip() for block in re.findall(r"```python\n(.*?)```", section, re.S) for line in block.splitlines()]
+    source = [line.strip().split("  #")[0] for line in (ROOT / "grpo_trainer.py").read_text().splitlines()]
+    positions = [source.index(line) for line in lines]
+    assert len(lines) >= 10 and positions == sorted(positions)
