@@ -8,10 +8,9 @@ What is covered, top to bottom:
     Config           the whole command line; the defaults are the paper's (FAPO-7B)
     loss functions   group-normalised advantages, clip-higher, dual clip, truncated importance sampling, KL
     rollouts         in this process (hf) or on vLLM servers (vllm); a sample goes to its reward the moment it ends
-    rewards          Ray workers call your function (reward_loop.py); a sample without verdict leaves the loss
     update           micro-batches by token budget, log-probabilities in chunks that never hold all logits
     data, checkpoints, what is checked before the first step
-    Trainer          the loop itself; what it tells on the way is in run_log.py
+    Trainer          the loop itself, with the Reward Loop (reward_loop.py); what it tells on the way is in run_log.py
 What is left out: several GPUs for the policy's update, a critic model, prompts with images, turns and tools.
 
 Names carry shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest, N tokens in a row,
@@ -214,6 +213,17 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
     return torch.where((count >= 2) & (highest > lowest), centred / (std + 1e-6), 0.0)
 
 
+def why_useless(results: list[dict]) -> str | None:
+    """Why a group of samples teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups."""
+    rewards = [result["reward_score"] for result in results if result["reward_score"] is not None]
+    if len(rewards) < 2:
+        return "no_verdict"
+    if min(rewards) < max(rewards):
+        return None
+    right = {bool(result["reward_extra_info"].get("acc")) for result in results}
+    return "equal_rewards" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"
+
+
 def compute_policy_loss(
     logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28, clip_c=10.0,
     rollout_logprobs=None, tis_cap=None,
@@ -387,66 +397,6 @@ def rollout_vllm(servers, prompts, group_size, *, max_response_length, temperatu
 
     asyncio.run(sample_all())
     return responses, logprobs
-
-
-# ---------------------------------------------------------------------------------------------------------------- rewards
-
-
-class Scorer:
-    """The Reward Loop as the trainer sees it: `submit` returns at once, `collect` waits."""
-
-    def __init__(self, config: Config, tokenizer, device):
-        self.colocate, self.tokenizer, self.models, overlong = config.reward_mode == "colocate", tokenizer, None, None
-        if config.overlong_buffer:
-            overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-        if config.genrm:
-            sleeps = self.colocate and device.type == "cuda"  # the GPU is the trainer's meanwhile
-            server = genrm_server.Config(config.genrm, config.genrm_servers, port=0, cpus=config.genrm_cpus, sleep_mode=sleeps)
-            self.models = genrm_server.RewardModelManager({"genrm": server})
-        try:
-            self.manager = reward_loop.RewardLoopManager(
-                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs),
-                router_addresses={"genrm": config.router_address} if config.router_address else None,
-                reward_models=self.models, num_workers=config.num_reward_workers, timeout=config.reward_timeout,
-                overlong=overlong,
-            )  # fmt: skip
-        except BaseException:
-            if self.models:
-                self.models.shutdown()
-            raise
-
-    def submit(self, row: dict, response: list[int]):
-        """Hands one finished sample to the Reward Loop, at once in standalone mode. Returns what `collect` takes."""
-        text = self.tokenizer.decode(response, skip_special_tokens=True)
-        sample = row | {"response": text, "response_length": len(response)}
-        return sample, None if self.colocate else self.manager.submit(sample)
-
-    def collect(self, submitted: list) -> list[dict]:
-        """The results in the order given; each has `response` (text) beside the keys of reward_loop.py."""
-        samples, futures = zip(*submitted)
-        results = self.manager.score_batch(list(samples)) if self.colocate else [future.result() for future in futures]
-        return [result | {"response": sample["response"]} for sample, result in zip(samples, results)]
-
-    def close(self) -> None:
-        self.manager.shutdown()
-        if self.models:
-            self.models.shutdown()
-
-
-def reward_function(config: Config) -> str:
-    """FILE:NAME of the function that is called."""
-    return config.reward_fn.rpartition(":")[0] + ":compute_score_baseline" if config.baseline else config.reward_fn
-
-
-def why_useless(results: list[dict]) -> str | None:
-    """Why a group of samples teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups."""
-    rewards = [result["reward_score"] for result in results if result["reward_score"] is not None]
-    if len(rewards) < 2:
-        return "no_verdict"
-    if min(rewards) < max(rewards):
-        return None
-    right = {bool(result["reward_extra_info"].get("acc")) for result in results}
-    return "equal_rewards" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"
 
 
 # ----------------------------------------------------------------------------------------------------------------- update
@@ -680,6 +630,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
 # -------------------------------------------------------------------------------------------------- before the first step
 
 
+def reward_function(config: Config) -> str:
+    """FILE:NAME of the function that is called."""
+    return config.reward_fn.rpartition(":")[0] + ":compute_score_baseline" if config.baseline else config.reward_fn
+
+
 def check(config: Config) -> None:
     """Refuses what cannot work before anything expensive starts. Raises ValueError."""
     least_one = "total_steps train_batch_size group_size mini_batch_size max_prompt_length max_response_length val_n clip_c "
@@ -829,8 +784,13 @@ class Trainer:
             raise ValueError(f"model: the tokenizer of {self.source} has no chat template; take an instruct model or add one")
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = [row for path in config.val_file for row in load_rows(path, self.tokenizer, config)]
-        needed = 3e-9 * (estimate_memory(config)["weights"]) * ((config.keep_checkpoints or 1) + 1)
-        free = shutil.disk_usage(config.out_dir).free * 1e-9
+        shape = AutoConfig.from_pretrained(self.source, trust_remote_code=config.trust_remote_code).get_text_config()
+        self.longest = max(len(row["prompt_ids"]) for row in self.train_rows + self.val_rows) + config.max_response_length
+        if self.longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
+            text = f"{config.max_response_length} and the longest prompt are {self.longest} tokens, the model takes {limit}"
+            raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
+        needed = 3 * estimate_memory(config)["weights"] * max(2, config.keep_checkpoints + 1 - len(done))  # one more than is kept
+        free = 1e-9 * shutil.disk_usage(config.out_dir).free
         if free < needed:
             raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need {needed:.1f}; make room")
 
@@ -859,13 +819,16 @@ class Trainer:
 
         Returns (responses, logprobs, results, times): lists of len(rows) * n, and seconds of rollout and of waiting after it.
         """
-        submitted = [None] * (len(rows) * n)
+        samples, futures = [None] * (len(rows) * n), [None] * (len(rows) * n)
 
         def finished(b, response):
-            submitted[b] = self.scorer.submit(rows[b // n], response)
+            text = self.tokenizer.decode(response, skip_special_tokens=True)
+            samples[b] = rows[b // n] | {"response": text, "response_length": len(response)}
+            if self.config.reward_mode == "standalone":
+                futures[b] = self.rewards.submit(samples[b])
 
         started, prompts = time.perf_counter(), [row["prompt_ids"] for row in rows]
-        with tqdm(total=len(submitted), desc=title, leave=False, disable=None) as progress:
+        with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
             options = dict(max_response_length=self.config.max_response_length, temperature=temperature, top_p=top_p)
             options |= dict(on_finished=finished, progress=progress)
             options |= dict(eos_ids=self.eos_ids)
@@ -876,7 +839,8 @@ class Trainer:
                 options |= dict(generator=generator, batch_size=self.config.rollout_batch_size)
                 responses, logprobs = rollout_hf(self.model, prompts, n, **options)
         rolled_out = time.perf_counter()
-        results = self.scorer.collect(submitted)
+        results = self.rewards.score_batch(samples) if futures[0] is None else [future.result() for future in futures]
+        results = [result | {"response": sample["response"]} for result, sample in zip(results, samples)]
         times = Counter({"time/rollout": rolled_out - started, "time/reward_wait": time.perf_counter() - rolled_out})
         return responses, logprobs, results, times
 
@@ -951,14 +915,24 @@ class Trainer:
         self.say_what_changed()
         with contextlib.ExitStack() as stack:
             self.load()
-            self.scorer = Scorer(config, self.tokenizer, self.device)
-            stack.callback(self.scorer.close)
-            self.servers = None
+            self.servers, models, overlong = None, None, None
+            if config.genrm:
+                sleeps = config.reward_mode == "colocate" and self.device.type == "cuda"  # the GPU is the trainer's meanwhile
+                judge = genrm_server.Config(config.genrm, config.genrm_servers, port=0, cpus=config.genrm_cpus, sleep_mode=sleeps)
+                models = genrm_server.RewardModelManager({"genrm": judge})
+                stack.callback(models.shutdown)
+            if config.overlong_buffer:
+                overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+            self.rewards = reward_loop.RewardLoopManager(
+                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), reward_models=models,
+                router_addresses={"genrm": config.router_address} if config.router_address else None,
+                num_workers=config.num_reward_workers, timeout=config.reward_timeout, overlong=overlong,
+            )  # fmt: skip
+            stack.callback(self.rewards.shutdown)
             if config.rollout == "vllm":
-                longest = max(len(row["prompt_ids"]) for row in self.train_rows + self.val_rows) + config.max_response_length
                 servers = genrm_server.Config(
                     model="", num_servers=config.rollout_servers, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
-                    max_model_len=longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
+                    max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
                     log_dir=Path(config.out_dir, "rollout_logs"), vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
                 )  # fmt: skip
                 self.servers = genrm_server.PolicyServers(self.model, self.tokenizer, servers)

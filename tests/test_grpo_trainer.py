@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -839,6 +840,7 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
         (dict(genrm="x", router_address="y:1"), "genrm and router_address: give one"),
         (dict(max_prompt_length=1), "no row is left"),
         (dict(total_steps=0), "total_steps: 0 must be at least 1"),
+        (dict(max_response_length=1000), "1000 and the longest prompt are 10"),
         (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
         (dict(device="gpu"), "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
         (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
@@ -849,16 +851,25 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    rng = random.Random(0)
-    pq.write_table(
-        pa.Table.from_pylist([toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]),
-        tmp_path / "train.parquet",
-    )
-    (tmp_path / "reward.py").write_text(REWARD)
     with pytest.raises(ValueError, match=re.escape(message)):
-        grpo_trainer.train(run_config(tmp_path, "run", **changes))
+        prepared(tmp_path, model, tokenizer, **changes)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(grpo_trainer.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
+    with pytest.raises(ValueError, match=r"out_dir: 0.0 GB are free in .*run, checkpoints need 0.[0-9]; make room"):
+        prepared(tmp_path, model, tokenizer)
+
+
+def prepared(folder, tiny, tokenizer, **changes):
+    """A Trainer that has checked and read its input and not started anything."""
+    tiny.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    return grpo_trainer.Trainer(run_config(folder, "run", **changes))
 
 
 def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model, tokenizer):
