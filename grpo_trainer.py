@@ -9,8 +9,8 @@ What is covered, top to bottom:
     loss functions   group-normalised advantages, clip-higher, dual clip, truncated importance sampling, KL
     rollouts         in this process (hf) or on vLLM servers (vllm); a sample goes to its reward the moment it ends
     update           micro-batches by token budget, log-probabilities in chunks that never hold all logits
-    data, checkpoints, what is checked before the first step
-    Trainer          the loop itself, with the Reward Loop (reward_loop.py); what it tells on the way is in run_log.py
+    data, and what is checked before the first step
+    Trainer          the loop itself, with the Reward Loop (reward_loop.py); what it writes is in run_folder.py
 What is left out: several GPUs for the policy's update, a critic model, prompts with images, turns and tools.
 
 Names carry shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest, N tokens in a row,
@@ -25,6 +25,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -44,11 +45,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GradientCheckpointingLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
-from run_log import Log, mean, replace_file, reward_metrics, validation_metrics
+from run_folder import Log, checkpoints_in, mean, replace_file, reward_metrics, save_checkpoint, validation_metrics
 
 
 @dataclass
@@ -280,6 +282,27 @@ def precision(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer in buffers with room behind them: new ones are written there, instead of copying all."""
+
+    room, buffers = 128, None
+
+    def update(self, keys, values, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        start = self.get_seq_length()
+        end = start + keys.shape[-2]
+        # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
+        if not self.buffers or end > self.buffers[0].shape[-2] or self.keys.data_ptr() != self.buffers[0].data_ptr():
+            self.buffers = [new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
+            if start:
+                self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
+        for buffer, new in zip(self.buffers, (keys, values)):
+            buffer[..., start:end, :] = new
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+        return self.keys, self.values
+
+
 @torch.no_grad()
 def rollout_hf(
     model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, batch_size=512,
@@ -308,6 +331,7 @@ def rollout_hf(
             attended[row, width - len(prompt) :] = 1
         positions = (attended.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
+        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         with precision(device):
             out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(group_size)
@@ -358,7 +382,10 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
             ordered, order = probs.sort(-1, descending=True)
             ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that crosses top_p stays
             probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
-        tokens = torch.multinomial(probs, 1, generator=generator)[:, 0]
+        # One random number per row; multinomial draws one per row and word.
+        sums = probs.double().cumsum(-1)
+        drawn = sums[:, -1:] * torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
+        tokens = torch.searchsorted(sums, drawn, right=True)[:, 0].clamp(max=sums.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
@@ -591,42 +618,6 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return drawn
 
 
-# ------------------------------------------------------------------------------------------------------------ checkpoints
-
-
-def save_checkpoint(model, tokenizer, state: dict, config: Config) -> Path:
-    """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
-
-    It appears whole or not at all, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
-    """
-    folder = Path(config.out_dir, "checkpoints")
-    target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        torch.save(state, temporary / "trainer_state.pt")
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-    except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
-        shutil.rmtree(temporary, ignore_errors=True)
-        kept = checkpoints_in(folder)
-        raise RuntimeError(
-            f"{target}: could not be written ({error}); {shutil.disk_usage(config.out_dir).free / 1e9:.1f} GB are free there; "
-            f"make room, then --resume auto goes on from {kept[-1].name if kept else 'the start'}"
-        ) from error
-    for old in checkpoints_in(folder)[: -config.keep_checkpoints or None]:
-        if config.keep_checkpoints:
-            shutil.rmtree(old)
-    return target
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step_*") if (path / "trainer_state.pt").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
 # -------------------------------------------------------------------------------------------------- before the first step
 
 
@@ -722,15 +713,13 @@ def report(config: Config, train_rows: int, device) -> None:
 
 
 def choose_device(name: str) -> torch.device:
+    """Raises ValueError for a name that is none, and for a GPU that is not there."""
+    gpus = torch.cuda.device_count()
     if name == "auto":
-        name = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device: {name!r} must be auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {name} was asked for and torch sees no GPU; take --device cpu")
-    return device
+        name = f"cuda:{gpus - 1}" if gpus else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name) or name != "cpu" and not gpus:
+        raise ValueError(f"device: {name!r} must be auto, cpu, cuda or cuda:N, and torch sees {gpus} GPUs")
+    return torch.device(name)
 
 
 class Interrupts:
@@ -809,7 +798,7 @@ class Trainer:
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
-        adamw = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+        adamw = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **adamw)
         if self.state["optimizer"]:
             self.optimizer.load_state_dict(self.state["optimizer"])

@@ -819,14 +819,6 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         grpo_trainer.train(run_config(workshop, "silent", reward_fn=f"{workshop}/reward.py:silent"))
 
 
-def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
-    config = config_of(out_dir=str(tmp_path), keep_checkpoints=2)
-    for step in (1, 2, 10):
-        grpo_trainer.save_checkpoint(model, tokenizer, {"step": step}, config)
-    (tmp_path / "checkpoints/step_11").mkdir()
-    assert [p.name for p in grpo_trainer.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -887,6 +879,6 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
 def test_unknown_flags_are_errors_and_every_flag_is_read():
     out = subprocess.run([sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True)
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
-    source = Path("grpo_trainer.py").read_text().split("# ---", 1)[1] + Path("run_log.py").read_text()
+    source = Path("grpo_trainer.py").read_text().split("# ---", 1)[1] + Path("run_folder.py").read_text()
     for field in dataclasses.fields(grpo_trainer.Config):
         assert f"config.{field.name}" in source or f'"{field.name}"' in source, f"--{field.name} is read nowhere"

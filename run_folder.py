@@ -1,17 +1,66 @@
-"""What a run tells: means over scored samples, metrics.jsonl, samples.jsonl, curves.png, TensorBoard, Weights & Biases.
+"""What a run leaves in its folder: checkpoints, metrics.jsonl, samples.jsonl, curves.png, TensorBoard, Weights & Biases.
 
 Used by grpo_trainer.py. A result is what reward_loop.py returns for a sample, plus `response` (its text).
 
-Left out: standard errors, histograms, logs of several runs in one place.
+Left out: standard errors, histograms, logs of several runs in one place, checkpoints on object stores.
 """
 
 import contextlib
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
+    """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
+
+    It appears whole or not at all, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
+    """
+    folder = Path(config.out_dir, "checkpoints")
+    target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        torch.save(state, temporary / "trainer_state.pt")
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = checkpoints_in(folder)
+        raise RuntimeError(
+            f"{target}: could not be written ({error}); {shutil.disk_usage(config.out_dir).free / 1e9:.1f} GB are free there; "
+            f"make room, then --resume auto goes on from {kept[-1].name if kept else 'the start'}"
+        ) from error
+    for old in checkpoints_in(folder)[: -config.keep_checkpoints or None]:
+        if config.keep_checkpoints:
+            shutil.rmtree(old)
+    return target
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in folder.glob("step_*") if (path / "trainer_state.pt").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that exists in its old or in its new form at any moment."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+# ------------------------------------------------------------------------------------------------- means over scored samples
 
 
 def mean(values) -> float | None:
@@ -77,11 +126,7 @@ def validation_metrics(rows: list[dict], results: list[dict], n: int, suffix: st
     return {key: value for key, value in metrics.items() if value is not None}
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that exists in its old or in its new form at any moment."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+# -------------------------------------------------------------------------------------------------------- metrics, samples, plots
 
 
 class Log:

@@ -1,16 +1,18 @@
-"""What a run tells: means worked out by hand, and files that survive a torn line."""
+"""What a run leaves: means worked out by hand, checkpoints that are whole or absent, logs that survive a torn line."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
 
-import run_log
+import run_folder
+import toy_world
 
 
 def test_pass_at_k_by_hand():
     assert (
-        run_log.pass_at_k(4, 1, 2) == 0.5 and run_log.pass_at_k(4, 0, 3) == 0 and run_log.pass_at_k(4, 2, 3) == 1
+        run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
     )
 
 
@@ -22,7 +24,7 @@ def test_validation_metrics_by_hand():
     rows = [{"data_source": name} for name in ("a", "b", "a")]
     answers = {"a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)], "b": [("1", 0)] * 4, "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)]}
     results = [result(float(acc), pred=pred, acc=bool(acc)) for key in "abc" for pred, acc in answers[key]]
-    metrics = run_log.validation_metrics(rows, results, 4)
+    metrics = run_folder.validation_metrics(rows, results, 4)
     expected = {
         "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
@@ -30,12 +32,12 @@ def test_validation_metrics_by_hand():
     }  # fmt: skip
     assert {k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")} == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    plain = run_log.validation_metrics(rows[:1], [result(0.5)] * 4, 4)  # a function that does not say `acc`
+    plain = run_folder.validation_metrics(rows[:1], [result(0.5)] * 4, 4)  # a function that does not say `acc`
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
 def test_reward_metrics_by_hand():
-    metrics = run_log.reward_metrics([
+    metrics = run_folder.reward_metrics([
         result(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
         result(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
         result(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
@@ -52,20 +54,20 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew')
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "n": 1}\n{"step": 2}\n')
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
-    log = run_log.Log(config, first_step=1)
+    log = run_folder.Log(config, first_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n'
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "n": 1}\n'
     log.metrics({"step": 2, "reward/mean": 1 / 3})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 2, "reward/mean": 0.333333}
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    run_log.Log(config, first_step=0)  # from the start
+    run_folder.Log(config, first_step=0)  # from the start
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
 
 
 def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
-    log = run_log.Log(config, first_step=0)
+    log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
     rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}"}]} for name in ("a", "a", "b")]
     results = [result(1.0, acc=True) | {"response": f"line one\nanswer {i}"} for i in range(3)]
@@ -78,3 +80,24 @@ def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, 
     ]  # fmt: skip
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 2 and "ask b" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
+
+
+def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path):
+    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=2)
+    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    model = toy_world.new_model(len(tokenizer), seed=0)
+    for step in (1, 2, 10):
+        run_folder.save_checkpoint(model, tokenizer, {"step": step}, config)
+    (tmp_path / "checkpoints/step_11").mkdir()
+    assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so(tmp_path):
+    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1)
+    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    model = toy_world.new_model(len(tokenizer), seed=0)
+    run_folder.save_checkpoint(model, tokenizer, {"step": 1}, config)
+    with pytest.raises(RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"):
+        run_folder.save_checkpoint(model, tokenizer, {"step": 2, "optimizer": (i for i in [])}, config)  # cannot be pickled
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
