@@ -510,20 +510,19 @@ class PolicyServers:
         """All weights in one file beside the served one; a tied head as a tensor of its own."""
         from safetensors.torch import save_file
         path = self.folder / "model.new"  # not *.safetensors: a starting server would read it
-        weights = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in model.state_dict().items()}
+        weights = {name: tensor.detach().to(self.dtype).to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         save_file(weights, path, metadata={"format": "pt"})
         return path
 
     def load(self, url: str | None = None) -> None:
         """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
-        for path, body in (("/collective_rpc", {"method": "reload_weights"}),
-                           ("/reset_prefix_cache?reset_running_requests=true", None)):
+        reset = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every version of vLLM
+        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (reset, {})):
             if url:
                 status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
-                answers = {url: {"status": status, "body": text}}
             else:
                 status, text = self.servers.call_router("POST", path, body, timeout=600)
-                answers = json.loads(text)["servers"] if status else {"router": {"status": status, "body": text}}
+            answers = json.loads(text)["servers"] if status and not url else {url or "router": {"status": status, "body": text}}
             for server, answer in answers.items():
                 if answer["status"] != 200:
                     raise RuntimeError(f"policy server {server}: POST {path} failed ({answer['status']}): {answer['body'][:300]}")

@@ -403,10 +403,15 @@ def rollout_vllm(servers, prompts, group_size, *, max_response_length, temperatu
     responses, logprobs = ([None] * (len(prompts) * group_size) for _ in range(2))
 
     async def sample(session, b):
-        async with session.post("/v1/completions", json=body | {"prompt": prompts[b // group_size]}) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"policy servers at {address}: HTTP {answer.status}: {(await answer.text())[:300]}")
-            choice = (await answer.json())["choices"][0]
+        for attempt in (1, 2, 3):
+            async with session.post("/v1/completions", json=body | {"prompt": prompts[b // group_size]}) as answer:
+                status, text = answer.status, await answer.text()
+            if status < 500 or attempt == 3:
+                break
+            await asyncio.sleep(5)  # a dying engine: the router holds the next attempt until a server is back
+        if status != 200:
+            raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
+        choice = json.loads(text)["choices"][0]
         if choice["finish_reason"] not in ("stop", "length"):
             raise RuntimeError(f"policy servers at {address}: a response ended with {choice['finish_reason']!r}")
         responses[b], logprobs[b] = choice["token_ids"], choice["logprobs"]["token_logprobs"]

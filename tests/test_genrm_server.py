@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import genrm_server
-from genrm_server import Config, ModelServers, RewardModelManager, http, share
+from genrm_server import Config, ModelServers, PolicyServers, RewardModelManager, http, share
 
 ROOT = Path(__file__).parent.parent
 
@@ -236,6 +237,45 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         until(lambda: http("GET", f"http://{address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert servers.router_address == address and ask(f"http://{address}")
+
+
+def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, monkeypatch):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    import toy_world
+
+    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    shape = toy_world.new_model(len(tokenizer), seed=0).config
+    shape.tie_word_embeddings = True
+    model = LlamaForCausalLM(shape)
+    servers = PolicyServers(model, tokenizer, settings(stand_in, num_servers=2, seed=5))
+    try:
+        for number, url in enumerate(servers.servers.server_urls):
+            told = ask(url)
+            assert f"--seed {5 + number} " in " ".join(told["argv"]) and told["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+            assert not any(call.startswith("/collective_rpc") for call in told["calls"])
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+        servers.sync(model)
+        served = load_file(servers.folder / "model.safetensors")
+        assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
+        assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
+        assert model.config.tie_word_embeddings  # the trainer's own is as it was
+        for url in servers.servers.server_urls:
+            calls = [call for call in ask(url)["calls"] if call.startswith(("/collective_rpc", "/reset_prefix_cache"))]
+            assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
+        os.kill(ask(servers.servers.server_urls[0])["pids"][0], signal.SIGKILL)
+        until(lambda: servers.servers.restarts == 1 and len(router_workers(servers.servers)) == 2)
+        assert "/collective_rpc" in ask(servers.servers.server_urls[0])["calls"]  # before it joined: weights may have changed
+        monkeypatch.setattr(servers.servers, "call_router", lambda *_, **__: (0, "refused"))
+        with pytest.raises(RuntimeError, match="policy server router: POST /collective_rpc failed .0.: refused"):
+            servers.sync(model)
+    finally:
+        monkeypatch.undo()
+        servers.shutdown()
+    assert not servers.folder.exists()
 
 
 def test_sleep_and_wake(stand_in, capfd):

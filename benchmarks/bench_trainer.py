@@ -1,0 +1,350 @@
+"""How fast is grpo_trainer.py beside TRL's GRPOTrainer, do both compute the same loss, and how much memory takes an update?
+
+    python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
+    python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
+    python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
+
+TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
+
+Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean loss clipped to
+0.8..1.28, no KL term, no gradient checkpointing. No token ends a completion, so all have full length. Each side runs in
+processes of its own with the same number of threads, in turn (ours, TRL, ours, TRL): medians over all steps; the median of
+each round shows how far the machine drifts; the best step and the CPU time drift least. Generation includes decoding.
+
+Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
+compute_advantages and update_policy get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
+
+Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at once.
+
+Left out: GPUs, vLLM, reference models, several updates a step. Both sides call the reward function in process; in training
+grpo_trainer.py hands samples to Ray workers instead (bench_reward_loop.py measures those).
+"""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo_trainer as ours
+import toy_world
+
+GROUP = 8
+NEVER = 1 << 30  # as an end token: no model can sample it
+TOLERANCE = 1e-3  # TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Config:
+    """Speed and memory of grpo_trainer.py."""
+
+    model: str = ""
+    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens. Empty: only the tiny one."""
+    tiny_steps: int = 10
+    """Timed steps per round of the tiny model: 64 completions (8 prompts x 8) of 64 tokens."""
+    model_steps: int = 2
+    """Timed steps per round of --model."""
+    rounds: int = 2
+    """Processes per side."""
+    num_threads: int = 0
+    """CPU threads of either side; 0: torch's own choice."""
+    memory: bool = False
+    """Measure memory instead of speed."""
+
+
+# ---- one side in a process of its own ----------------------------------------------------------------------------------
+
+
+def score(text: str) -> float:
+    """Per cent of vowels: cheap, and never the same for a whole group."""
+    return 100 * len(re.findall("[aeiou]", text)) / max(len(text), 1)
+
+
+def load(job: dict):
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    return model, tokenizer, [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
+
+
+def updater(model, num_prompts: int, group: int = GROUP):
+    """update(prompts, responses, logprobs, rewards) as train() sets it up and run_steps calls it. Returns the metrics."""
+    config = ours.Config(model="", train_file="", out_dir="", group_size=group, mini_batch_size=num_prompts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+
+    def update(prompts, responses, logprobs, rewards):
+        advantages_P_G = ours.compute_advantages(torch.tensor(rewards).view(num_prompts, group))
+        advantages = advantages_P_G.flatten().tolist() if group > 1 else [1.0]
+        batch = {"prompts": prompts, "responses": responses, "rollout_logprobs": logprobs, "advantages": advantages,
+                 "has_verdict": [True] * len(responses)}
+        return ours.update_policy(model.train(), optimizer, batch, config, CPU)
+
+    return update
+
+
+def run_ours(job: dict) -> list[dict]:
+    model, tokenizer, messages = load(job)
+    update = updater(model, len(messages))
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
+    texts, steps = [""] * (len(prompts) * GROUP), []
+
+    def finished(b, response):
+        texts[b] = tokenizer.decode(response, skip_special_tokens=True)
+
+    for step in range(1 + job["steps"]):
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        responses, logprobs = ours.rollout_hf(model.eval(), prompts, GROUP, max_response_length=job["length"], temperature=1.0,
+                                              eos_ids={NEVER}, generator=torch.Generator().manual_seed(step),
+                                              on_finished=finished)
+        generated = time.perf_counter()
+        rewards = [score(text) for text in texts]
+        scored = time.perf_counter()
+        update([prompt for prompt in prompts for _ in range(GROUP)], responses, logprobs, rewards)
+        end = time.perf_counter()
+        steps.append({"generation": generated - begun, "scoring": scored - generated, "update": end - scored, "step": end - begun,
+                      "cpu": time.process_time() - cpu_begun, "tokens": sum(map(len, responses))})
+    return steps[1:]  # the first one warms up
+
+
+def run_trl(job: dict) -> dict:
+    """The timed steps, and what the first one, which is not among them, sampled and computed."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer, messages = load(job)
+    # The loss at a ratio of 1 is about -mean(advantage x length), so 0 where all lengths are the same: in the first step every
+    # sixteenth token ends a completion.
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 16))
+    first, steps, now = {}, [], {}
+
+    class Watched(GRPOTrainer):
+        def _generate(self, *arguments):
+            begun = time.perf_counter()
+            result = super()._generate(*arguments)
+            now.update(generation=time.perf_counter() - begun, tokens=sum(map(len, result[1])))
+            first.setdefault("prompts", result[0])
+            first.setdefault("responses", result[1])
+            return result
+
+        def _calculate_rewards(self, *arguments):
+            begun = time.perf_counter()
+            result = super()._calculate_rewards(*arguments)
+            now["scoring"] = time.perf_counter() - begun
+            first.setdefault("rewards", result[:, 0].tolist())
+            return result
+
+        def _compute_loss(self, *arguments):
+            loss = super()._compute_loss(*arguments)
+            first.setdefault("loss", loss.item())
+            return loss
+
+        def _clip_grad_norm(self, model):
+            norm = super()._clip_grad_norm(model)
+            first.setdefault("gradient norm", float(norm))
+            return norm
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step > 1:
+                now.update(step=time.perf_counter() - now["begun"], cpu=time.process_time() - now["cpu_begun"])
+                steps.append({"update": now["step"] - now["generation"] - now["scoring"]} | now)
+            else:
+                trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = [NEVER]
+                trainer.eos_token_ids = [NEVER]
+            now.update(begun=time.perf_counter(), cpu_begun=time.process_time())
+
+    def reward(completions, **_):
+        return [score(completion[0]["content"]) for completion in completions]
+
+    args = GRPOConfig(
+        output_dir=job["folder"], use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=1 + job["steps"],
+        per_device_train_batch_size=len(messages) * GROUP, num_generations=GROUP, max_completion_length=job["length"],
+        temperature=1.0, loss_type="dapo", scale_rewards="group", epsilon=0.2, epsilon_high=0.28, beta=0.0, learning_rate=1e-6,
+        weight_decay=0.1, max_grad_norm=1.0, lr_scheduler_type="constant", shuffle_dataset=False, report_to="none",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": messages * (1 + job["steps"])})
+    trainer = Watched(model, reward, args, rows, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.train()
+    return {"steps": steps, "first": first}
+
+
+def run_check(job: dict) -> dict:
+    """Our loss and gradient norm on the samples of TRL's first step."""
+    model, _, messages = load(job)
+    first = job["first"]
+    logprobs = [[0.0] * len(response) for response in first["responses"]]  # only a metric needs them
+    metrics = updater(model, len(messages))(first["prompts"], first["responses"], logprobs, first["rewards"])
+    return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
+
+
+def megabytes(name: str, path: str = "/proc/self/status") -> float:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path(path).read_text())[1]) / 1024
+
+
+def run_memory(job: dict) -> dict:
+    """Resident memory before one update and at its peak, in MB, and its seconds."""
+    shape = LlamaConfig(vocab_size=151_936, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                        num_key_value_heads=4, max_position_embeddings=16_384, tie_word_embeddings=True)
+    model, prompt = LlamaForCausalLM(shape).train(), list(range(16))
+    our_update, optimizer = updater(model, 1, group=1), torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def update(tokens):
+        response = torch.randint(shape.vocab_size, (tokens,)).tolist()
+        if not job["plain"]:
+            our_update([prompt], [response], [[0.0] * tokens], [1.0])
+            return
+        ids = torch.tensor([prompt + response])
+        optimizer.zero_grad()
+        logprobs_V = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits.log_softmax(-1)
+        logprobs = logprobs_V.gather(-1, ids[:, len(prompt) :, None])[..., 0]
+        mask = torch.ones_like(logprobs)
+        ours.compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
+        optimizer.step()
+
+    update(64)  # afterwards gradients and moments exist
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far, VmHWM
+    begun = time.perf_counter()
+    update(job["tokens"])
+    return {"before": before, "above": megabytes("VmHWM") - before, "seconds": time.perf_counter() - begun}
+
+
+def work(path: str) -> None:
+    job = json.loads(Path(path).read_text())
+    torch.manual_seed(0)
+    torch.set_num_threads(job["threads"])
+    run = {"ours": run_ours, "trl": run_trl, "check": run_check, "memory": run_memory}[job["kind"]]
+    Path(path).write_text(json.dumps(run(job)))
+
+
+def in_child(job: dict):
+    """Runs `work` in a process of its own; stops it before the machine is out of memory. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder, "job.json"), Path(folder, "log")
+        path.write_text(json.dumps(job | {"folder": folder}))
+        with open(log, "w") as output:
+            child = subprocess.Popen([sys.executable, __file__, "--worker", str(path)], stdout=output, stderr=output,
+                                     env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            try:
+                while child.poll() is None:
+                    if megabytes("MemAvailable", "/proc/meminfo") < 1000:
+                        raise RuntimeError(f"{job['kind']}: stopped, less than 1 GB of memory was left")
+                    time.sleep(0.1)
+            finally:
+                child.kill()
+                child.wait()
+        if child.returncode:
+            raise RuntimeError(f"{job['kind']}: exit code {child.returncode}\n{log.read_text()[-3000:]}")
+        return json.loads(path.read_text())
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------------
+
+
+def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
+    """Prints a model's table and the check of the loss. False where the check fails."""
+    rounds, first = {"grpo_trainer.py": []} | ({"TRL": []} if with_trl else {}), None
+    for _ in range(config.rounds):
+        rounds["grpo_trainer.py"].append(in_child(job | {"kind": "ours"}))
+        if with_trl:
+            found = in_child(job | {"kind": "trl"})
+            rounds["TRL"].append(found["steps"])
+            first = first or found["first"]
+    print(f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, {config.rounds} rounds of "
+          f"{job['steps']} steps, {job['threads']} threads\n")
+    print("| | generation s | scoring s | update s | whole step s (each round) | best step s | CPU s | tokens/s |")
+    print("| --- " + "| ---: " * 7 + "|")
+    table = []
+    for name, of_side in rounds.items():
+        steps = [step for steps in of_side for step in steps]
+        generation, scoring, update, whole, cpu = (statistics.median(step[key] for step in steps)
+                                                   for key in ("generation", "scoring", "update", "step", "cpu"))
+        best, rate = min(step["step"] for step in steps), statistics.median(step["tokens"] / step["step"] for step in steps)
+        each = ", ".join(f"{statistics.median(step['step'] for step in steps):.3f}" for steps in of_side)
+        print(f"| {name} | {generation:.3f} | {scoring:.4f} | {update:.3f} | {whole:.3f} ({each}) | {best:.3f} | {cpu:.3f} | "
+              f"{rate:,.0f} |")
+        table.append([generation, scoring, update, whole, best, cpu, 1 / rate])
+    if not with_trl:
+        return True
+    print("| times as fast as TRL |" + "".join(f" {theirs / mine:.2f} |" for mine, theirs in zip(*table)), flush=True)
+
+    mine, lengths = in_child(job | {"kind": "check", "first": first}), list(map(len, first["responses"]))
+    print(f"\nThe same {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, the same weights:\n")
+    print("| | grpo_trainer.py | TRL | relative difference |\n| --- | ---: | ---: | ---: |")
+    differences = []
+    for name, value in mine.items():
+        differences.append(abs(value - first[name]) / max(abs(first[name]), 1e-12))
+        print(f"| {name} | {value:.7f} | {first[name]:.7f} | {differences[-1]:.1e} |", flush=True)
+    same = all(difference <= TOLERANCE for difference in differences)
+    if not same:
+        print(f"error: {title}: a relative difference is above {TOLERANCE:g}", file=sys.stderr)
+    return same
+
+
+def compare_speed(config: Config, threads: int) -> bool:
+    with_trl = importlib.util.find_spec("trl") is not None
+    rng = random.Random(0)
+    problems = [str(toy_world.random_problem(rng, toy_world.REST)) for _ in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(rng))
+        tokenizer.save_pretrained(folder)
+        toy_world.new_model(len(tokenizer), seed=0).save_pretrained(folder)
+        tiny = {"model": folder, "prompts": problems, "length": 64, "steps": config.tiny_steps, "threads": threads}
+        same = compare("A Llama of 1 M parameters", tiny, config, with_trl)
+    if config.model:
+        other = {"model": config.model, "prompts": problems[:2], "length": 32, "steps": config.model_steps, "threads": threads}
+        same = compare(Path(config.model).name, other, config, with_trl) and same
+    if not with_trl:
+        print('\nTRL is not installed in this environment; to see it beside: pip install "trl==1.16.*"')
+    return same
+
+
+def compare_memory(threads: int) -> None:
+    print("One update of one sequence, above weights, gradients and moments; vocabulary 151,936, hidden size 256, float32\n")
+    print("| | response tokens | above, MB | before, MB | seconds |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, plain in (("update_policy", False), ("all logits at once", True)):
+        tokens, free = 8192, megabytes("MemAvailable", "/proc/meminfo") - 2000
+        needed = tokens * 151_936 * 4 * 3.3 / 2**20  # three copies of the logits, and some room
+        if plain and needed > free:
+            tokens = int(tokens * free / needed)
+            name += " (fewer tokens: memory is short)"
+        found = in_child({"kind": "memory", "plain": plain, "tokens": tokens, "threads": threads})
+        print(f"| {name} | {tokens:,} | {found['above']:,.0f} | {found['before']:,.0f} | {found['seconds']:.1f} |", flush=True)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:  # this script again, as one of the things it measures
+        transformers_logging.disable_progress_bar()
+        work(sys.argv[2])
+        return
+    config = tyro.cli(Config)
+    transformers_logging.disable_progress_bar()
+    threads = config.num_threads or torch.get_num_threads()
+    try:
+        if config.memory:
+            compare_memory(threads)
+        elif not compare_speed(config, threads):
+            raise SystemExit(1)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
