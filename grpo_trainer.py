@@ -282,10 +282,18 @@ def precision(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
+def left_padded(prompts, device):
+    """Token ids, mask and positions of prompts that end in the same column, where all responses can start."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    attended = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, attended, (attended.cumsum(1) - 1).clamp(min=0)
+
+
 class RoomyLayer(DynamicLayer):
     """Keys and values of one layer in buffers with room behind them: new ones are written there, instead of copying all."""
 
-    room, buffers = 128, None
+    room, buffers = 16, None
 
     def update(self, keys, values, *args, **kwargs):
         if not self.is_initialized:
@@ -322,14 +330,7 @@ def rollout_hf(
     per_batch = max(1, batch_size // group_size)
     for first in range(0, len(prompts), per_batch):
         batch = prompts[first : first + per_batch]
-        # Prompts are padded on the left, so that all responses start in the same column. Each is read once, not G times.
-        width = max(len(prompt) for prompt in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)
-        attended = torch.zeros_like(ids)
-        for row, prompt in enumerate(batch):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
-            attended[row, width - len(prompt) :] = 1
-        positions = (attended.cumsum(1) - 1).clamp(min=0)
+        ids, attended, positions = left_padded(batch, device)  # each prompt is read once, not G times
         cache = DynamicCache(config=model.config)
         cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         with precision(device):
@@ -442,14 +443,7 @@ def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk
     sequences: prompt + response token ids; responses: how many of the last ones count. The logits of `chunk` tokens (by
     default as many as LOGITS_AT_ONCE allows) exist at a time, in the backward pass as well.
     """
-    ids = padded(sequences, device, torch.long)
-    # The state at t predicts the token at t + 1.
-    rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses))
-    columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)])
-    rows, columns = rows.to(device), columns.to(device)
-    # Padding stands on the right, where a causal model cannot see it: no attention mask is needed, and none is faster.
-    hidden_N_H = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
-    targets_N = ids[rows, columns + 1]
+    hidden_N_H, targets_N = response_states(model, sequences, responses, device)
     head = model.get_output_embeddings()
 
     def of_chunk(hidden_n_H, targets_n):
@@ -465,10 +459,45 @@ def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk
         again = torch.is_grad_enabled() and len(targets_N) > chunk
         parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False) if again else of_chunk(*arguments))
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts))
-    firsts = torch.tensor([len(s) - count - 1 for s, count in zip(sequences, responses)], device=device)
-    empty = torch.zeros(len(sequences), max(responses), device=device)
-    # index_put is differentiable and leaves the padding at zero.
-    return tuple(empty.index_put((rows, columns - firsts[rows]), values) for values in (logprobs_N, entropy_N))
+    mask = mask_of(responses, device)
+    return tuple(torch.zeros(mask.shape, device=device).masked_scatter(mask, values) for values in (logprobs_N, entropy_N))
+
+
+def response_states(model, sequences, responses, device):
+    """The hidden state that predicts each response token (N x H), and those tokens (N), sequence after sequence.
+
+    Where samples repeat a good part of the tokens, being of one prompt, each prompt is computed once: its keys and values, and
+    so their gradients, are shared. (Gradient checkpointing keeps no keys and values.)
+    """
+    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, responses)]
+    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    repeated = sum(map(len, prompts)) - sum(map(len, distinct))
+    cache = DynamicCache(config=model.config)
+    shareable = all(type(layer) is DynamicLayer for layer in cache.layers) and not model.is_gradient_checkpointing
+    if not shareable or repeated < sum(map(len, sequences)) / 8:  # sharing needs an attention mask, which costs something
+        ids = padded(sequences, device, torch.long)
+        rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
+        # The state at t predicts the token at t + 1.
+        columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)]).to(device)
+        # Padding stands on the right, where a causal model cannot see it: no attention mask is needed, and none is faster.
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns], ids[rows, columns + 1]
+    which = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
+    ids, attended, positions = left_padded(list(distinct), device)
+    read = model.base_model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache)
+    hidden = read.last_hidden_state[which, -1:]  # predicts the first token
+    ids, mask = padded([s[len(s) - n :] for s, n in zip(sequences, responses)], device, torch.long), mask_of(responses, device)
+    if ids.shape[1] > 1:
+        cache.batch_select_indices(which)
+        attended = torch.cat([attended[which], mask[:, :-1]], 1)
+        positions = positions[which, -1:] + torch.arange(1, ids.shape[1], device=device)
+        rest = model.base_model(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, past_key_values=cache)
+        hidden = torch.cat([hidden, rest.last_hidden_state], 1)
+    return hidden[mask], ids[mask]
+
+
+def mask_of(lengths, device):
+    """B x T, true on the tokens of rows of these lengths. Never made from the tokens: the end token may be the padding token."""
+    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 
 
 def padded(rows, device, dtype=torch.float32):
@@ -498,8 +527,7 @@ def forward(model, batch, indices, config: Config, device):
             logprobs, entropy = logprobs_and_entropy(
                 model, sequences, counts, config.temperature, device, entropy_gradient=config.entropy_coef != 0
             )
-        # By length, never by token: the end token may be the padding token too.
-        yield part, logprobs, entropy, torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+        yield part, logprobs, entropy, mask_of(counts, device)
 
 
 def accumulate_gradients(model, batch, indices, num_tokens, config: Config, device, old, reference) -> Counter:
@@ -533,6 +561,11 @@ def agreement(logprobs, rollout_logprobs, entropy, mask) -> dict:
     """Sums over tokens, from which update_policy makes rollout/logprob_diff and actor/entropy."""
     difference = (logprobs - rollout_logprobs).abs()[mask]
     return {"diff": difference.sum().item(), "entropy": entropy[mask].sum().item(), "tokens": len(difference)}
+
+
+def make_optimizer(model, config: Config):
+    betas, decay = config.adam_betas, config.weight_decay
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def update_policy(model, optimizer, batch: dict, config: Config, device, reference_model=None) -> dict:
@@ -803,8 +836,7 @@ class Trainer:
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
-        adamw = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **adamw)
+        self.optimizer = make_optimizer(self.model, config)
         if self.state["optimizer"]:
             self.optimizer.load_state_dict(self.state["optimizer"])
 

@@ -7,9 +7,9 @@
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
 
 Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean loss clipped to
-0.8..1.28, no KL term, no gradient checkpointing. No token ends a completion, so all have full length. Each side runs in
-processes of its own with the same number of threads, in turn (ours, TRL, ours, TRL): medians over all steps; the median of
-each round shows how far the machine drifts; the best step and the CPU time drift least. Generation includes decoding.
+0.8..1.28, no KL term. TRL is measured as it comes, which is with gradient checkpointing, and without. No token ends a completion,
+so all have full length. Each side runs in processes of its own with the same number of threads, in turn: medians over all steps;
+the median of each round shows how far the machine drifts; the best step and the CPU time drift least. Generation includes decoding.
 
 Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
 compute_advantages and update_policy get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
@@ -84,14 +84,14 @@ def load(job: dict):
 def updater(model, num_prompts: int, group: int = GROUP):
     """update(prompts, responses, logprobs, rewards) as train() sets it up and run_steps calls it. Returns the metrics."""
     config = ours.Config(model="", train_file="", out_dir="", group_size=group, mini_batch_size=num_prompts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+    optimizer = ours.make_optimizer(model, config)
 
     def update(prompts, responses, logprobs, rewards):
         advantages_P_G = ours.compute_advantages(torch.tensor(rewards).view(num_prompts, group))
         advantages = advantages_P_G.flatten().tolist() if group > 1 else [1.0]
         batch = {"prompts": prompts, "responses": responses, "rollout_logprobs": logprobs, "advantages": advantages,
                  "has_verdict": [True] * len(responses)}
-        return ours.update_policy(model.train(), optimizer, batch, config, CPU)
+        return ours.update_policy(model, optimizer, batch, config, CPU)
 
     return update
 
@@ -172,7 +172,8 @@ def run_trl(job: dict) -> dict:
         return [score(completion[0]["content"]) for completion in completions]
 
     args = GRPOConfig(
-        output_dir=job["folder"], use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=1 + job["steps"],
+        output_dir=job["folder"], use_cpu=True, bf16=False, gradient_checkpointing=job["checkpointing"],
+        max_steps=1 + job["steps"],
         per_device_train_batch_size=len(messages) * GROUP, num_generations=GROUP, max_completion_length=job["length"],
         temperature=1.0, loss_type="dapo", scale_rewards="group", epsilon=0.2, epsilon_high=0.28, beta=0.0, learning_rate=1e-6,
         weight_decay=0.1, max_grad_norm=1.0, lr_scheduler_type="constant", shuffle_dataset=False, report_to="none",
@@ -259,12 +260,12 @@ def in_child(job: dict):
 
 def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
     """Prints a model's table and the check of the loss. False where the check fails."""
-    rounds, first = {"grpo_trainer.py": []} | ({"TRL": []} if with_trl else {}), None
+    rounds, first = {"grpo_trainer.py": []}, None
     for _ in range(config.rounds):
         rounds["grpo_trainer.py"].append(in_child(job | {"kind": "ours"}))
-        if with_trl:
-            found = in_child(job | {"kind": "trl"})
-            rounds["TRL"].append(found["steps"])
+        for name, checkpointing in (("TRL", True), ("TRL, no checkpointing", False)) if with_trl else ():
+            found = in_child(job | {"kind": "trl", "checkpointing": checkpointing})
+            rounds.setdefault(name, []).append(found["steps"])
             first = first or found["first"]
     print(f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, {config.rounds} rounds of "
           f"{job['steps']} steps, {job['threads']} threads\n")
@@ -282,7 +283,9 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
         table.append([generation, scoring, update, whole, best, cpu, 1 / rate])
     if not with_trl:
         return True
-    print("| times as fast as TRL |" + "".join(f" {theirs / mine:.2f} |" for mine, theirs in zip(*table)), flush=True)
+    for name, row in zip(list(rounds)[1:], table[1:]):
+        ratios = "".join(f" {theirs / mine:.2f} |" for mine, theirs in zip(table[0], row))
+        print(f"| times as fast as {name} |{ratios}", flush=True)
 
     mine, lengths = in_child(job | {"kind": "check", "first": first}), list(map(len, first["responses"]))
     print(f"\nThe same {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, the same weights:\n")
