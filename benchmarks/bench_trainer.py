@@ -7,9 +7,9 @@
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
 
 Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean loss clipped to
-0.8..1.28, no KL term. TRL is measured as it comes, which is with gradient checkpointing, and without. No token ends a completion,
-so all have full length. Each side runs in processes of its own with the same number of threads, in turn: medians over all steps;
-the median of each round shows how far the machine drifts; the best step and the CPU time drift least. Generation includes decoding.
+0.8..1.28, no KL term. TRL is measured as it comes (with gradient checkpointing) and without. No token ends a completion,
+so all have full length. Each side runs in processes of its own with the same number of threads, in turn: medians over all
+steps; the median of each round shows how far the machine drifts; the best step drifts least. Generation includes decoding.
 
 Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
 compute_advantages and update_policy get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.

@@ -309,6 +309,32 @@ def test_update_does_not_depend_on_micro_batches(model):
         assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4)
 
 
+def test_each_prompt_is_computed_once_where_that_saves_much(model):
+    """Eight samples of two prompts: the model sees each prompt once; log-probabilities and gradient are the same as one by one."""
+    import copy
+
+    prompts = [list(range(5, 30)), list(range(40, 50))]
+    sequences = [prompts[i // 4] + [60 + i] * (1 + i) for i in range(8)]
+    counts, seen = [1 + i for i in range(8)], []
+
+    def run(batches):
+        clone = copy.deepcopy(model)
+        clone.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+        parts = []
+        for batch in batches:
+            part = grpo_trainer.logprobs_and_entropy(clone, [sequences[i] for i in batch], [counts[i] for i in batch], 1.0, CPU)[0]
+            part.sum().backward()
+            parts += [row[: counts[i]].detach() for row, i in zip(part, batch)]
+        return torch.cat(parts), torch.cat([p.grad.flatten() for p in clone.parameters()])
+
+    together, gradient = run([range(8)])
+    assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
+    seen.clear()
+    alone, expected = run([[i] for i in range(8)])
+    assert seen == [(1, len(sequence)) for sequence in sequences]
+    assert torch.allclose(together, alone, atol=1e-5) and torch.allclose(gradient, expected, atol=1e-4, rtol=1e-3)
+
+
 def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
     batch = a_batch(model)
     _, metrics = updated(model, batch, config_of(mini_batch_size=1, lr=0.05))
