@@ -36,6 +36,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -272,7 +273,8 @@ class ModelServers:
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError with
     the name of the log and its last lines when a server fails to start. `router_address` is "host:port", `server_urls`
     the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
-    `before_joining(url)` is called, if set, when a server that was restarted is healthy and not yet asked anything.
+    `before_joining(slot)` is called, if set, when a server that was restarted is healthy and not yet asked anything; it
+    stays out while that is false.
     """
 
     before_joining = None
@@ -363,8 +365,8 @@ class ModelServers:
             if slot.state == "starting":
                 if self.asleep:  # it must not take the memory that the others left to the trainer
                     http("POST", slot.url + "/sleep?level=1", api_key=self.config.api_key, timeout=120)
-                if self.before_joining:
-                    self.before_joining(slot.url)
+                if self.before_joining and not self.before_joining(slot):
+                    return
                 if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
                     self.say(f"server {slot.number} ready at {slot.url} after {now - slot.since:.0f} s (log: {slot.log})")
                     slot.state, slot.since = "ready", now
@@ -478,10 +480,14 @@ class PolicyServers:
     that dies is restarted and comes back with the newest weights; meanwhile the others do its work.
     config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the server when one
     refuses the weights. On GPU the weights are served in bf16, else in float32.
+
+    transfer="nccl" sends later weights from GPU to GPU instead (vLLM's weight transfer; the trainer's GPU must be none of the
+    servers'). The folder then keeps the first weights: a server that was restarted waits outside the router for the next sync.
     """
 
-    def __init__(self, model, tokenizer, config: Config):
+    def __init__(self, model, tokenizer, config: Config, transfer: str = "file"):
         import torch
+        self.transfer, self.members, self.group = transfer, [], None
         device = next(model.parameters()).device.type
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         size = 2 * self.dtype.itemsize * sum(tensor.numel() for tensor in model.state_dict().values())  # old and new weights
@@ -498,10 +504,13 @@ class PolicyServers:
             tokenizer.save_pretrained(self.folder)
             self.write(model).replace(self.folder / "model.safetensors")
             # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
-            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *config.vllm_args)
+            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+            if transfer == "nccl":
+                vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
+            vllm_args += config.vllm_args
             self.servers = ModelServers(replace(config, model=str(self.folder), device=device, port=0, control=True,
                                                 dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args), "policy")
-            self.servers.before_joining = self.load  # it may have read the weights of before a sync and be ready after it
+            self.servers.before_joining = self.is_current
         except BaseException:
             self.shutdown()
             raise
@@ -513,6 +522,12 @@ class PolicyServers:
         weights = {name: tensor.detach().to(self.dtype).to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         save_file(weights, path, metadata={"format": "pt"})
         return path
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
+        if self.transfer == "file":
+            self.load(slot.url)
+        return self.transfer == "file" or not self.members or slot.server.child.pid in self.members
 
     def load(self, url: str | None = None) -> None:
         """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
@@ -529,12 +544,67 @@ class PolicyServers:
 
     def sync(self, model) -> None:
         """The model's weights to all servers. Nothing may be generating."""
+        if self.transfer == "nccl":
+            return self.broadcast(model)
         new = self.write(model)
         with self.servers.lock:  # no server can join between the new file and the reload
             new.replace(self.folder / "model.safetensors")
             for slot in self.servers.slots:  # one that has just died is to be restarted, not asked
                 self.servers.look_at(slot)
             self.load()
+
+    def broadcast(self, model) -> None:
+        """`sync` by NCCL: this process is rank 0 and sends; each server's `tensor_parallel_size` processes have the next ranks.
+
+        NCCL knows no time limit: a server that dies in the middle of this, which takes a second or two, leaves the run hanging.
+        """
+        import torch
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        def healthy():
+            return [slot for slot in self.servers.slots if slot.url and http("GET", slot.url + "/health")[0] == 200]
+
+        while not healthy():  # all are being restarted
+            if self.servers.given_up():
+                raise RuntimeError("policy servers: every one was given up")
+            time.sleep(1)
+        with self.servers.lock, ThreadPoolExecutor(64) as pool:
+            slots, size, device = healthy(), self.servers.config.tensor_parallel_size, next(model.parameters()).device
+
+            def ask(path, body):  # all servers at once: some calls answer only when this process has done its part
+                return [pool.submit(http, "POST", slot.url + path, body(number), self.servers.config.api_key, 600)
+                        for number, slot in enumerate(slots)]
+
+            def wait(answers):
+                for slot, (status, text) in zip(slots, [answer.result() for answer in answers]):
+                    if status != 200:
+                        raise RuntimeError(f"policy server {slot.url}: new weights failed ({status}): {text[:300]}")
+
+            members = [slot.server.child.pid for slot in slots]
+            if members != self.members:  # a group cannot take back a server that was restarted: make a new one
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    port = free.getsockname()[1]
+                info = dict(master_address="127.0.0.1", master_port=port, world_size=1 + size * len(slots))
+                joined = ask("/init_weight_transfer_engine", lambda n: {"init_info": info | {"rank_offset": 1 + size * n}})
+                store = StatelessProcessGroup.create("127.0.0.1", port, 0, info["world_size"])
+                self.group, self.members = PyNcclCommunicator(store, device=device), members
+                wait(joined)
+                if self.group.disabled:  # without libnccl it would send nothing and say nothing
+                    raise RuntimeError("NCCL: not available in this process; take the transfer by file")
+            weights = {name: weight.detach() for name, weight in model.state_dict().items()}  # parameters() has no tied head
+            info = {"names": list(weights), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(weights)}
+            info["shapes"] = [list(weight.shape) for weight in weights.values()]
+            wait(ask("/start_weight_update", lambda number: {}))
+            received = ask("/update_weights", lambda number: {"update_info": info})
+            for weight in weights.values():
+                self.group.broadcast(weight.to(self.dtype).contiguous(), src=0)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            wait(received)
+            wait(ask("/finish_weight_update", lambda number: {}))
+            wait(ask("/reset_prefix_cache?reset_running_requests=true", lambda number: {}))
 
     def shutdown(self) -> None:
         """Ends the servers and removes the folder."""

@@ -117,6 +117,8 @@ class Config:
     """GPUs for those servers, such as 0,1,2; default: all that are visible."""
     rollout_vllm_args: str = ""
     """Arguments for those servers, in quotes, such as "--gpu-memory-utilization 0.5" where they share the trainer's GPU."""
+    weight_sync: Literal["file", "nccl"] = "file"
+    """How new weights reach those servers. file: through shared memory, everywhere. nccl: GPU to GPU, for large models."""
     rollout_batch_size: int = 512
     """Sequences generated at once."""
     temperature: float = 1.0
@@ -800,6 +802,8 @@ class Trainer:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.config, self.device = config, choose_device(config.device)
+        if config.weight_sync == "nccl" and self.device.type != "cuda":
+            raise ValueError("weight_sync: nccl sends from GPU to GPU, and the policy is on the CPU; take file")
         done = checkpoints_in(Path(config.out_dir, "checkpoints"))  # only with --resume auto can there be any
         self.source = str(done[-1]) if done else config.model
         self.state = {"step": 0, "prompts_drawn": 0, "optimizer": None}
@@ -823,6 +827,8 @@ class Trainer:
 
     def load(self) -> None:
         config = self.config
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         options = dict(dtype=torch.float32, trust_remote_code=config.trust_remote_code)
         self.model = AutoModelForCausalLM.from_pretrained(self.source, **options).to(self.device).eval()
         if config.gradient_checkpointing:
@@ -961,7 +967,7 @@ class Trainer:
                     max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
                     log_dir=Path(config.out_dir, "rollout_logs"), vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
                 )  # fmt: skip
-                self.servers = genrm_server.PolicyServers(self.model, self.tokenizer, servers)
+                self.servers = genrm_server.PolicyServers(self.model, self.tokenizer, servers, config.weight_sync)
                 stack.callback(self.servers.shutdown)
             self.log = Log(config, state["step"])
             stack.callback(self.log.close)

@@ -310,7 +310,7 @@ def test_update_does_not_depend_on_micro_batches(model):
 
 
 def test_each_prompt_is_computed_once_where_that_saves_much(model):
-    """Eight samples of two prompts: the model sees each prompt once; log-probabilities and gradient are the same as one by one."""
+    """Eight samples of two prompts: the model sees each prompt once; the results are the same as one by one."""
     import copy
 
     prompts = [list(range(5, 30)), list(range(40, 50))]
@@ -322,7 +322,8 @@ def test_each_prompt_is_computed_once_where_that_saves_much(model):
         clone.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
         parts = []
         for batch in batches:
-            part = grpo_trainer.logprobs_and_entropy(clone, [sequences[i] for i in batch], [counts[i] for i in batch], 1.0, CPU)[0]
+            chosen = [sequences[i] for i in batch], [counts[i] for i in batch]
+            part = grpo_trainer.logprobs_and_entropy(clone, *chosen, 1.0, CPU)[0]
             part.sum().backward()
             parts += [row[: counts[i]].detach() for row, i in zip(part, batch)]
         return torch.cat(parts), torch.cat([p.grad.flatten() for p in clone.parameters()])
@@ -562,47 +563,94 @@ def test_learns_a_trivial_task(workshop, rollout):
     assert rollout == "hf" or all(0 < m["time/sync"] < m["time/step"] for m in metrics[1:])
 
 
-@pytest.mark.slow
-def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(workshop, tokenizer):
-    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without a sync."""
+def tied_policy(tokenizer):
     shape = toy_world.new_model(len(tokenizer), seed=3).config
     shape.tie_word_embeddings = True
     policy = LlamaForCausalLM(shape).eval()
     assert policy.lm_head.weight is policy.model.embed_tokens.weight
-    prompts = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
+    return policy
+
+
+def move(policy, scale):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def served_difference(servers, policy, temperature=1.0):
+    """rollout/logprob_diff of 16 samples from the servers, after a look at the samples themselves."""
+    prompts, ends, finished = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]], {1, 20, 21, 22, 23, 24, 25}, []
+    responses, logprobs = grpo_trainer.rollout_vllm(
+        servers, prompts, 4, max_response_length=10, temperature=temperature, eos_ids=ends, at_once=8,
+        on_finished=lambda b, response: finished.append((b, response)),
+    )  # fmt: skip
+    assert sorted(finished) == list(enumerate(responses))  # each sample reported once
+    assert all(len(row) == len(response) <= 10 for row, response in zip(logprobs, responses))
+    assert all(response[-1] in ends or len(response) == 10 for response in responses)
+    batch = a_batch(policy) | {"responses": responses, "rollout_logprobs": logprobs, "has_verdict": [True] * 16}
+    return updated(policy, batch, config_of(temperature=temperature))[1]["rollout/logprob_diff"]
+
+
+@pytest.mark.slow
+def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(workshop, tokenizer):
+    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without a sync."""
+    policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=workshop / "policy_logs")
     servers = genrm_server.PolicyServers(policy, tokenizer, settings)
-
-    def difference(temperature=1.0):
-        finished = []
-        responses, logprobs = grpo_trainer.rollout_vllm(
-            servers, prompts, 4, max_response_length=10, temperature=temperature, eos_ids={1, 20, 21, 22, 23, 24, 25}, at_once=8,
-            on_finished=lambda b, response: finished.append((b, response)),
-        )  # fmt: skip
-        assert sorted(finished) == list(enumerate(responses))  # each sample reported once
-        batch = a_batch(policy) | {"responses": responses, "rollout_logprobs": logprobs, "has_verdict": [True] * 16}
-        assert all(len(row) == len(response) <= 10 for row, response in zip(logprobs, responses))
-        assert all(response[-1] in {1, 20, 21, 22, 23, 24, 25} or len(response) == 10 for response in responses)
-        return updated(policy, batch, config_of(temperature=temperature))[1]["rollout/logprob_diff"]
-
-    def move(scale):
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.add_(scale * torch.randn_like(parameter))
-
     try:
-        assert difference() < 1e-5 and difference(temperature=1.3) < 1e-5
-        move(0.02)
-        stale = difference()
+        assert served_difference(servers, policy) < 1e-5 and served_difference(servers, policy, temperature=1.3) < 1e-5
+        move(policy, 0.02)
+        stale = served_difference(servers, policy)
         servers.sync(policy)
-        assert stale > 0.02 > 1e-5 > difference()  # the same prompts: no key or value of the old weights is left in a cache
-        move(0.02)
+        # The same prompts again: no key or value of the old weights is left in a cache.
+        assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
+        move(policy, 0.02)
         servers.sync(policy)
         servers.servers.slots[0].server.child.kill()
-        assert difference() < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new server
+        assert served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new one
     finally:
         servers.shutdown()
     assert not servers.folder.exists()
+
+
+class StoreCommunicator:
+    """vLLM's PyNcclCommunicator over the TCP store, for machines without a GPU."""
+
+    disabled = False
+
+    def __init__(self, store, device):
+        self.broadcast = store.broadcast
+
+
+@pytest.mark.slow
+def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_them(workshop, tokenizer, monkeypatch):
+    """Real vLLM and its endpoints for weight transfer; only NCCL itself is replaced, which needs GPUs."""
+    monkeypatch.setattr("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", StoreCommunicator)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    policy = tied_policy(tokenizer)
+    stand_in = ("--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "store_transfer.Extension")
+    folder = workshop / "transfer_logs"
+    settings = genrm_server.Config(model="", num_servers=2, max_model_len=32, log_dir=folder, vllm_args=stand_in)
+    servers = genrm_server.PolicyServers(policy, tokenizer, settings, "nccl")
+    try:
+        move(policy, 0.02)
+        stale = served_difference(servers, policy)
+        servers.sync(policy)
+        assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
+        servers.servers.slots[1].server.child.kill()
+        assert served_difference(servers, policy) < 1e-5  # by the other one
+        until = time.monotonic() + 120
+        while genrm_server.http("GET", servers.servers.slots[1].url + "/health")[0] != 200 or not servers.servers.restarts:
+            assert time.monotonic() < until
+            time.sleep(0.5)
+        move(policy, 0.02)
+        servers.sync(policy)  # a new group, with both
+        while servers.servers.slots[1].state != "ready":
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert len(servers.members) == 2 and served_difference(servers, policy) < 1e-5
+    finally:
+        servers.shutdown()
 
 
 @pytest.mark.slow
@@ -859,6 +907,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(max_prompt_length=1), "no row is left"),
         (dict(total_steps=0), "total_steps: 0 must be at least 1"),
         (dict(max_response_length=1000), "1000 and the longest prompt are 10"),
+        (dict(weight_sync="nccl"), "weight_sync: nccl sends from GPU to GPU"),
         (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
         (dict(device="gpu"), "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
         (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
