@@ -944,6 +944,9 @@ class Trainer:
     def run(self) -> Path:
         """All steps. Returns the folder of the last checkpoint."""
         config, state = self.config, self.state
+        if state["step"] >= config.total_steps:
+            print(f"nothing to do: {self.source} is step {state['step']} of {config.total_steps}")
+            return Path(self.source)
         self.say_what_changed()
         with contextlib.ExitStack() as stack:
             self.load()
