@@ -313,7 +313,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def rollout_hf(
     model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, batch_size=512,
     on_finished=None, progress=None,
@@ -335,6 +335,8 @@ def rollout_hf(
         ids, attended, positions = left_padded(batch, device)  # each prompt is read once, not G times
         cache = DynamicCache(config=model.config)
         cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        # A mask in its final form saves transformers the making of one per token; not for windows, or positions made of the mask.
+        ready = hasattr(model.base_model, "rotary_emb") and all(type(layer) is RoomyLayer for layer in cache.layers)
         with precision(device):
             out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(group_size)
@@ -368,8 +370,9 @@ def rollout_hf(
                 cache.batch_select_indices(keep)
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             position = position + 1
+            mask = attended.log()[:, None, None] if ready else attended  # 0 where attended, else -inf
             with precision(device):
-                out = model(input_ids=tokens[:, None], attention_mask=attended, position_ids=position, past_key_values=cache)
+                out = model(input_ids=tokens[:, None], attention_mask=mask, position_ids=position, past_key_values=cache)
             logits = out.logits[:, -1]
     return responses, logprobs
 

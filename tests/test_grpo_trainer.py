@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import psutil
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaForCausalLM, MistralConfig
 
 import genrm_server
 import grpo_trainer
@@ -192,7 +192,21 @@ def test_greedy_rollout_is_what_transformers_generates(model):
         assert response == expected[0, len(prompt) :].tolist()
 
 
-def test_rollout_logprobs_are_the_trainers(model):
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+OTHERS = {  # what may not get the mask in the form that full attention with rotary positions can take
+    "sliding window": MistralConfig(**SMALL, intermediate_size=64, num_key_value_heads=1, sliding_window=4),
+    "learnt positions": GPT2Config(**SMALL, bos_token_id=1, eos_token_id=1),
+    "positions from the mask": BloomConfig(**SMALL),
+}
+
+
+@pytest.mark.parametrize("kind", ["ours", *OTHERS])
+def test_rollout_logprobs_are_the_trainers(model, kind):
+    if kind in OTHERS:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(OTHERS[kind]).eval()
+        for weight in model.parameters():  # as they begin, such small models hardly look at what came before
+            torch.nn.init.normal_(weight, std=0.2)
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
     for temperature in (1.0, 1.3):
         responses, sampled = rollout(model, prompts, group_size=3, temperature=temperature, batch_size=6)
