@@ -27,10 +27,7 @@ import os
 import random
 import re
 import shlex
-import shutil
-import signal
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -38,7 +35,6 @@ from pathlib import Path
 from typing import Literal
 
 import aiohttp
-import pyarrow.parquet as pq
 import torch
 import tyro
 from torch.nn.utils.rnn import pad_sequence
@@ -50,7 +46,8 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
-from run_folder import Log, checkpoints_in, mean, replace_file, reward_metrics, save_checkpoint, validation_metrics
+from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, save_checkpoint, write_config
+from run_folder import mean, reward_metrics, validation_metrics
 
 
 @dataclass
@@ -58,11 +55,11 @@ class Config:
     model: str
     """Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B."""
     train_file: str
-    """Parquet file of training rows (prepare_data.py writes them)."""
+    """File of training rows, parquet or JSONL (prepare_data.py writes them)."""
     out_dir: str
     """Folder of the run: config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/."""
     val_file: tuple[str, ...] = ()
-    """Parquet files of validation rows; none: no evaluation."""
+    """Files of validation rows; none: no evaluation."""
 
     # Rewards
     reward_fn: str = "compute_score.py:compute_score"
@@ -192,7 +189,7 @@ class Config:
     wandb: bool = False
     """Send the metrics to Weights & Biases too (project "fapo"; WANDB_MODE=offline keeps them in out_dir/wandb)."""
     dry_run: bool = False
-    """Check everything, print the whole configuration and an estimate of memory and disk, and stop."""
+    """Check everything, print the whole configuration and an estimate of memory, and stop."""
     trust_remote_code: bool = False
     """Run code that comes with the model's folder."""
 
@@ -314,14 +311,13 @@ class RoomyLayer(DynamicLayer):
 
 
 @torch.inference_mode()
-def rollout_hf(
-    model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, batch_size=512,
-    on_finished=None, progress=None,
-):  # fmt: skip
+def rollout_hf(model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, at_once=512,
+               on_finished=None, progress=None):  # fmt: skip
     """Samples `group_size` responses to each prompt with the model in this process.
 
     prompts: lists of token ids. temperature 0 is greedy. on_finished(b, response) is called the moment sequence
-    b = prompt_index * group_size + g has ended, by an end token or at max_response_length, while others go on.
+    b = prompt_index * group_size + g has ended, by an end token or at max_response_length, while others go on. `at_once`
+    sequences are generated together.
     Returns (responses_B, logprobs_B): lists of token ids, the end token included, and the log-probabilities that they were
     sampled with (at this temperature, before top_p).
     """
@@ -329,7 +325,7 @@ def rollout_hf(
     logprobs = [[] for _ in responses]
     device = next(model.parameters()).device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
-    per_batch = max(1, batch_size // group_size)
+    per_batch = max(1, at_once // group_size)
     for first in range(0, len(prompts), per_batch):
         batch = prompts[first : first + per_batch]
         ids, attended, positions = left_padded(batch, device)  # each prompt is read once, not G times
@@ -618,23 +614,13 @@ def update_policy(model, optimizer, batch: dict, config: Config, device, referen
     return metrics
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------ data, and what is checked before the first step
 
 
 def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
-    """The rows of a parquet file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file; write it with prepare_data.py")
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: not a parquet file ({error}); write it with prepare_data.py") from error
-    kept = []
+    """The rows of a file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
+    rows, kept = reward_loop.read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
     for number, row in enumerate(rows):
-        if missing := {"data_source", "prompt", "reward_model", "extra_info"} - set(row):
-            raise ValueError(f"{path}: no column {min(missing)!r} (there are {', '.join(row)}); write it with prepare_data.py")
-        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
-            raise ValueError(f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth")
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # a template is a program that came with the model: it may raise anything
@@ -659,9 +645,6 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
             random.Random(f"{seed}/{epoch}").shuffle(shuffles[epoch])
         drawn.append(rows[shuffles[epoch][index]])
     return drawn
-
-
-# -------------------------------------------------------------------------------------------------- before the first step
 
 
 def reward_function(config: Config) -> str:
@@ -689,11 +672,9 @@ def check(config: Config) -> None:
     if config.genrm and config.router_address:
         raise ValueError("genrm and router_address: give one; the first starts a reward model, the second uses a running one")
     try:
-        kwargs = json.loads(config.reward_kwargs)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"reward_kwargs: {config.reward_kwargs!r} is not JSON ({error})") from error
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"reward_kwargs: {config.reward_kwargs!r} must be a JSON object")
+        kwargs = dict(json.loads(config.reward_kwargs).items())
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"reward_kwargs: {config.reward_kwargs!r} is not JSON, or not a JSON object ({error})") from error
     for name in ("model", "genrm"):
         value = getattr(config, name)
         if value is not None and not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
@@ -704,15 +685,7 @@ def check(config: Config) -> None:
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not importlib.util.find_spec(name):
             raise ValueError(f"{name}: the package is not installed; run: pip install {name}")
-    out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
-    if old and config.resume == "never":
-        raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(out_dir / trial, "")
-        (out_dir / trial).unlink()
-    except OSError as error:
-        raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give a folder that can") from error
+    check_folder(config)
 
 
 def estimate_memory(config: Config) -> dict[str, float]:
@@ -720,22 +693,20 @@ def estimate_memory(config: Config) -> dict[str, float]:
     shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
-    weights = 4e-9 * sum(p.numel() for p in model.parameters())
     text = shape.get_text_config()
     layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
-    inner, head_dim = getattr(text, "intermediate_size", 4 * hidden), getattr(text, "head_dim", None) or hidden // heads
+    kv_size = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or hidden // heads)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch, longest)
-    per_layer = 4e-9 * tokens * (10 * hidden + 4 * inner)  # what the backward pass needs of one decoder layer, in float32
-    kept = 4e-9 * tokens * hidden * layers + per_layer if config.gradient_checkpointing else per_layer * layers
-    logits = 4e-9 * min(LOGITS_AT_ONCE, tokens * text.vocab_size)
-    cache = 4e-9 * 2 * layers * (getattr(text, "num_key_value_heads", None) or heads) * head_dim * longest
-    estimate = {"weights": weights, "gradients": weights, "Adam": 2 * weights, "reference model": weights * (config.kl_coef > 0)}
-    estimate["update: activations of a micro-batch"] = kept + 6 * logits
+    layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))  # what its backward pass needs
+    kept = tokens * hidden * layers + layer if config.gradient_checkpointing else layer * layers
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    numbers = {"weights": weights, "gradients": weights, "Adam": 2 * weights, "reference model": weights * (config.kl_coef > 0)}
+    numbers["update: activations of a micro-batch"] = kept + 6 * min(LOGITS_AT_ONCE, tokens * text.vocab_size)
     if config.rollout == "hf":
         sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
-        estimate["rollout: key-value cache"] = cache * sequences
-    return estimate
+        numbers["rollout: key-value cache"] = 2 * layers * kv_size * longest * sequences
+    return {name: 4e-9 * count for name, count in numbers.items()}  # float32
 
 
 def report(config: Config, train_rows: int, device) -> None:
@@ -763,30 +734,6 @@ def choose_device(name: str) -> torch.device:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name) or name != "cpu" and not gpus:
         raise ValueError(f"device: {name!r} must be auto, cpu, cuda or cuda:N, and torch sees {gpus} GPUs")
     return torch.device(name)
-
-
-class Interrupts:
-    """Ctrl-C and SIGTERM: at once while nothing can be lost; during an update (`hold`) only when that and its log are done."""
-
-    def __init__(self):
-        self.hold = self.asked = False
-        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
-        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM) if here}
-
-    def handle(self, *_) -> None:
-        if self.asked or not self.hold:
-            raise KeyboardInterrupt
-        self.asked = True
-        print("finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint", flush=True)
-
-    def release(self) -> None:
-        self.hold = False
-        if self.asked:
-            raise KeyboardInterrupt
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python did not set
 
 
 # --------------------------------------------------------------------------------------------------------------- training
@@ -823,10 +770,7 @@ class Trainer:
         if self.longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
             text = f"{config.max_response_length} and the longest prompt are {self.longest} tokens, the model takes {limit}"
             raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
-        needed = 3 * estimate_memory(config)["weights"] * max(2, config.keep_checkpoints + 1 - len(done))  # one more than is kept
-        free = 1e-9 * shutil.disk_usage(config.out_dir).free
-        if free < needed:
-            raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need {needed:.1f}; make room")
+        check_room(config, checkpoint=3 * estimate_memory(config)["weights"])
 
     def load(self) -> None:
         config = self.config
@@ -854,7 +798,7 @@ class Trainer:
 
         Returns (responses, logprobs, results, times): lists of len(rows) * n, and seconds of rollout and of waiting after it.
         """
-        samples, futures = [None] * (len(rows) * n), [None] * (len(rows) * n)
+        samples, futures = ([None] * (len(rows) * n) for _ in range(2))
 
         def finished(b, response):
             text = self.tokenizer.decode(response, skip_special_tokens=True)
@@ -864,17 +808,16 @@ class Trainer:
 
         started, prompts = time.perf_counter(), [row["prompt_ids"] for row in rows]
         with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
-            options = dict(max_response_length=self.config.max_response_length, temperature=temperature, top_p=top_p)
-            options |= dict(on_finished=finished, progress=progress)
-            options |= dict(eos_ids=self.eos_ids)
+            options = dict(max_response_length=self.config.max_response_length, temperature=temperature, top_p=top_p,
+                           eos_ids=self.eos_ids, at_once=self.config.rollout_batch_size, on_finished=finished, progress=progress)
             if self.servers:
-                responses, logprobs = rollout_vllm(self.servers, prompts, n, **options, at_once=self.config.rollout_batch_size)
+                responses, logprobs = rollout_vllm(self.servers, prompts, n, **options)
             else:
                 generator = torch.Generator(self.device).manual_seed(seed)
-                options |= dict(generator=generator, batch_size=self.config.rollout_batch_size)
-                responses, logprobs = rollout_hf(self.model, prompts, n, **options)
+                responses, logprobs = rollout_hf(self.model, prompts, n, generator=generator, **options)
         rolled_out = time.perf_counter()
-        results = self.rewards.score_batch(samples) if futures[0] is None else [future.result() for future in futures]
+        standalone = self.config.reward_mode == "standalone"
+        results = [future.result() for future in futures] if standalone else self.rewards.score_batch(samples)
         results = [result | {"response": sample["response"]} for result, sample in zip(results, samples)]
         times = Counter({"time/rollout": rolled_out - started, "time/reward_wait": time.perf_counter() - rolled_out})
         return responses, logprobs, results, times
@@ -925,8 +868,7 @@ class Trainer:
                     batch["has_verdict"] += [not math.isnan(reward) for reward in rewards[group]]
             if len(batch["prompts"]) == config.train_batch_size * size:
                 break
-        metrics = {"step": step} | reward_metrics(all_results) | times
-        metrics |= {
+        metrics = {"step": step} | reward_metrics(all_results) | times | {
             "reward/groups_with_spread": 1 - drops.total() / groups,
             "response_length/mean": mean(lengths),
             "response_length/max": max(lengths),
@@ -950,7 +892,7 @@ class Trainer:
         if state["step"] >= config.total_steps:
             print(f"nothing to do: {self.source} is step {state['step']} of {config.total_steps}")
             return Path(self.source)
-        self.say_what_changed()
+        write_config(config, resumed=state["step"] > 0)
         with contextlib.ExitStack() as stack:
             self.load()
             self.servers, models, overlong = None, None, None
@@ -1025,17 +967,6 @@ class Trainer:
         values = "  ".join(f"{key} {metrics[key]:.3g}" for key in shown if key in metrics)
         print(f"step {step}/{config.total_steps}  {values}", flush=True)
         interrupts.release()
-
-    def say_what_changed(self) -> None:
-        """Writes config.json; of a run that goes on, says which settings are not what they were."""
-        path = Path(self.config.out_dir, "config.json")
-        if self.saved:
-            before = json.loads(path.read_text())
-            for name, value in json.loads(json.dumps(asdict(self.config))).items():
-                if value != before.get(name) and name != "resume":
-                    print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
-        replace_file(path, json.dumps(asdict(self.config), indent=2) + "\n")
-
 
 def train(config: Config) -> Path | None:
     """A whole run. Returns the folder of its last checkpoint, None for a dry run.

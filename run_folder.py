@@ -1,6 +1,7 @@
 """What a run leaves in its folder: checkpoints, metrics.jsonl, samples.jsonl, curves.png, TensorBoard, Weights & Biases.
 
-Used by grpo_trainer.py. A result is what reward_loop.py returns for a sample, plus `response` (its text).
+Used by grpo_trainer.py, whose configuration `config` is everywhere. A result is what reward_loop.py returns for a sample, plus
+`response` (its text).
 
 Left out: standard errors, histograms, logs of several runs in one place, checkpoints on object stores.
 """
@@ -10,11 +11,56 @@ import json
 import math
 import os
 import shutil
+import signal
+import threading
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
+
+# -------------------------------------------------------------------------------------------------- the folder and its config
+
+
+def check_folder(config) -> None:
+    """Makes the folder if need be. Raises ValueError where it cannot be written to, or holds a run that is not to go on."""
+    out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
+    if old and config.resume == "never":
+        raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(out_dir / trial, "")
+        (out_dir / trial).unlink()
+    except OSError as error:
+        raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give a folder that can") from error
+
+
+def check_room(config, checkpoint: float) -> None:
+    """Raises ValueError where the disk has no room for the checkpoints to come, of so many GB each."""
+    kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
+    needed = checkpoint * max(2, config.keep_checkpoints + 1 - kept)  # the newest is written before the oldest is deleted
+    free = 1e-9 * shutil.disk_usage(config.out_dir).free
+    if free < needed:
+        raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need {needed:.1f}; make room")
+
+
+def write_config(config, resumed: bool) -> None:
+    """Writes config.json; of a run that goes on, says which settings are not what they were."""
+    path = Path(config.out_dir, "config.json")
+    if resumed:
+        before = json.loads(path.read_text())
+        for name, value in json.loads(json.dumps(asdict(config))).items():
+            if value != before.get(name) and name != "resume":
+                print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
+    replace_file(path, json.dumps(asdict(config), indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that exists in its old or in its new form at any moment."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- checkpoints
@@ -23,7 +69,7 @@ import torch
 def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
 
-    It appears whole or not at all, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
+    It appears whole or not at all, also after a power cut, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
     """
     folder = Path(config.out_dir, "checkpoints")
     target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
@@ -32,6 +78,9 @@ def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         torch.save(state, temporary / "trainer_state.pt")
+        for path in filter(Path.is_file, temporary.rglob("*")):  # on the disk, not only on its way there, before older ones go
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
@@ -51,13 +100,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = [path for path in folder.glob("step_*") if (path / "trainer_state.pt").is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that exists in its old or in its new form at any moment."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 # ------------------------------------------------------------------------------------------------- means over scored samples
@@ -237,3 +279,30 @@ class Log:
             self.writer.close()
         if self.wandb:
             self.wandb.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------ being stopped
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: at once while nothing can be lost; during an update (`hold`) only when that and its log are done."""
+
+    def __init__(self):
+        self.hold = self.asked = False
+        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
+        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM) if here}
+
+    def handle(self, *_) -> None:
+        if self.asked or not self.hold:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint", flush=True)
+
+    def release(self) -> None:
+        self.hold = False
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python did not set

@@ -82,7 +82,7 @@ def load(job: dict):
 
 
 def updater(model, num_prompts: int, group: int = GROUP):
-    """update(prompts, responses, logprobs, rewards) as train() sets it up and run_steps calls it. Returns the metrics."""
+    """Returns update(prompts, responses, logprobs, rewards) -> metrics, one step's update with the Trainer's optimizer."""
     config = ours.Config(model="", train_file="", out_dir="", group_size=group, mini_batch_size=num_prompts)
     optimizer = ours.make_optimizer(model, config)
 

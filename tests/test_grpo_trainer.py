@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaFor
 
 import genrm_server
 import grpo_trainer
+import run_folder
 import toy_world
 from grpo_trainer import compute_advantages, compute_policy_loss
 
@@ -209,7 +210,7 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             torch.nn.init.normal_(weight, std=0.2)
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
     for temperature in (1.0, 1.3):
-        responses, sampled = rollout(model, prompts, group_size=3, temperature=temperature, batch_size=6)
+        responses, sampled = rollout(model, prompts, group_size=3, temperature=temperature, at_once=6)
         sequences = [prompts[b // 3] + response for b, response in enumerate(responses)]
         with torch.no_grad():
             logprobs, entropy = grpo_trainer.logprobs_and_entropy(
@@ -917,7 +918,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON"),
-        (dict(reward_kwargs="[1]"), "must be a JSON object"),
+        (dict(reward_kwargs="[1]"), "or not a JSON object"),
         (dict(model="nowhere"), "model: 'nowhere' is neither a folder nor a hub name"),
         (dict(genrm="x", router_address="y:1"), "genrm and router_address: give one"),
         (dict(max_prompt_length=1), "no row is left"),
@@ -927,7 +928,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
         (dict(device="gpu"), "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
         (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
-        (dict(train_file=__file__), "not a parquet file"),
+        (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "reward function 'nowhere.py:x': loading the file failed"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
         (dict(genrm="nowhere"), "genrm: 'nowhere' is neither a folder nor a hub name"),
@@ -939,7 +940,7 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, chan
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(grpo_trainer.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
     with pytest.raises(ValueError, match=r"out_dir: 0.0 GB are free in .*run, checkpoints need 0.[0-9]; make room"):
         prepared(tmp_path, model, tokenizer)
 
@@ -960,7 +961,7 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
     tokenizer.save_pretrained(tmp_path / "model")
     pq.write_table(pa.table({"data_source": ["x"], "prompt": [[{"role": "user", "content": "x"}]]}), tmp_path / "train.parquet")
     (tmp_path / "reward.py").write_text(REWARD)
-    with pytest.raises(ValueError, match="no column 'extra_info'"):
+    with pytest.raises(ValueError, match="row 0: no 'reward_model'"):
         grpo_trainer.train(run_config(tmp_path, "run"))
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template"):

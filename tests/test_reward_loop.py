@@ -670,7 +670,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
-        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0 has no 'response'"),
+        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no 'response'"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
