@@ -310,7 +310,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def rollout_hf(model, prompts, group_size, *, max_response_length, temperature, top_p=1.0, eos_ids, generator, at_once=512,
                on_finished=None, progress=None):  # fmt: skip
     """Samples `group_size` responses to each prompt with the model in this process.
