@@ -586,7 +586,7 @@ def update_policy(model, optimizer, batch: dict, config: Config, device, referen
             for part, logprobs, _, _ in forward(which, batch, indices, config, device):
                 known.update({i: logprobs[k, : len(batch["responses"][i])] for k, i in enumerate(part)})
         if not matter:  # nothing to learn, still something to watch
-            some = [i for i in range(total) if batch["has_verdict"][i]][:8]
+            some = sorted(range(total), key=lambda i: not batch["has_verdict"][i])[:8]
             for part, logprobs, entropy, mask in forward(model, batch, some, config, device):
                 rollout_logprobs = padded([batch["rollout_logprobs"][i] for i in part], device)
                 sums.update(agreement(logprobs, rollout_logprobs, entropy, mask))
@@ -606,9 +606,8 @@ def update_policy(model, optimizer, batch: dict, config: Config, device, referen
             )
         optimizer.step()
         norms.append(norm)
-    metrics, tokens = {"actor/updates": len(norms)}, sums.pop("tokens", 0)
-    if tokens:
-        metrics |= {"rollout/logprob_diff": sums.pop("diff") / tokens, "actor/entropy": sums.pop("entropy") / tokens}
+    tokens, diff, entropy = (sums.pop(key) for key in ("tokens", "diff", "entropy"))
+    metrics = {"actor/updates": len(norms), "rollout/logprob_diff": diff / tokens, "actor/entropy": entropy / tokens}
     if norms:
         metrics |= {key: value / math.ceil(total / rows) for key, value in sums.items()} | {"actor/grad_norm": mean(norms)}
     return metrics
@@ -866,8 +865,12 @@ class Trainer:
                     batch["rollout_logprobs"] += logprobs[group]
                     batch["advantages"] += advantages[group]
                     batch["has_verdict"] += [not math.isnan(reward) for reward in rewards[group]]
-            if len(batch["prompts"]) == config.train_batch_size * size:
+            kept = len(batch["prompts"]) // size
+            if kept == config.train_batch_size:
                 break
+        if not kept:  # every group was dropped: the last one stays to be looked at
+            batch = {"prompts": [row["prompt_ids"]] * size, "responses": responses[group], "rollout_logprobs": logprobs[group],
+                     "advantages": [0.0] * size, "has_verdict": [False] * size}  # fmt: skip
         metrics = {"step": step} | reward_metrics(all_results) | times | {
             "reward/groups_with_spread": 1 - drops.total() / groups,
             "response_length/mean": mean(lengths),
@@ -876,9 +879,8 @@ class Trainer:
             "perf/tokens": sum(lengths),
         }
         if config.dynamic_sampling:
-            metrics |= {"dynamic/prompts": groups, "dynamic/refills": refill, "dynamic/kept": len(batch["prompts"]) // size}
-            reasons = ("all_right", "all_wrong", "equal_rewards", "no_verdict")
-            metrics |= {f"dynamic/dropped_{reason}": drops[reason] for reason in reasons}
+            metrics |= {"dynamic/prompts": groups, "dynamic/refills": refill, "dynamic/kept": kept}
+            metrics |= {f"dynamic/dropped_{why}": drops[why] for why in ("all_right", "all_wrong", "equal_rewards", "no_verdict")}
         return batch, metrics, drawn
 
     def save(self) -> None:
@@ -895,18 +897,17 @@ class Trainer:
         write_config(config, resumed=state["step"] > 0)
         with contextlib.ExitStack() as stack:
             self.load()
-            self.servers, models, overlong = None, None, None
+            self.servers, models = None, None
             if config.genrm:
                 sleeps = config.reward_mode == "colocate" and self.device.type == "cuda"  # the GPU is the trainer's meanwhile
                 judge = genrm_server.Config(config.genrm, config.genrm_servers, port=0, cpus=config.genrm_cpus, sleep_mode=sleeps)
                 models = genrm_server.RewardModelManager({"genrm": judge})
                 stack.callback(models.shutdown)
-            if config.overlong_buffer:
-                overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+            overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
             self.rewards = reward_loop.RewardLoopManager(
-                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), reward_models=models,
-                router_addresses={"genrm": config.router_address} if config.router_address else None,
-                num_workers=config.num_reward_workers, timeout=config.reward_timeout, overlong=overlong,
+                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), num_workers=config.num_reward_workers,
+                reward_models=models, router_addresses={"genrm": config.router_address} if config.router_address else None,
+                timeout=config.reward_timeout, overlong=overlong if config.overlong_buffer else None,
             )  # fmt: skip
             stack.callback(self.rewards.shutdown)
             if config.rollout == "vllm":
@@ -942,7 +943,7 @@ class Trainer:
         rewarded = time.perf_counter()
         metrics |= update_policy(self.model, self.optimizer, batch, config, self.device, self.reference)
         updated = time.perf_counter()
-        if metrics.get("rollout/logprob_diff", 0.0) > config.max_logprob_diff:
+        if metrics["rollout/logprob_diff"] > config.max_logprob_diff:
             raise RuntimeError(
                 f"step {step}: rollout/logprob_diff {metrics['rollout/logprob_diff']:.3f} is over max_logprob_diff "
                 f"{config.max_logprob_diff}: the sampler does not use the trainer's weights, or not their precision"

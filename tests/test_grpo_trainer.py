@@ -737,6 +737,7 @@ def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(worksh
     grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
     metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
     assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/dropped_all_right"] == 12
+    assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
 
 
 @pytest.mark.slow
