@@ -905,9 +905,9 @@ class Trainer:
                 stack.callback(models.shutdown)
             overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
             self.rewards = reward_loop.RewardLoopManager(
-                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), num_workers=config.num_reward_workers,
+                reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), timeout=config.reward_timeout,
                 reward_models=models, router_addresses={"genrm": config.router_address} if config.router_address else None,
-                timeout=config.reward_timeout, overlong=overlong if config.overlong_buffer else None,
+                num_workers=config.num_reward_workers, overlong=overlong if config.overlong_buffer else None,
             )  # fmt: skip
             stack.callback(self.rewards.shutdown)
             if config.rollout == "vllm":
