@@ -69,7 +69,8 @@ def replace_file(path: Path, text: str) -> None:
 def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
 
-    It appears whole or not at all, also after a power cut, and older ones are deleted only then. Raises RuntimeError when it cannot be written.
+    It appears whole or not at all, also after a power cut, and older ones are deleted only then. Raises RuntimeError when it
+    cannot be written.
     """
     folder = Path(config.out_dir, "checkpoints")
     target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
