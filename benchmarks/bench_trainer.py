@@ -98,7 +98,7 @@ def updater(model, num_prompts: int, group: int = GROUP):
 
 def run_ours(job: dict) -> list[dict]:
     model, tokenizer, messages = load(job)
-    update = updater(model, len(messages))
+    update = updater(model.eval(), len(messages))
     prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
     texts, steps = [""] * (len(prompts) * GROUP), []
 
@@ -107,9 +107,10 @@ def run_ours(job: dict) -> list[dict]:
 
     for step in range(1 + job["steps"]):
         begun, cpu_begun = time.perf_counter(), time.process_time()
-        responses, logprobs = ours.rollout_hf(model.eval(), prompts, GROUP, max_response_length=job["length"], temperature=1.0,
-                                              eos_ids={NEVER}, generator=torch.Generator().manual_seed(step),
-                                              on_finished=finished)
+        with torch.inference_mode():  # as the Trainer does
+            responses, logprobs = ours.rollout_hf(model, prompts, GROUP, max_response_length=job["length"], temperature=1.0,
+                                                  eos_ids={NEVER}, generator=torch.Generator().manual_seed(step),
+                                                  on_finished=finished)
         generated = time.perf_counter()
         rewards = [score(text) for text in texts]
         scored = time.perf_counter()

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import genrm_server
 import grpo_trainer
@@ -220,6 +220,20 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             assert torch.allclose(row[: len(values)], torch.tensor(values), atol=1e-5)
             assert row[len(values) :].abs().sum() == 0
         assert 0 < entropy.max() < math.log(model.config.vocab_size)
+
+
+def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
+    """Here tables of rotary positions that are made anew when a text gets longer than any before."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling))
+    before = model.model.rotary_emb.inv_freq.clone()
+    with torch.inference_mode():
+        responses, _ = rollout(model.eval(), [[5, 6, 7]], length=12)
+    assert not torch.equal(model.model.rotary_emb.inv_freq, before)
+    sequences = [[5, 6, 7] + response for response in responses]
+    logprobs, _ = grpo_trainer.logprobs_and_entropy(model, sequences, [len(r) for r in responses], 1.0, CPU)
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_each_sample_is_reported_once_the_moment_it_ends(model):
