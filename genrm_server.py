@@ -473,6 +473,9 @@ def local_servers(config: Config) -> list[VllmServer]:
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
 
 
+RESET_PREFIX_CACHE = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every vLLM
+
+
 class PolicyServers:
     """A policy in training on vLLM servers: they start with its weights and get the new ones at every `sync`.
 
@@ -525,14 +528,14 @@ class PolicyServers:
 
     def is_current(self, slot: Slot) -> bool:
         """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
-        if self.transfer == "file":
-            self.load(slot.url)
-        return self.transfer == "file" or not self.members or slot.server.child.pid in self.members
+        if self.transfer == "nccl":
+            return not self.members or slot.server.child.pid in self.members
+        self.load(slot.url)
+        return True
 
     def load(self, url: str | None = None) -> None:
         """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
-        reset = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every version of vLLM
-        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (reset, {})):
+        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE, {})):
             if url:
                 status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
             else:
@@ -572,7 +575,7 @@ class PolicyServers:
         with self.servers.lock, ThreadPoolExecutor(64) as pool:
             slots, size, device = healthy(), self.servers.config.tensor_parallel_size, next(model.parameters()).device
 
-            def ask(path, body):  # all servers at once: some calls answer only when this process has done its part
+            def ask(path, body=lambda number: {}):  # all at once: some calls answer only when this process has done its part
                 return [pool.submit(http, "POST", slot.url + path, body(number), self.servers.config.api_key, 600)
                         for number, slot in enumerate(slots)]
 
@@ -596,15 +599,15 @@ class PolicyServers:
             weights = {name: weight.detach() for name, weight in model.state_dict().items()}  # parameters() has no tied head
             info = {"names": list(weights), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(weights)}
             info["shapes"] = [list(weight.shape) for weight in weights.values()]
-            wait(ask("/start_weight_update", lambda number: {}))
+            wait(ask("/start_weight_update"))
             received = ask("/update_weights", lambda number: {"update_info": info})
             for weight in weights.values():
                 self.group.broadcast(weight.to(self.dtype).contiguous(), src=0)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             wait(received)
-            wait(ask("/finish_weight_update", lambda number: {}))
-            wait(ask("/reset_prefix_cache?reset_running_requests=true", lambda number: {}))
+            wait(ask("/finish_weight_update"))
+            wait(ask(RESET_PREFIX_CACHE))
 
     def shutdown(self) -> None:
         """Ends the servers and removes the folder."""

@@ -397,9 +397,8 @@ def rollout_vllm(servers, prompts, group_size, *, max_response_length, temperatu
     survive: unlike rollout_hf, the same call twice gives different samples. Raises RuntimeError where a request fails.
     """
     address, key = servers.servers.router_address, servers.servers.config.api_key
-    # The trainer's end tokens, and no others.
     body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0, return_token_ids=True)
-    body |= dict(stop_token_ids=sorted(eos_ids), ignore_eos=True)
+    body |= dict(stop_token_ids=sorted(eos_ids), ignore_eos=True)  # the trainer's end tokens, and no others
     responses, logprobs = ([None] * (len(prompts) * group_size) for _ in range(2))
 
     async def sample(session, b):
@@ -523,9 +522,8 @@ def forward(model, batch, indices, config: Config, device):
         counts = [len(batch["responses"][i]) for i in part]
         sequences = [batch["prompts"][i] + batch["responses"][i] for i in part]
         with precision(device):
-            logprobs, entropy = logprobs_and_entropy(
-                model, sequences, counts, config.temperature, device, entropy_gradient=config.entropy_coef != 0
-            )
+            options = dict(entropy_gradient=config.entropy_coef != 0)
+            logprobs, entropy = logprobs_and_entropy(model, sequences, counts, config.temperature, device, **options)
         yield part, logprobs, entropy, mask_of(counts, device)
 
 
@@ -563,8 +561,8 @@ def agreement(logprobs, rollout_logprobs, entropy, mask) -> dict:
 
 
 def make_optimizer(model, config: Config):
-    betas, decay = config.adam_betas, config.weight_decay
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=decay, fused=True)
+    options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
 def update_policy(model, optimizer, batch: dict, config: Config, device, reference_model=None) -> dict:
@@ -583,7 +581,7 @@ def update_policy(model, optimizer, batch: dict, config: Config, device, referen
         for known, which, indices in ((old, model, later), (reference, reference_model, matter if reference_model else [])):
             for part, logprobs, _, _ in forward(which, batch, indices, config, device):
                 known.update({i: logprobs[k, : len(batch["responses"][i])] for k, i in enumerate(part)})
-        if not matter:  # nothing to learn, still something to watch
+        if not matter:  # nothing to learn, still something to watch: samples with a verdict first
             some = sorted(range(total), key=lambda i: not batch["has_verdict"][i])[:8]
             for part, logprobs, entropy, mask in forward(model, batch, some, config, device):
                 rollout_logprobs = padded([batch["rollout_logprobs"][i] for i in part], device)
@@ -897,17 +895,18 @@ class Trainer:
         write_config(config, resumed=state["step"] > 0)
         with contextlib.ExitStack() as stack:
             self.load()
-            self.servers, models = None, None
+            self.servers, models, overlong = None, None, None
             if config.genrm:
                 sleeps = config.reward_mode == "colocate" and self.device.type == "cuda"  # the GPU is the trainer's meanwhile
                 judge = genrm_server.Config(config.genrm, config.genrm_servers, port=0, cpus=config.genrm_cpus, sleep_mode=sleeps)
                 models = genrm_server.RewardModelManager({"genrm": judge})
                 stack.callback(models.shutdown)
-            overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+            if config.overlong_buffer:
+                overlong = reward_loop.Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
             self.rewards = reward_loop.RewardLoopManager(
                 reward_fn=reward_function(config), reward_kwargs=json.loads(config.reward_kwargs), timeout=config.reward_timeout,
                 reward_models=models, router_addresses={"genrm": config.router_address} if config.router_address else None,
-                num_workers=config.num_reward_workers, overlong=overlong if config.overlong_buffer else None,
+                num_workers=config.num_reward_workers, overlong=overlong,
             )  # fmt: skip
             stack.callback(self.rewards.shutdown)
             if config.rollout == "vllm":
@@ -968,6 +967,7 @@ class Trainer:
         values = "  ".join(f"{key} {metrics[key]:.3g}" for key in shown if key in metrics)
         print(f"step {step}/{config.total_steps}  {values}", flush=True)
         interrupts.release()
+
 
 def train(config: Config) -> Path | None:
     """A whole run. Returns the folder of its last checkpoint, None for a dry run.

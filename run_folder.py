@@ -3,6 +3,8 @@
 Used by grpo_trainer.py, whose configuration `config` is everywhere. A result is what reward_loop.py returns for a sample, plus
 `response` (its text).
 
+Also what goes with it: is the folder fit for a run, and Ctrl-C, which must not cut a step in half.
+
 Left out: standard errors, histograms, logs of several runs in one place, checkpoints on object stores.
 """
 

@@ -666,12 +666,16 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     good = write_responses(tmp_path / "good.jsonl", 2)
     (tmp_path / "no_response.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}}\n')
     (tmp_path / "broken.jsonl").write_text("{}\n{\n")
+    (tmp_path / "no_truth.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": null}, "response": "r"}\n')
+    (tmp_path / "no_text.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}, "response": 5}\n')
     (tmp_path / "fake.parquet").write_text("PAR?")
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
         (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no 'response'"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
+        (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}; it must be a dict"),
+        (dict(data=tmp_path / "no_text.jsonl", out=out), "row 0: response is 5; it must be a string"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
