@@ -21,22 +21,18 @@ Left out: Windows and macOS, one server over several nodes, scaling the number o
 
 import atexit
 import contextlib
-import copy
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -471,149 +467,6 @@ def local_servers(config: Config) -> list[VllmServer]:
         raise ValueError(f"--num-servers {count} --tensor-parallel-size {size}: needs {size * count} GPUs, there are {len(gpus)}"
                          "; lower one of them or name more in --gpus")
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
-
-
-RESET_PREFIX_CACHE = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every vLLM
-
-
-class PolicyServers:
-    """A policy in training on vLLM servers: they start with its weights and get the new ones at every `sync`.
-
-    The servers read a folder in shared memory (where that has room, else on disk), when they start and at every sync. One
-    that dies is restarted and comes back with the newest weights; meanwhile the others do its work.
-    config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the server when one
-    refuses the weights. On GPU the weights are served in bf16, else in float32.
-
-    transfer="nccl" sends later weights from GPU to GPU instead (vLLM's weight transfer; the trainer's GPU must be none of the
-    servers'). The folder then keeps the first weights: a server that was restarted waits outside the router for the next sync.
-    """
-
-    def __init__(self, model, tokenizer, config: Config, transfer: str = "file"):
-        import torch
-        self.transfer, self.members, self.group = transfer, [], None
-        device = next(model.parameters()).device.type
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        size = 2 * self.dtype.itemsize * sum(tensor.numel() for tensor in model.state_dict().values())  # old and new weights
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        self.folder, self.servers = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None)), None
-        # Removes the folder when the pipe to this program closes: in shutdown(), or when the program ends, however it ends.
-        self.remover = subprocess.Popen(["sh", "-c", 'read _; rm -rf "$0"', self.folder], stdin=subprocess.PIPE,
-                                        start_new_session=True)
-        try:
-            served = copy.deepcopy(model.config)
-            served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
-            served.architectures = [type(model).__name__]
-            served.save_pretrained(self.folder)
-            tokenizer.save_pretrained(self.folder)
-            self.write(model).replace(self.folder / "model.safetensors")
-            # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
-            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-            if transfer == "nccl":
-                vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
-            vllm_args += config.vllm_args
-            self.servers = ModelServers(replace(config, model=str(self.folder), device=device, port=0, control=True,
-                                                dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args), "policy")
-            self.servers.before_joining = self.is_current
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def write(self, model) -> Path:
-        """All weights in one file beside the served one; a tied head as a tensor of its own."""
-        from safetensors.torch import save_file
-        path = self.folder / "model.new"  # not *.safetensors: a starting server would read it
-        weights = {name: tensor.detach().to(self.dtype).to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-        save_file(weights, path, metadata={"format": "pt"})
-        return path
-
-    def is_current(self, slot: Slot) -> bool:
-        """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
-        if self.transfer == "nccl":
-            return not self.members or slot.server.child.pid in self.members
-        self.load(slot.url)
-        return True
-
-    def load(self, url: str | None = None) -> None:
-        """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
-        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE, {})):
-            if url:
-                status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
-            else:
-                status, text = self.servers.call_router("POST", path, body, timeout=600)
-            answers = json.loads(text)["servers"] if status and not url else {url or "router": {"status": status, "body": text}}
-            for server, answer in answers.items():
-                if answer["status"] != 200:
-                    raise RuntimeError(f"policy server {server}: POST {path} failed ({answer['status']}): {answer['body'][:300]}")
-
-    def sync(self, model) -> None:
-        """The model's weights to all servers. Nothing may be generating."""
-        if self.transfer == "nccl":
-            return self.broadcast(model)
-        new = self.write(model)
-        with self.servers.lock:  # no server can join between the new file and the reload
-            new.replace(self.folder / "model.safetensors")
-            for slot in self.servers.slots:  # one that has just died is to be restarted, not asked
-                self.servers.look_at(slot)
-            self.load()
-
-    def broadcast(self, model) -> None:
-        """`sync` by NCCL: this process is rank 0 and sends; each server's `tensor_parallel_size` processes have the next ranks.
-
-        NCCL knows no time limit: a server that dies in the middle of this, which takes a second or two, leaves the run hanging.
-        """
-        import torch
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-
-        def healthy():
-            return [slot for slot in self.servers.slots if slot.url and http("GET", slot.url + "/health")[0] == 200]
-
-        while not healthy():  # all are being restarted
-            if self.servers.given_up():
-                raise RuntimeError("policy servers: every one was given up")
-            time.sleep(1)
-        with self.servers.lock, ThreadPoolExecutor(64) as pool:
-            slots, size, device = healthy(), self.servers.config.tensor_parallel_size, next(model.parameters()).device
-
-            def ask(path, body=lambda number: {}):  # all at once: some calls answer only when this process has done its part
-                return [pool.submit(http, "POST", slot.url + path, body(number), self.servers.config.api_key, 600)
-                        for number, slot in enumerate(slots)]
-
-            def wait(answers):
-                for slot, (status, text) in zip(slots, [answer.result() for answer in answers]):
-                    if status != 200:
-                        raise RuntimeError(f"policy server {slot.url}: new weights failed ({status}): {text[:300]}")
-
-            members = [slot.server.child.pid for slot in slots]
-            if members != self.members:  # a group cannot take back a server that was restarted: make a new one
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    port = free.getsockname()[1]
-                info = dict(master_address="127.0.0.1", master_port=port, world_size=1 + size * len(slots))
-                joined = ask("/init_weight_transfer_engine", lambda n: {"init_info": info | {"rank_offset": 1 + size * n}})
-                store = StatelessProcessGroup.create("127.0.0.1", port, 0, info["world_size"])
-                self.group, self.members = PyNcclCommunicator(store, device=device), members
-                wait(joined)
-                if self.group.disabled:  # without libnccl it would send nothing and say nothing
-                    raise RuntimeError("NCCL: not available in this process; take the transfer by file")
-            weights = {name: weight.detach() for name, weight in model.state_dict().items()}  # parameters() has no tied head
-            info = {"names": list(weights), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(weights)}
-            info["shapes"] = [list(weight.shape) for weight in weights.values()]
-            wait(ask("/start_weight_update"))
-            received = ask("/update_weights", lambda number: {"update_info": info})
-            for weight in weights.values():
-                self.group.broadcast(weight.to(self.dtype).contiguous(), src=0)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            wait(received)
-            wait(ask("/finish_weight_update"))
-            wait(ask(RESET_PREFIX_CACHE))
-
-    def shutdown(self) -> None:
-        """Ends the servers and removes the folder."""
-        if self.servers:
-            self.servers.shutdown()
-        self.remover.communicate()
 
 
 class RewardModelManager:

@@ -1,7 +1,7 @@
 """What a run leaves in its folder: checkpoints, metrics.jsonl, samples.jsonl, curves.png, TensorBoard, Weights & Biases.
 
-Used by grpo_trainer.py, whose configuration `config` is everywhere. A result is what reward_loop.py returns for a sample, plus
-`response` (its text).
+Used by grpo_trainer.py, whose configuration `config` is everywhere. Samples are policy.Sample; the `result` of one is what
+reward_loop.py returns.
 
 Also what goes with it: is the folder fit for a run, and Ctrl-C, which must not cut a step in half.
 
@@ -18,8 +18,6 @@ import threading
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
 
 
 # -------------------------------------------------------------------------------------------------- the folder and its config
@@ -68,8 +66,8 @@ def replace_file(path: Path, text: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
-    """Writes checkpoints/step_N, an ordinary Hugging Face folder plus trainer_state.pt (`state`, with `step` in it).
+def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
+    """Writes checkpoints/step_N: an ordinary Hugging Face folder, the optimizer, trainer_state.json (`state`, with `step` in it).
 
     It appears whole or not at all, also after a power cut, and older ones are deleted only then. Raises RuntimeError when it
     cannot be written.
@@ -78,9 +76,9 @@ def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
     target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary)
+        policy.save(temporary)
         tokenizer.save_pretrained(temporary)
-        torch.save(state, temporary / "trainer_state.pt")
+        (temporary / "trainer_state.json").write_text(json.dumps(state))
         for path in filter(Path.is_file, temporary.rglob("*")):  # on the disk, not only on its way there, before older ones go
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -101,7 +99,7 @@ def save_checkpoint(model, tokenizer, state: dict, config) -> Path:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step_*") if (path / "trainer_state.pt").is_file()]
+    found = [path for path in folder.glob("step_*") if (path / "trainer_state.json").is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -131,9 +129,9 @@ def averages(results: list[dict]) -> dict[str, float | None]:
     return means
 
 
-def reward_metrics(results: list[dict]) -> dict:
+def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
-    rewards = [result["reward_score"] for result in results]
+    rewards, results = [sample.reward for sample in samples], [sample.result for sample in samples]
     statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
     asked = [status for status in statuses if status not in (None, "skipped")]
     metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
@@ -149,16 +147,16 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def validation_metrics(rows: list[dict], results: list[dict], n: int, suffix: str = "") -> dict:
-    """Metrics by data source of n results per row: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each
+def validation_metrics(samples: list, n: int, suffix: str = "") -> dict:
+    """Metrics by data source of n samples per row: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each
     other number that the reward function returns. `suffix` replaces "mean@n" where it is given."""
     metrics, label = {}, suffix or f"mean@{n}"
-    for source in dict.fromkeys(row["data_source"] for row in rows):
-        groups = [results[i * n : (i + 1) * n] for i, row in enumerate(rows) if row["data_source"] == source]
-        scored = [result for group in groups for result in group]
-        means = averages(scored)
+    for source in dict.fromkeys(sample.row["data_source"] for sample in samples):
+        results = [sample.result for sample in samples if sample.row["data_source"] == source]
+        groups = [results[start : start + n] for start in range(0, len(results), n)]
+        means = averages(results)
         metrics[f"val/{source}/{label}"] = accuracy = means.pop("acc", None)
-        metrics[f"val/{source}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in scored)
+        metrics[f"val/{source}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in results)
         metrics |= {f"val/{source}/{key}/{label}": value for key, value in means.items()}
         if n == 1 or accuracy is None:
             continue
@@ -205,10 +203,15 @@ class Log:
             self.wandb = wandb.init(project="fapo", config=asdict(config), **run)
 
     def metrics(self, values: dict) -> None:
+        """Writes a step's line. What comes later for the same step, such as its evaluation, is added to that line."""
         rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
-        self.history.append(rounded)
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(rounded) + "\n")
+        if self.history and self.history[-1]["step"] == rounded["step"]:
+            self.history[-1] |= rounded
+            replace_file(self.folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.history))
+        else:
+            self.history.append(rounded)
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(rounded) + "\n")
         if self.writer:
             for key, value in rounded.items():
                 self.writer.add_scalar(key, value, rounded["step"])
@@ -216,19 +219,21 @@ class Log:
         if self.wandb:
             self.wandb.log(rounded, step=rounded["step"])
 
-    def samples(self, step: int, split: str, rows: list[dict], results: list[dict]) -> None:
+    def samples(self, step: int, split: str, samples: list) -> None:
         """A step's first samples of each data source to samples.jsonl; an evaluation's also as a table, for the eye."""
         table, written = [], Counter()
         with open(self.folder / "samples.jsonl", "a") as file:
-            for row, result in zip(rows, results):
+            for sample in samples:
+                row = sample.row
                 written[row["data_source"]] += 1
                 if written[row["data_source"]] > self.limit:
                     continue
                 prompt = row["prompt"][-1]["content"]
                 truth = row["reward_model"]["ground_truth"]
                 line = {"step": step, "split": split, "data_source": row["data_source"], "prompt": prompt, "ground_truth": truth}
-                file.write(json.dumps(line | result, ensure_ascii=False, default=str) + "\n")
-                table.append([step, prompt, result["response"], str(truth), str(result["reward_score"])])
+                line |= sample.result | {"response": sample.text}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                table.append([step, prompt, sample.text, str(truth), str(sample.reward)])
         if split != "val":
             return
         for _, prompt, response, truth, reward in table[:3]:
@@ -301,8 +306,14 @@ class Interrupts:
         self.asked = True
         print("finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint", flush=True)
 
-    def release(self) -> None:
-        self.hold = False
+    @contextlib.contextmanager
+    def held(self):
+        """Inside, the first Ctrl-C waits for the end."""
+        self.hold = True
+        try:
+            yield
+        finally:
+            self.hold = False
         if self.asked:
             raise KeyboardInterrupt
 

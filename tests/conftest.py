@@ -1,11 +1,26 @@
-"""Quick tests first, so that a mistake shows at once; the tests of one file stay together."""
+"""Quick tests first, so that a mistake shows at once; the tests of one file stay together. And a tiny model for many of them."""
 
 import os
+import random
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are fastest on one thread, and leave the other cores alone
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["RAY_ADDRESS"] = "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
 
+import toy_world  # noqa: E402  (after the environment is set)
+
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer):
+    return toy_world.new_model(len(tokenizer), seed=0).eval()

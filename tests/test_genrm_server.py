@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import genrm_server
-from genrm_server import Config, ModelServers, PolicyServers, RewardModelManager, http, share
+from genrm_server import Config, ModelServers, RewardModelManager, http, share
+from rollout import PolicyServers
+from tiny import policy_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -239,18 +241,18 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         assert servers.router_address == address and ask(f"http://{address}")
 
 
-def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, monkeypatch):
+def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer, monkeypatch):
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
     import toy_world
 
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
     shape = toy_world.new_model(len(tokenizer), seed=0).config
     shape.tie_word_embeddings = True
-    model = LlamaForCausalLM(shape)
-    servers = PolicyServers(model, tokenizer, settings(stand_in, num_servers=2, seed=5))
+    policy = policy_of(LlamaForCausalLM(shape))
+    model = policy.model
+    servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, seed=5))
     try:
         for number, url in enumerate(servers.servers.server_urls):
             told = ask(url)
@@ -258,7 +260,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             assert not any(call.startswith("/collective_rpc") for call in told["calls"])
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
-        servers.sync(model)
+        servers.sync(policy)
         served = load_file(servers.folder / "model.safetensors")
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
         assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
@@ -271,7 +273,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         assert "/collective_rpc" in ask(servers.servers.server_urls[0])["calls"]  # before it joined: weights may have changed
         monkeypatch.setattr(servers.servers, "call_router", lambda *_, **__: (0, "refused"))
         with pytest.raises(RuntimeError, match="policy server router: POST /collective_rpc failed .0.: refused"):
-            servers.sync(model)
+            servers.sync(policy)
     finally:
         monkeypatch.undo()
         servers.shutdown()

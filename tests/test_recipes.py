@@ -79,6 +79,6 @@ def test_the_papers_settings_are_the_trainers_defaults():
 def test_the_readmes_equations_are_the_code_line_for_line():
     section = (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
     lines = [line.strip() for block in re.findall(r"```python\n(.*?)```", section, re.S) for line in block.splitlines()]
-    source = [line.strip().split("  #")[0] for line in (ROOT / "grpo_trainer.py").read_text().splitlines()]
+    source = [line.strip().split("  #")[0] for line in (ROOT / "algorithm.py").read_text().splitlines()]
     positions = [source.index(line) for line in lines]
     assert len(lines) >= 10 and positions == sorted(positions)

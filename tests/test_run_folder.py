@@ -1,13 +1,13 @@
 """What a run leaves: means worked out by hand, checkpoints that are whole or absent, logs that survive a torn line."""
 
 import json
-import random
 from types import SimpleNamespace
 
 import pytest
 
 import run_folder
-import toy_world
+from policy import Sample
+from tiny import policy_of
 
 
 def test_pass_at_k_by_hand():
@@ -16,15 +16,18 @@ def test_pass_at_k_by_hand():
     )
 
 
-def result(score, **info):
-    return {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
+def scored(score, row=None, text="", **info):
+    result = {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
+    return Sample(row, [], text=text, result=result)
 
 
 def test_validation_metrics_by_hand():
-    rows = [{"data_source": name} for name in ("a", "b", "a")]
     answers = {"a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)], "b": [("1", 0)] * 4, "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)]}
-    results = [result(float(acc), pred=pred, acc=bool(acc)) for key in "abc" for pred, acc in answers[key]]
-    metrics = run_folder.validation_metrics(rows, results, 4)
+    sources = {"a": "a", "b": "b", "c": "a"}  # the third row is of the first source again
+    samples = [
+        scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc)) for key in "abc" for pred, acc in answers[key]
+    ]
+    metrics = run_folder.validation_metrics(samples, 4)
     expected = {
         "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
@@ -32,16 +35,16 @@ def test_validation_metrics_by_hand():
     }  # fmt: skip
     assert {k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")} == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    plain = run_folder.validation_metrics(rows[:1], [result(0.5)] * 4, 4)  # a function that does not say `acc`
+    plain = run_folder.validation_metrics([scored(0.5, {"data_source": "a"})] * 4, 4)  # a function that does not say `acc`
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
 def test_reward_metrics_by_hand():
     metrics = run_folder.reward_metrics([
-        result(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
-        result(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
-        result(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
-        result(None, acc=True, flawed_positive=None, genrm_status="timeout"),
+        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
+        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
+        scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
+        scored(None, acc=True, flawed_positive=None, genrm_status="timeout"),
     ])  # fmt: skip
     assert metrics == {
         "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
@@ -70,10 +73,10 @@ def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, 
     log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
     rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}"}]} for name in ("a", "a", "b")]
-    results = [result(1.0, acc=True) | {"response": f"line one\nanswer {i}"} for i in range(3)]
-    log.samples(4, "train", rows, results)
+    samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
+    log.samples(4, "train", samples)
     assert capsys.readouterr().out == ""
-    log.samples(4, "val", rows, results)
+    log.samples(4, "val", samples)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["split"], line["prompt"], line["response"][-1]) for line in lines] == [
         ("train", "ask a", "0"), ("train", "ask b", "2"), ("val", "ask a", "0"), ("val", "ask b", "2"),
@@ -82,22 +85,18 @@ def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, 
     assert len(shown) == 2 and "ask b" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
 
 
-def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path):
+def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
     config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=2)
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
-    model = toy_world.new_model(len(tokenizer), seed=0)
     for step in (1, 2, 10):
-        run_folder.save_checkpoint(model, tokenizer, {"step": step}, config)
+        run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so(tmp_path):
-    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1)
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
-    model = toy_world.new_model(len(tokenizer), seed=0)
-    run_folder.save_checkpoint(model, tokenizer, {"step": 1}, config)
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so(tmp_path, model, tokenizer):
+    config, policy = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), policy_of(model)
+    run_folder.save_checkpoint(policy, tokenizer, {"step": 1}, config)
     with pytest.raises(RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"):
-        run_folder.save_checkpoint(model, tokenizer, {"step": 2, "optimizer": (i for i in [])}, config)  # cannot be pickled
+        run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)  # a set is no JSON
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]

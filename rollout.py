@@ -1,0 +1,310 @@
+"""Sampling from the policy: in this process, or on vLLM servers that get its newest weights after each update.
+
+    rollout_hf(model, samples, ...)         token by token, best for small models; the same samples for the same seed
+    rollout_vllm(servers, samples, ...)     one request per sample to a PolicyServers, vLLM servers with the policy's weights
+
+Both fill in the `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report each one the
+moment it ends, while others go on: from there it is on its way to its reward.
+
+Left out: several turns, tools, speculative decoding, sampling with penalties.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+import asyncio
+import copy
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from genrm_server import Config, ModelServers, Slot, http
+from policy import Policy, Sample, left_padded, precision
+
+
+# ------------------------------------------------------------------------------------------------------------ in this process
+
+
+@torch.no_grad()
+def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, generator, rollout_batch_size,
+               on_finished=lambda sample: None):  # fmt: skip
+    """Samples the responses with the model in this process, `rollout_batch_size` sequences at a time.
+
+    samples: those of one prompt one after the other; the prompt is read once for all of them. temperature 0 is greedy. A
+    response ends by an end token, which is part of it, or at max_response_length. rollout_logprobs are those at this temperature,
+    before top_p. on_finished(sample) is called the moment a sample has ended.
+    """
+    for first in range(0, len(samples), rollout_batch_size):
+        generate(model, samples[first : first + rollout_batch_size], max_response_length, temperature, top_p, eos_ids, generator, on_finished)
+
+
+def generate(model, samples, max_response_length, temperature, top_p, eos_ids, generator, on_finished):
+    """The samples of one batch, all at once."""
+    device = next(model.parameters()).device
+    stop_ids = torch.tensor(sorted(eos_ids), device=device)
+    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(tuple(sample.prompt_ids) for sample in samples))}
+    rows = torch.tensor([distinct[tuple(sample.prompt_ids)] for sample in samples], device=device)
+    ids, attended, positions = left_padded(list(distinct), device)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    # A mask in its final form saves transformers the making of one per token; not for windows, or positions made of the mask.
+    ready = hasattr(model.base_model, "rotary_emb") and all(type(layer) is RoomyLayer for layer in cache.layers)
+    with precision(device):
+        out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    cache.batch_select_indices(rows)
+    attended, position, logits = attended[rows], positions[rows, -1:], out.logits[rows, -1]
+    alive, running = list(samples), torch.ones(len(samples), dtype=torch.bool)  # alive: whose row is still computed
+    for length in range(1, max_response_length + 1):
+        tokens, logprobs = sample_tokens(logits.float(), temperature, top_p, generator)
+        ended = torch.isin(tokens, stop_ids).cpu() | (length == max_response_length)
+        for sample, is_running, is_end, token, logprob in zip(alive, running.tolist(), ended.tolist(), tokens.tolist(), logprobs.tolist()):
+            if not is_running:
+                continue
+            sample.response_ids.append(token)
+            sample.rollout_logprobs.append(logprob)
+            if is_end:
+                on_finished(sample)
+        running &= ~ended
+        if not running.any():
+            break
+        if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
+            keep = running.nonzero()[:, 0]
+            alive, running = [alive[row] for row in keep.tolist()], running[keep]
+            keep = keep.to(device)
+            attended, position, tokens = attended[keep], position[keep], tokens[keep]
+            cache.batch_select_indices(keep)
+        attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
+        position = position + 1
+        mask = attended.log()[:, None, None] if ready else attended  # 0 where attended, else -inf
+        with precision(device):
+            out = model(input_ids=tokens[:, None], attention_mask=mask, position_ids=position, past_key_values=cache)
+        logits = out.logits[:, -1]
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer in buffers with room behind them: new ones are written there, instead of copying all."""
+
+    room, buffers = 16, None
+
+    def update(self, keys, values, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        start = self.get_seq_length()
+        end = start + keys.shape[-2]
+        # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
+        if not self.buffers or end > self.buffers[0].shape[-2] or self.keys.data_ptr() != self.buffers[0].data_ptr():
+            self.buffers = [new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
+            if start:
+                self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
+        for buffer, new in zip(self.buffers, (keys, values)):
+            buffer[..., start:end, :] = new
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+        return self.keys, self.values
+
+
+def sample_tokens(logits_B_V, temperature, top_p, generator):
+    """One token per row and its log-probability at this temperature (before top_p). Temperature 0 takes the likeliest."""
+    logprobs = (logits_B_V / (temperature or 1.0)).log_softmax(-1)
+    if temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
+        probs = logprobs.exp()
+        if top_p < 1:
+            ordered, order = probs.sort(-1, descending=True)
+            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that crosses top_p stays
+            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+        # One random number per row; multinomial draws one per row and word.
+        sums = probs.double().cumsum(-1)
+        drawn = sums[:, -1:] * torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
+        tokens = torch.searchsorted(sums, drawn, right=True)[:, 0].clamp(max=sums.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+# ----------------------------------------------------------------------------------------------------------- on vLLM servers
+
+
+def rollout_vllm(servers, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, rollout_batch_size,
+                 on_finished=lambda sample: None):  # fmt: skip
+    """As rollout_hf, on a PolicyServers: one request per sample, token ids in, token ids and log-probabilities out.
+
+    With top_p the log-probabilities are those within the nucleus. No request has a seed, which vLLM's CPU engine does not
+    survive: unlike rollout_hf, the same call twice gives different samples. Raises RuntimeError where a request fails.
+    """
+    address, key = servers.servers.router_address, servers.servers.config.api_key
+    body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0, return_token_ids=True)
+    body |= dict(stop_token_ids=sorted(eos_ids), ignore_eos=True)  # the trainer's end tokens, and no others
+
+    async def generate_one(session, sample):
+        for attempt in (1, 2, 3):
+            async with session.post("/v1/completions", json=body | {"prompt": sample.prompt_ids}) as answer:
+                status, text = answer.status, await answer.text()
+            if status < 500 or attempt == 3:
+                break
+            await asyncio.sleep(5)  # a dying engine: the router holds the next attempt until a server is back
+        if status != 200:
+            raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
+        choice = json.loads(text)["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise RuntimeError(f"policy servers at {address}: a response ended with {choice['finish_reason']!r}")
+        sample.response_ids, sample.rollout_logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        on_finished(sample)
+
+    async def generate_all():
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connector = aiohttp.TCPConnector(limit=rollout_batch_size)  # what waits here is under no time limit of the router
+        options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
+        async with aiohttp.ClientSession(f"http://{address}", **options) as session:
+            await asyncio.gather(*(generate_one(session, sample) for sample in samples))
+
+    asyncio.run(generate_all())
+
+
+RESET_PREFIX_CACHE = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every vLLM
+
+
+class PolicyServers:
+    """A policy in training on vLLM servers: they start with its weights and get the new ones at every `sync`.
+
+    The servers read a folder in shared memory (where that has room, else on disk), when they start and at every sync. One
+    that dies is restarted and comes back with the newest weights; meanwhile the others do its work.
+    config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the server when one
+    refuses the weights. On GPU the weights are served in bf16, else in float32.
+
+    transfer="nccl" sends later weights from GPU to GPU instead (vLLM's weight transfer; the trainer's GPU must be none of the
+    servers'). The folder then keeps the first weights: a server that was restarted waits outside the router for the next sync.
+    """
+
+    def __init__(self, policy: Policy, tokenizer, config: Config, transfer: str = "file"):
+        self.transfer, self.members, self.group = transfer, [], None
+        self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
+        size = 2 * self.dtype.itemsize * sum(tensor.numel() for _, tensor in policy.weights())  # old and new weights
+        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
+        self.folder, self.servers = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None)), None
+        # Removes the folder when the pipe to this program closes: in shutdown(), or when the program ends, however it ends.
+        self.remover = subprocess.Popen(["sh", "-c", 'read _; rm -rf "$0"', self.folder], stdin=subprocess.PIPE,
+                                        start_new_session=True)
+        try:
+            served = copy.deepcopy(policy.model.config)
+            served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+            served.architectures = [type(policy.model).__name__]
+            served.save_pretrained(self.folder)
+            tokenizer.save_pretrained(self.folder)
+            self.write(policy).replace(self.folder / "model.safetensors")
+            # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
+            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+            if transfer == "nccl":
+                vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
+            vllm_args += config.vllm_args
+            self.servers = ModelServers(replace(config, model=str(self.folder), device=policy.device.type, port=0, control=True,
+                                                dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args), "policy")
+            self.servers.before_joining = self.is_current
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def write(self, policy: Policy) -> Path:
+        """All weights in one file beside the served one."""
+        path = self.folder / "model.new"  # not *.safetensors: a starting server would read it
+        weights = {name: tensor.to(self.dtype).to("cpu", copy=True) for name, tensor in policy.weights()}
+        save_file(weights, path, metadata={"format": "pt"})
+        return path
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
+        if self.transfer == "nccl":
+            return not self.members or slot.server.child.pid in self.members
+        self.load(slot.url)
+        return True
+
+    def load(self, url: str | None = None) -> None:
+        """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
+        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE, {})):
+            if url:
+                status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
+            else:
+                status, text = self.servers.call_router("POST", path, body, timeout=600)
+            answers = json.loads(text)["servers"] if status and not url else {url or "router": {"status": status, "body": text}}
+            for server, answer in answers.items():
+                if answer["status"] != 200:
+                    raise RuntimeError(f"policy server {server}: POST {path} failed ({answer['status']}): {answer['body'][:300]}")
+
+    def sync(self, policy: Policy) -> None:
+        """The policy's weights to all servers. Nothing may be generating."""
+        if self.transfer == "nccl":
+            return self.broadcast(policy)
+        new = self.write(policy)
+        with self.servers.lock:  # no server can join between the new file and the reload
+            new.replace(self.folder / "model.safetensors")
+            for slot in self.servers.slots:  # one that has just died is to be restarted, not asked
+                self.servers.look_at(slot)
+            self.load()
+
+    def broadcast(self, policy: Policy) -> None:
+        """`sync` by NCCL: this process is rank 0 and sends; each server's `tensor_parallel_size` processes have the next ranks.
+
+        NCCL knows no time limit: a server that dies in the middle of this, which takes a second or two, leaves the run hanging.
+        """
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        def healthy():
+            return [slot for slot in self.servers.slots if slot.url and http("GET", slot.url + "/health")[0] == 200]
+
+        while not healthy():  # all are being restarted
+            if self.servers.given_up():
+                raise RuntimeError("policy servers: every one was given up")
+            time.sleep(1)
+        with self.servers.lock, ThreadPoolExecutor(64) as pool:
+            slots, size, device = healthy(), self.servers.config.tensor_parallel_size, policy.device
+
+            def ask(path, body=lambda number: {}):  # all at once: some calls answer only when this process has done its part
+                return [pool.submit(http, "POST", slot.url + path, body(number), self.servers.config.api_key, 600)
+                        for number, slot in enumerate(slots)]
+
+            def wait(answers):
+                for slot, (status, text) in zip(slots, [answer.result() for answer in answers]):
+                    if status != 200:
+                        raise RuntimeError(f"policy server {slot.url}: new weights failed ({status}): {text[:300]}")
+
+            members = [slot.server.child.pid for slot in slots]
+            if members != self.members:  # a group cannot take back a server that was restarted: make a new one
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    port = free.getsockname()[1]
+                info = dict(master_address="127.0.0.1", master_port=port, world_size=1 + size * len(slots))
+                joined = ask("/init_weight_transfer_engine", lambda n: {"init_info": info | {"rank_offset": 1 + size * n}})
+                store = StatelessProcessGroup.create("127.0.0.1", port, 0, info["world_size"])
+                self.group, self.members = PyNcclCommunicator(store, device=device), members
+                wait(joined)
+                if self.group.disabled:  # without libnccl it would send nothing and say nothing
+                    raise RuntimeError("NCCL: not available in this process; take the transfer by file")
+            weights = dict(policy.weights())
+            info = {"names": list(weights), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(weights)}
+            info["shapes"] = [list(weight.shape) for weight in weights.values()]
+            wait(ask("/start_weight_update"))
+            received = ask("/update_weights", lambda number: {"update_info": info})
+            for weight in weights.values():
+                self.group.broadcast(weight.to(self.dtype).contiguous(), src=0)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            wait(received)
+            wait(ask("/finish_weight_update"))
+            wait(ask(RESET_PREFIX_CACHE))
+
+    def shutdown(self) -> None:
+        """Ends the servers and removes the folder."""
+        if self.servers:
+            self.servers.shutdown()
+        self.remover.communicate()

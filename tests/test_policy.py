@@ -1,0 +1,175 @@
+"""The policy's update: against the loss written naively, invariances, and what must change nothing."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+
+import policy as policy_file
+import toy_world
+from policy import Policy, Sample
+from tiny import CPU, a_step, config_of, policy_of, weights_of, with_sgd
+
+
+def updated(model, samples, lr=1e-2, **changes):
+    """The weights after one update with plain SGD (so that they show gradients), and the metrics."""
+    policy = with_sgd(policy_of(model, **changes))
+    metrics = policy.update(samples, lr=lr)
+    return weights_of(policy), metrics
+
+
+def test_update_is_the_plain_gradient_of_the_loss(model):
+    """Against the loss written naively: full logits, no micro-batches, no samples skipped."""
+    samples, clone = a_step(model), copy.deepcopy(model)
+    got, metrics = updated(model, samples, max_grad_norm=1e9)
+    num_tokens = sum(len(sample.response_ids) for sample in samples if sample.advantage is not None)
+    loss = 0.0
+    for sample in samples:
+        logits = clone(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        loss = loss - (sample.advantage or 0.0) * (logprobs - logprobs.detach()).exp().sum() / num_tokens
+    loss.backward()
+    expected = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in clone.parameters()])
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert (expected - before).abs().max() > 1e-5
+    assert torch.allclose(got, expected, atol=2e-8)
+    assert metrics["actor/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
+
+
+def test_update_does_not_depend_on_micro_batches(model):
+    samples = a_step(model)
+    whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, entropy_coef=0.01)
+    parts, part_metrics = updated(model, samples, max_tokens_per_micro_batch=1, entropy_coef=0.01)
+    assert torch.allclose(whole, parts, atol=2e-7)
+    for key in ("actor/loss", "actor/entropy", "actor/grad_norm"):
+        assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4)
+
+
+def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):
+    samples = a_step(model)
+    policies = [with_sgd(policy_of(model)) for _ in range(2)]
+    policies[0].update(samples, lr=1e-2)
+    monkeypatch.setattr(policy_file, "LOGITS_AT_ONCE", 5 * model.config.vocab_size)
+    policies[1].update(samples, lr=1e-2)
+    assert torch.allclose(weights_of(policies[0]), weights_of(policies[1]), atol=2e-8)
+
+
+def test_micro_batches_hold_every_sample_once_within_the_budget():
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 50) for _ in range(200)] + [500]
+    batches = policy_file.micro_batches(lengths, 120)
+    assert sorted(i for batch in batches for i in batch) == list(range(201))
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 120 or len(batch) == 1 for batch in batches)
+    assert len(batches) < 201 / 2 and policy_file.micro_batches([], 10) == []
+
+
+def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
+    _, metrics = updated(model, a_step(model), mini_batch_size=1, lr=0.05)
+    assert metrics["actor/updates"] > 1
+    assert metrics["rollout/logprob_diff"] < 1e-5  # "old" is the rollout's, in every mini-batch
+    assert metrics["actor/approx_kl"] > 0  # while the policy has moved on
+
+
+def test_a_stale_rollout_is_noticed(model):
+    stale = toy_world.new_model(model.config.vocab_size, seed=1)
+    assert updated(stale, a_step(model))[1]["rollout/logprob_diff"] > 0.01
+
+
+def test_samples_without_verdict_and_groups_without_spread_change_nothing(model):
+    samples = a_step(model)
+    reference, _ = updated(model, samples)
+    assert [i for i, sample in enumerate(samples) if sample.advantage is None] == [1]
+    text = samples[1].response_ids, samples[1].rollout_logprobs
+    samples[1].response_ids, samples[1].rollout_logprobs = [20] * 9, [-1.0] * 9  # its text is irrelevant
+    assert torch.equal(updated(model, samples)[0], reference)
+    samples[1].response_ids, samples[1].rollout_logprobs = text
+    for sample in samples:
+        sample.advantage = 0.0
+    unchanged, metrics = updated(model, samples)
+    assert torch.equal(unchanged, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert metrics["actor/updates"] == 0 and "actor/loss" not in metrics
+    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/entropy"] > 1  # watched all the same
+
+
+def rank_of_two(rank, folder, model, samples, total):
+    """One of two processes: half of the samples, gradients summed over both."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    policy = policy_of(model, entropy_coef=0.01)
+    sums = policy.accumulate_gradients([s for s in samples if s.advantage is not None][rank::2], total, {}, {})
+    summed = torch.tensor([sums["loss_sum"], sums["loss_tokens"]], dtype=torch.float64)
+    for tensor in [summed, *(p.grad for p in policy.model.parameters())]:
+        dist.all_reduce(tensor)
+    if rank == 0:
+        torch.save([summed] + [p.grad for p in policy.model.parameters()], f"{folder}/result")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradient_of_one(model, tmp_path):
+    """The loss is divided by the tokens of the whole mini-batch, so the sum over ranks is the loss, for any split."""
+    samples, policy = a_step(model), policy_of(model, entropy_coef=0.01)
+    learning = [sample for sample in samples if sample.advantage is not None]
+    total = sum(len(sample.response_ids) for sample in learning)
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path), model, samples, total), nprocs=2)
+    summed, *gradients = torch.load(tmp_path / "result")
+    sums = policy.accumulate_gradients(learning, total, {}, {})
+    assert summed.tolist() == [pytest.approx(sums["loss_sum"], abs=1e-6), sums["loss_tokens"]] and sums["loss_tokens"] == total
+    assert max(g.abs().max() for g in gradients) > 1e-4
+    for got, parameter in zip(gradients, policy.model.parameters()):
+        assert torch.allclose(got, parameter.grad, atol=1e-6)
+
+
+def test_nothing_is_mutated(model):
+    samples = a_step(model)
+    before = copy.deepcopy(samples)
+    updated(model, samples, mini_batch_size=2, tis_cap=2.0, entropy_coef=0.01)
+    assert samples == before
+
+
+def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_path):
+    """All advantages zero: only the KL term is left, and it moves the policy towards the reference."""
+    model.save_pretrained(tmp_path)  # the reference
+    samples = a_step(model)
+    for sample in samples:
+        sample.advantage = 0.0
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, max_grad_norm=1e9))
+    kls = [policy.update(samples, lr=0.05)["actor/kl_to_reference"] for _ in range(4)]
+    assert kls[0] > 1e-3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.9 * kls[0]
+    at_home = with_sgd(policy_of(model, model=str(tmp_path), kl_coef=1.0)).update(samples, lr=0.0)
+    assert at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
+
+
+def test_truncated_importance_sampling_weighs_the_update(model):
+    """Where the sampler was half as sure as the trainer, the weight is 2, or the cap."""
+    samples = a_step(model)
+    for sample in samples:
+        sample.rollout_logprobs = [value - math.log(2) for value in sample.rollout_logprobs]
+    norms = {cap: updated(model, samples, tis_cap=cap)[1]["actor/grad_norm"] for cap in (None, 1.5, 4.0)}
+    assert norms[1.5] == pytest.approx(1.5 * norms[None], rel=1e-3) and norms[4.0] == pytest.approx(2 * norms[None], rel=1e-3)
+
+
+def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
+    """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
+    samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
+    (short, _), (long, _) = policy_of(model).score(samples)
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6]])).logits[0, 1].log_softmax(-1)[0]
+    assert short.tolist() == [pytest.approx(expected.item(), abs=1e-5)] and len(long) == 3 and (long < 0).all()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(model):
+    samples = a_step(model)
+    for sample in samples:
+        sample.advantage = math.inf if sample.advantage else 0.0
+    with pytest.raises(RuntimeError, match="loss -?(inf|nan).*not finite"):
+        updated(model, samples)

@@ -1,0 +1,187 @@
+"""Sampling: in this process against transformers, on real vLLM servers against the trainer, and the servers' weights."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+import genrm_server
+import rollout
+import toy_world
+from tiny import CPU, PROMPTS, policy_of, roll_out, samples_of, set_rewards
+
+
+def test_greedy_rollout_is_what_transformers_generates(model):
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    for sample in roll_out(model, prompts, group_size=1, temperature=0):
+        expected = model.generate(
+            torch.tensor([sample.prompt_ids]),
+            attention_mask=torch.ones(1, len(sample.prompt_ids)),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        assert sample.response_ids == expected[0, len(sample.prompt_ids) :].tolist()
+
+
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+OTHERS = {  # what may not get the mask in the form that full attention with rotary positions can take
+    "sliding window": MistralConfig(**SMALL, intermediate_size=64, num_key_value_heads=1, sliding_window=4),
+    "learnt positions": GPT2Config(**SMALL, bos_token_id=1, eos_token_id=1),
+    "positions from the mask": BloomConfig(**SMALL),
+}
+
+
+def other_model(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(OTHERS[kind]).eval()
+    for weight in model.parameters():  # as they begin, such small models hardly look at what came before
+        torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["ours", *OTHERS])
+def test_rollout_logprobs_are_the_trainers(model, kind):
+    model = other_model(kind) if kind in OTHERS else model
+    for temperature in (1.0, 1.3):
+        samples = roll_out(model, [[5, 6, 7], [8], [9, 10, 11, 12, 13]], group_size=3, temperature=temperature, rollout_batch_size=6)
+        scored = policy_of(model, temperature=temperature).score(samples)
+        for sample, (logprobs, entropy) in zip(samples, scored):
+            assert torch.allclose(logprobs, torch.tensor(sample.rollout_logprobs), atol=1e-5)
+            assert len(logprobs) == len(sample.response_ids) and 0 < entropy.max() < math.log(model.config.vocab_size)
+
+
+def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
+    """Here tables of rotary positions that are made anew when a text gets longer than any before."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling))
+    policy = policy_of(model)
+    before = policy.model.model.rotary_emb.inv_freq.clone()
+    with torch.inference_mode():
+        samples = set_rewards(roll_out(policy.model, [[5, 6, 7]], length=12), torch.tensor([[1.0, 0.0]]))
+    assert not torch.equal(policy.model.model.rotary_emb.inv_freq, before)
+    assert policy.update(samples, lr=1e-3)["actor/updates"] == 1
+    assert all(parameter.grad is not None for parameter in policy.model.parameters())
+
+
+def test_each_sample_is_reported_once_the_moment_it_ends(model):
+    """A sample that ends early is reported before the others have been written to their end; end tokens are part of it."""
+    ends = set(range(1, model.config.vocab_size, 4))  # an untrained model hardly ever writes its own end token
+    order = []
+    samples = roll_out(model, [[5, 6, 7], [8]] * 4, 4, length=6, eos_ids=ends,
+                       on_finished=lambda sample: order.append((id(sample), list(sample.response_ids))))  # fmt: skip
+    assert sorted(order) == sorted((id(sample), sample.response_ids) for sample in samples) and len(order) == 32
+    lengths = [len(response) for _, response in order]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # shorter ones were reported first
+    for sample in samples:
+        assert len(sample.rollout_logprobs) == len(sample.response_ids)
+        assert all(token not in ends for token in sample.response_ids[:-1])
+        assert sample.response_ids[-1] in ends or len(sample.response_ids) == 6
+
+
+def test_sampling_follows_the_distribution_and_top_p():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens, logprobs = rollout.sample_tokens(logits, 1.0, 1.0, generator)
+    expected = logits[0].softmax(-1)
+    assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=0.015)
+    assert torch.allclose(logprobs, expected.log()[tokens])
+    tokens, _ = rollout.sample_tokens(logits, 1.0, 0.7, generator)  # .64 + .24: the second crosses 0.7 and stays
+    assert set(tokens.tolist()) == {0, 1}
+    assert set(rollout.sample_tokens(logits, 1.0, 0.6, generator)[0].tolist()) == {0}
+    assert set(rollout.sample_tokens(logits, 0, 1.0, generator)[0].tolist()) == {0}
+
+
+# ----------------------------------------------------------------------------------------------------------- on vLLM servers
+
+
+def tied_policy(tokenizer):
+    shape = toy_world.new_model(len(tokenizer), seed=3).config
+    shape.tie_word_embeddings = True
+    policy = policy_of(LlamaForCausalLM(shape))
+    assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
+    return policy
+
+
+def move(policy, scale):
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def served_difference(servers, policy, temperature=1.0):
+    """Mean difference of log-probabilities over 16 samples from the servers, after a look at the samples themselves."""
+    ends, finished, samples = {1, 20, 21, 22, 23, 24, 25}, [], samples_of(PROMPTS, 4)
+    rollout.rollout_vllm(servers, samples, max_response_length=10, temperature=temperature, eos_ids=ends, rollout_batch_size=8,
+                         on_finished=lambda sample: finished.append(id(sample)))  # fmt: skip
+    assert sorted(finished) == sorted(map(id, samples))  # each sample reported once
+    assert all(len(sample.rollout_logprobs) == len(sample.response_ids) <= 10 for sample in samples)
+    assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
+    policy.config.temperature = temperature
+    differences = [logprobs - torch.tensor(sample.rollout_logprobs) for sample, (logprobs, _) in zip(samples, policy.score(samples))]
+    return torch.cat(differences).abs().mean().item()
+
+
+@pytest.mark.slow
+def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(tmp_path, tokenizer):
+    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without a sync."""
+    policy = tied_policy(tokenizer)
+    settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
+    servers = rollout.PolicyServers(policy, tokenizer, settings)
+    try:
+        assert served_difference(servers, policy) < 1e-5 and served_difference(servers, policy, temperature=1.3) < 1e-5
+        move(policy, 0.02)
+        stale = served_difference(servers, policy)
+        servers.sync(policy)
+        # The same prompts again: no key or value of the old weights is left in a cache.
+        assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
+        move(policy, 0.02)
+        servers.sync(policy)
+        servers.servers.slots[0].server.child.kill()
+        assert served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new one
+    finally:
+        servers.shutdown()
+    assert not servers.folder.exists()
+
+
+class StoreCommunicator:
+    """vLLM's PyNcclCommunicator over the TCP store, for machines without a GPU."""
+
+    disabled = False
+
+    def __init__(self, store, device):
+        self.broadcast = store.broadcast
+
+
+@pytest.mark.slow
+def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_them(tmp_path, tokenizer, monkeypatch):
+    """Real vLLM and its endpoints for weight transfer; only NCCL itself is replaced, which needs GPUs."""
+    monkeypatch.setattr("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", StoreCommunicator)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    policy = tied_policy(tokenizer)
+    stand_in = ("--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "store_transfer.Extension")
+    settings = genrm_server.Config(model="", num_servers=2, max_model_len=32, log_dir=tmp_path / "transfer_logs", vllm_args=stand_in)
+    servers = rollout.PolicyServers(policy, tokenizer, settings, "nccl")
+    try:
+        move(policy, 0.02)
+        stale = served_difference(servers, policy)
+        servers.sync(policy)
+        assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
+        servers.servers.slots[1].server.child.kill()
+        assert served_difference(servers, policy) < 1e-5  # by the other one
+        until = time.monotonic() + 120
+        while genrm_server.http("GET", servers.servers.slots[1].url + "/health")[0] != 200 or not servers.servers.restarts:
+            assert time.monotonic() < until
+            time.sleep(0.5)
+        move(policy, 0.02)
+        servers.sync(policy)  # a new group, with both
+        while servers.servers.slots[1].state != "ready":
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert len(servers.members) == 2 and served_difference(servers, policy) < 1e-5
+    finally:
+        servers.shutdown()

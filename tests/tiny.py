@@ -1,0 +1,72 @@
+"""Tiny policies and steps of samples, for the tests of several files."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+
+import grpo_trainer
+from algorithm import compute_advantages
+from policy import Policy, Sample
+from rollout import rollout_hf
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
+
+
+def config_of(**changes):
+    defaults = dict(model="m", train_file="t", out_dir="o", group_size=4, train_batch_size=4, mini_batch_size=4, lr=1e-2)
+    return grpo_trainer.Config(**(defaults | changes))
+
+
+def policy_of(a_model, **changes):
+    """A Policy with a copy of this model."""
+    with tempfile.TemporaryDirectory() as folder:
+        a_model.save_pretrained(folder)
+        return Policy(config_of(**{"model": folder} | changes), folder, CPU)
+
+
+def with_sgd(policy):
+    """Plain SGD instead of AdamW: the weights show the gradient."""
+    policy.optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
+    return policy
+
+
+def weights_of(policy):
+    return torch.cat([parameter.detach().flatten() for parameter in policy.model.parameters()])
+
+
+def samples_of(prompts, group_size):
+    return [Sample({}, prompt) for prompt in prompts for _ in range(group_size)]
+
+
+def roll_out(model, prompts, group_size=2, temperature=1.0, length=12, seed=7, eos_ids=(1,), rollout_batch_size=512, **options):
+    """Samples of `group_size` responses to each prompt, sampled in this process."""
+    samples, generator = samples_of(prompts, group_size), torch.Generator().manual_seed(seed)
+    rollout_hf(model, samples, max_response_length=length, temperature=temperature, eos_ids=set(eos_ids), generator=generator,
+               rollout_batch_size=rollout_batch_size, **options)  # fmt: skip
+    return samples
+
+
+def set_rewards(samples, rewards_P_G):
+    """Results and advantages as the trainer would set them; NaN: no verdict."""
+    advantages = compute_advantages(rewards_P_G).flatten().tolist()
+    for sample, reward, advantage in zip(samples, rewards_P_G.flatten().tolist(), advantages):
+        known = not math.isnan(reward)
+        sample.result = {"reward_score": reward if known else None, "reward_extra_info": {}, "status": "ok" if known else "no_verdict"}
+        sample.advantage = advantage if known else None
+    return samples
+
+
+def a_step(model, seed=0, length=10):
+    """A step of 4 prompts x 4 samples with random rewards, one of them without verdict."""
+    rewards = torch.randint(-1, 2, (4, 4), generator=torch.Generator().manual_seed(seed)).float()
+    rewards[0, 1] = math.nan
+    return set_rewards(roll_out(model, PROMPTS, group_size=4, length=length), rewards)
+
+
+def write_model(folder: Path, model, tokenizer) -> str:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
