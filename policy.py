@@ -14,20 +14,23 @@ Left out: several devices, a critic model, adapters (LoRA), images.
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N response tokens in a row, H hidden, V vocabulary.
 """
 
+import contextlib
+import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, GradientCheckpointingLayer
 
 from algorithm import compute_kl_loss, compute_policy_loss
 
-LOGITS_AT_ONCE = 2**25  # float32: 128 MiB, of which a forward and backward pass holds five or six at a time
+# Logits (float32 numbers) that exist at a time, of which a forward and backward pass holds five or six copies: 128 MiB, 1 GiB.
+LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 
 
 @dataclass
@@ -56,18 +59,26 @@ class Sample:
 class Policy:
     """A model and its optimizer. config: the trainer's; source: a folder or hub name.
 
-    Weights and optimizer are float32; on a GPU the matrix products run in bf16.
+    Weights and optimizer are float32. On a GPU the layers compute in bf16 and the head in float32 (TF32): in bf16 it alone
+    would move log-probabilities by 0.02. The model is always in evaluation mode: dropout would make the policy that learns
+    another one than the policy that was sampled.
+
+    Raises ValueError for a model whose log-probabilities come out wrong here, or that could not be saved.
     """
 
     def __init__(self, config, source: str, device: torch.device):
-        self.config, self.device = config, device
+        self.config, self.device, self.num_updates = config, device, 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision("high")
         self.model = self.load_model(source)
-        if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-            for module in self.model.modules():  # it works in training mode only; dropout inside the layers stays off
-                module.training = isinstance(module, GradientCheckpointingLayer)
+        check_logprobs(self.model, source)
+        generation = self.model.generation_config
+        try:
+            generation.validate(strict=True)
+        except ValueError:  # sampling values without do_sample, as some folders have them: transformers refuses to save those
+            generation.do_sample = True
+            generation.validate(strict=True)
         self.reference = self.load_model(config.model) if config.kl_coef else None
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
@@ -79,82 +90,85 @@ class Policy:
     def update(self, samples: list[Sample], lr: float) -> dict:
         """One pass over the step's samples in mini-batches, one optimizer update each. Returns metrics.
 
-        samples: whole groups, one after the other. Those of advantage 0 add nothing to the policy loss's gradient; they count
-        in the token mean and are not computed. Raises RuntimeError where the loss or the gradient is not finite.
+        samples: whole groups, one after the other, dealt out evenly to the mini-batches. What has no gradient is not trained
+        on: no verdict, or advantage 0 where nothing but the advantage moves the policy. The token mean counts all with a
+        verdict. Entropy and rollout/logprob_diff are those of all samples before the first update; what else is logged is a
+        mean over the tokens trained on.
+        Raises RuntimeError where the loss or the gradient is not finite.
         """
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        everyone = config.entropy_coef != 0 or self.reference is not None  # else an advantage of 0 means no gradient
-
-        def has_gradient(sample):
-            return sample.advantage is not None and (everyone or sample.advantage != 0)
-
-        rows = config.mini_batch_size * config.group_size
-        mini_batches = [samples[start : start + rows] for start in range(0, len(samples), rows)]
-        learning = [[sample for sample in batch if has_gradient(sample)] for batch in mini_batches]
-        # Before the first update; in the first mini-batch the old log-probabilities are the model's own.
-        later = [sample for batch in learning[1:] for sample in batch]
-        old = {id(sample): logprobs for sample, (logprobs, _) in zip(later, self.score(later))}
-        reference = {}
+        mini_batches = deal(samples, config.group_size, config.mini_batch_size)
+        learning = [[sample for sample in batch if self.has_gradient(sample)] for batch in mini_batches]
+        # Log-probabilities from before the first update. In the first mini-batch they are what the update itself computes.
+        first = set(map(id, learning[0]))
+        rest = [sample for sample in samples if id(sample) not in first]
+        old, reference, sums, norms = {}, {}, Counter(), []
+        for sample, (logprobs, entropy) in zip(rest, self.score(rest)):
+            old[id(sample)] = logprobs
+            sums.update(agreement(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device), entropy))
         if self.reference is not None:
-            those = [sample for batch in learning for sample in batch]
-            reference = {id(sample): logprobs for sample, (logprobs, _) in zip(those, self.score(those, self.reference))}
-        sums, norms = Counter(), []
-        if not any(learning):  # nothing to learn, still something to watch: samples with a verdict first
-            some = sorted(samples, key=lambda sample: sample.advantage is None)[:8]
-            with torch.no_grad():
-                for part, logprobs, entropy, mask in self.forward(some):
-                    sums.update(agreement(logprobs, self.padded_logprobs(part), entropy, mask))
-        for batch, members in zip(learning, mini_batches):
+            trained = [sample for batch in learning for sample in batch]
+            reference = {id(sample): logprobs for sample, (logprobs, _) in zip(trained, self.score(trained, self.reference))}
+        for batch, everyone in zip(learning, mini_batches):
             if not batch:  # every group is all right or all wrong: no gradient, and no update
                 continue
-            num_tokens = sum(len(sample.response_ids) for sample in members if sample.advantage is not None)
+            num_tokens = sum(len(sample.response_ids) for sample in everyone if sample.advantage is not None)
             self.optimizer.zero_grad(set_to_none=True)
-            sums.update(self.accumulate_gradients(batch, num_tokens, old, reference))
+            found = self.accumulate_gradients(batch, num_tokens, old, reference)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm).item()
-            if not math.isfinite(sums["actor/loss"]) or not math.isfinite(norm):
+            if not math.isfinite(found["loss_sum"]) or not math.isfinite(norm):
                 raise RuntimeError(
-                    f"loss {sums['actor/loss']:g}, gradient norm {norm:g}: not finite; look at the last rewards in samples.jsonl "
+                    f"loss {found['loss_sum']:g}, gradient norm {norm:g}: not finite; look at the last rewards in samples.jsonl "
                     "and at actor/grad_norm and rollout/logprob_diff of the steps before, then lower --lr or --max-grad-norm"
                 )
+            self.num_updates += 1  # from here on the weights are no longer those of before
             self.optimizer.step()
+            sums.update(found)
             norms.append(norm)
-        tokens, diff, entropy = (sums.pop(key) for key in ("tokens", "diff", "entropy"))
-        metrics = {"actor/updates": len(norms), "rollout/logprob_diff": diff / tokens, "actor/entropy": entropy / tokens}
+        metrics = {"actor/updates": len(norms), "actor/entropy": sums["entropy_sum"] / sums["tokens"]}
+        metrics["rollout/logprob_diff"] = sums["difference_sum"] / sums["tokens"]
         if norms:
-            metrics |= {key: value / len(mini_batches) for key, value in sums.items()}
-            metrics["actor/grad_norm"] = sum(norms) / len(norms)
+            metrics |= {"actor/loss": sums["loss_sum"] / len(norms), "actor/grad_norm": sum(norms) / len(norms)}
+            per_token = {"actor/clip_fraction": "clipped_tokens", "actor/approx_kl": "approx_kl_sum"}
+            per_token |= {"actor/kl_to_reference": "reference_kl_sum"} if reference else {}
+            metrics |= {name: sums[key] / sums["loss_tokens"] for name, key in per_token.items()}
         return metrics
 
+    def has_gradient(self, sample: Sample) -> bool:
+        always = self.config.entropy_coef != 0 or self.reference is not None
+        return sample.advantage is not None and (always or sample.advantage != 0)
+
     def accumulate_gradients(self, samples: list[Sample], num_tokens: int, old: dict, reference: dict) -> Counter:
-        """Adds the gradient of these samples' part of a mini-batch's loss to the parameters; returns sums that add up too.
+        """Adds the gradient of these samples' part of a mini-batch's loss to the parameters. Returns sums, which add up too.
 
         num_tokens: response tokens of the whole mini-batch, so that any split of it, over calls, micro-batches or ranks, has
         the same sum. old, reference: {id(sample): log-probabilities} before the first update and of the reference model;
         without an entry the first are what the model says now (the first update starts from there), and there is no KL.
         """
         config, sums = self.config, Counter()
-        for part, logprobs, entropy, mask in self.forward(samples):
-            old_logprobs = padded([old[id(s)] for s in part], self.device) if id(part[0]) in old else logprobs.detach()
-            rollout_logprobs = self.padded_logprobs(part)
-            loss, metrics = compute_policy_loss(
-                logprobs, old_logprobs, torch.tensor([sample.advantage for sample in part], device=self.device), mask, num_tokens,
-                config.clip_low, config.clip_high, config.clip_c, rollout_logprobs, config.tis_cap,
-            )  # fmt: skip
-            metrics = {key: metrics[name] / num_tokens for key, name in (("actor/clip_fraction", "clipped_tokens"), ("actor/approx_kl", "approx_kl_sum"))}
-            if config.entropy_coef:
-                loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
-            if id(part[0]) in reference:
-                kl = compute_kl_loss(logprobs, padded([reference[id(s)] for s in part], self.device), mask, num_tokens)
-                loss = loss + config.kl_coef * kl
-                metrics["actor/kl_to_reference"] = kl.item()
-            loss.backward()
-            sums.update(metrics | {"actor/loss": loss.item()} | agreement(old_logprobs, rollout_logprobs, entropy, mask))
+        with checkpointed_layers(self.model) if config.gradient_checkpointing else contextlib.nullcontext():
+            for part, logprobs, entropy, mask in self.forward(samples):
+                known = id(part[0]) in old
+                old_logprobs = padded([old[id(sample)] for sample in part], self.device) if known else logprobs.detach()
+                rollout_logprobs = padded([sample.rollout_logprobs for sample in part], self.device)
+                loss, found = compute_policy_loss(
+                    logprobs, old_logprobs, torch.tensor([sample.advantage for sample in part], device=self.device), mask,
+                    num_tokens, config.clip_low, config.clip_high, config.clip_c, rollout_logprobs, config.tis_cap,
+                )  # fmt: skip
+                if config.entropy_coef:
+                    loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
+                if reference:
+                    reference_logprobs = padded([reference[id(sample)] for sample in part], self.device)
+                    kl = compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens)
+                    loss = loss + config.kl_coef * kl
+                    found["reference_kl_sum"] = kl.item() * num_tokens
+                loss.backward()
+                sums.update(found | {"loss_sum": loss.item()})
+                if not known:
+                    sums.update(agreement(old_logprobs[mask], rollout_logprobs[mask], entropy[mask]))
         return sums
-
-    def padded_logprobs(self, samples):
-        return padded([sample.rollout_logprobs for sample in samples], self.device)
 
     @torch.no_grad()
     def score(self, samples: list[Sample], model=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -172,11 +186,8 @@ class Policy:
             part = [samples[m] for m in micro]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            with precision(self.device):
-                logprobs, entropy = logprobs_and_entropy(
-                    model or self.model, sequences, counts, self.config.temperature, self.device,
-                    entropy_gradient=self.config.entropy_coef != 0,
-                )  # fmt: skip
+            options = dict(entropy_gradient=self.config.entropy_coef != 0)
+            logprobs, entropy = logprobs_and_entropy(model or self.model, sequences, counts, self.config.temperature, **options)
             yield part, logprobs, entropy, mask_of(counts, self.device)
 
     def weights(self):
@@ -193,27 +204,59 @@ class Policy:
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
 
 
-def precision(device):
-    """On a GPU the matrix products run in bf16; the weights that they use stay float32, and on CPU everything does."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+def deal(samples: list[Sample], group_size: int, mini_batch_size: int) -> list[list[Sample]]:
+    """The groups in as few mini-batches as hold at most `mini_batch_size` groups each, as even as can be.
+
+    A mini-batch is an optimizer update, however few groups it has: a rest of one group must not weigh as much as the others.
+    """
+    groups = len(samples) // group_size
+    count = math.ceil(groups / mini_batch_size)
+    bounds = [groups * number // count * group_size for number in range(count + 1)]
+    return [samples[start:end] for start, end in zip(bounds, bounds[1:])]
 
 
-def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk=None, entropy_gradient=True):
+def agreement(logprobs, rollout_logprobs, entropy) -> dict:
+    """Sums over response tokens, for rollout/logprob_diff and actor/entropy."""
+    difference = (logprobs.detach() - rollout_logprobs).abs().sum().item()
+    return {"difference_sum": difference, "entropy_sum": entropy.detach().sum().item(), "tokens": len(logprobs)}
+
+
+def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Indices in batches of similar lengths, each at most `max_tokens` with padding (one longer sequence goes alone)."""
+    batches = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+# ------------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradient=True):
     """Log-probabilities of the response tokens and the entropies there: two B x T tensors, zero in the padding.
 
-    sequences: prompt + response token ids; responses: how many of the last ones count. The logits of `chunk` tokens (by
-    default as many as LOGITS_AT_ONCE allows) exist at a time, in the backward pass as well.
+    sequences: prompt + response token ids; responses: how many of the last ones count. The logits of as many tokens as
+    LOGITS_AT_ONCE allows exist at a time, in the backward pass as well.
     """
-    hidden_N_H, targets_N = response_states(model, sequences, responses, device)
-    head = model.get_output_embeddings()
+    device = next(model.parameters()).device
+    ids = padded(sequences, device, torch.long)
+    rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
+    # The state at t predicts the token at t + 1.
+    columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)]).to(device)
+    with precision(device):  # padding stands on the right, where a causal model cannot see it: no attention mask is needed
+        output = body_of(model)(input_ids=ids, use_cache=False)
+    hidden_N_H, targets_N = output.last_hidden_state[rows, columns], ids[rows, columns + 1]
 
     def of_chunk(hidden_n_H, targets_n):
-        logp_n_V = head(hidden_n_H).float().div_(temperature).log_softmax(-1)
+        logp_n_V = temper(logits_of(model, output, hidden_n_H), temperature).log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_n = -(logp_n_V.exp() * logp_n_V).sum(-1)
         return logp_n_V.gather(-1, targets_n[:, None])[:, 0], entropy_n
 
-    chunk = chunk or max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
     parts = []
     for arguments in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
         # A single chunk is within the limit as it is; of several, each one's logits are computed again when it is their turn.
@@ -224,36 +267,76 @@ def logprobs_and_entropy(model, sequences, responses, temperature, device, chunk
     return tuple(torch.zeros(mask.shape, device=device).masked_scatter(mask, values) for values in (logprobs_N, entropy_N))
 
 
-def response_states(model, sequences, responses, device):
-    """The hidden state that predicts each response token (N x H), and those tokens (N), sequence after sequence.
+def precision(device):
+    """On a GPU the matrix products run in bf16; the weights that they use stay float32, and on CPU everything does."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
-    Where samples repeat a good part of the tokens, being of one prompt, each prompt is computed once: its keys and values, and
-    so their gradients, are shared. (Gradient checkpointing keeps no keys and values.)
+
+def temper(logits, temperature):
+    return logits if temperature == 1 else logits / temperature
+
+
+def body_of(model):
+    """The module that the model's own forward asks for hidden states: all layers, without the head."""
+    body = model.base_model if model.base_model is not model else model.model  # Llama-4 misnames its own
+    return getattr(body, "decoder", body)  # OPT's has one inside
+
+
+def logits_of(model, output, hidden_N_H):
+    """Logits N x V, float32, of hidden states taken from `output` of the body.
+
+    Families differ in what they do after the layers: soft caps, scales, one more layer. So the model's own forward computes
+    the logits, with these hidden states for an answer when it asks its body.
     """
-    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, responses)]
-    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    repeated = sum(map(len, prompts)) - sum(map(len, distinct))
-    cache = DynamicCache(config=model.config)
-    shareable = all(type(layer) is DynamicLayer for layer in cache.layers) and not model.is_gradient_checkpointing
-    if not shareable or repeated < sum(map(len, sequences)) / 8:  # sharing needs an attention mask, which costs something
-        ids = padded(sequences, device, torch.long)
-        rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
-        # The state at t predicts the token at t + 1.
-        columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)]).to(device)
-        # Padding stands on the right, where a causal model cannot see it: no attention mask is needed, and none is faster.
-        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns], ids[rows, columns + 1]
-    which = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
-    ids, attended, positions = left_padded(list(distinct), device)
-    read = model.base_model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache)
-    hidden = read.last_hidden_state[which, -1:]  # predicts the first token
-    ids, mask = padded([s[len(s) - n :] for s, n in zip(sequences, responses)], device, torch.long), mask_of(responses, device)
-    if ids.shape[1] > 1:
-        cache.batch_select_indices(which)
-        attended = torch.cat([attended[which], mask[:, :-1]], 1)
-        positions = positions[which, -1:] + torch.arange(1, ids.shape[1], device=device)
-        rest = model.base_model(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, past_key_values=cache)
-        hidden = torch.cat([hidden, rest.last_hidden_state], 1)
-    return hidden[mask], ids[mask]
+    body, answer = body_of(model), copy.copy(output)
+    answer.last_hidden_state = hidden_N_H[None].float()
+    body.forward = lambda *args, **kwargs: answer
+    try:
+        with torch.autocast(hidden_N_H.device.type, enabled=False):
+            ids = torch.zeros(1, len(hidden_N_H), dtype=torch.long, device=hidden_N_H.device)
+            return model.forward(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        del body.forward
+
+
+@torch.no_grad()
+def check_logprobs(model, name: str) -> None:
+    """Raises ValueError where log-probabilities made here differ from those that the model itself gives, on one short text."""
+    size = model.config.get_text_config().vocab_size
+    ids = [number * 7919 % size for number in range(1, 10)]
+    logprobs, _ = logprobs_and_entropy(model, [ids], [len(ids) - 1], 1.0)
+    device = logprobs.device
+    with precision(device):
+        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
+    difference, allowed = (logprobs[0] - expected).abs().mean().item(), 1e-3 if device.type == "cpu" else 0.1
+    if not difference < allowed:
+        raise ValueError(
+            f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities differ from its own by "
+            f"{difference:.2g}; its family turns hidden states into logits in a way that policy.logits_of does not know"
+        )
+
+
+@contextlib.contextmanager
+def checkpointed_layers(model):
+    """Inside, the layers' activations are computed again in the backward pass instead of being kept.
+
+    Not by transformers' own switch: that one needs training mode, in which some models turn dropout on and all turn their
+    key-value caches off.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"gradient_checkpointing: {type(model).__name__} has no layers marked for it; leave it off")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+# ------------------------------------------------------------------------------------------------------------------ batches
 
 
 def left_padded(prompts, device):
@@ -272,21 +355,3 @@ def mask_of(lengths, device):
 def padded(rows, device, dtype=torch.float32):
     """Rows of different lengths (lists or 1-d tensors) as one tensor, zeros on the right."""
     return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
-
-
-def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Indices in batches of similar lengths, each at most `max_tokens` with padding (one longer sequence goes alone)."""
-    batches = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
-@torch.no_grad()
-def agreement(logprobs, rollout_logprobs, entropy, mask) -> dict:
-    """Sums over tokens, from which Policy.update makes rollout/logprob_diff and actor/entropy."""
-    difference = (logprobs - rollout_logprobs).abs()[mask]
-    return {"diff": difference.sum().item(), "entropy": entropy[mask].sum().item(), "tokens": len(difference)}

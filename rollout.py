@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from genrm_server import Config, ModelServers, Slot, http
-from policy import Policy, Sample, left_padded, precision
+from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
 
 
 # ------------------------------------------------------------------------------------------------------------ in this process
@@ -46,51 +46,67 @@ def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature
     response ends by an end token, which is part of it, or at max_response_length. rollout_logprobs are those at this temperature,
     before top_p. on_finished(sample) is called the moment a sample has ended.
     """
-    for first in range(0, len(samples), rollout_batch_size):
-        generate(model, samples[first : first + rollout_batch_size], max_response_length, temperature, top_p, eos_ids, generator, on_finished)
-
-
-def generate(model, samples, max_response_length, temperature, top_p, eos_ids, generator, on_finished):
-    """The samples of one batch, all at once."""
     device = next(model.parameters()).device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
-    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(tuple(sample.prompt_ids) for sample in samples))}
-    rows = torch.tensor([distinct[tuple(sample.prompt_ids)] for sample in samples], device=device)
-    ids, attended, positions = left_padded(list(distinct), device)
-    cache = DynamicCache(config=model.config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    # A mask in its final form saves transformers the making of one per token; not for windows, or positions made of the mask.
-    ready = hasattr(model.base_model, "rotary_emb") and all(type(layer) is RoomyLayer for layer in cache.layers)
-    with precision(device):
-        out = model(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-    cache.batch_select_indices(rows)
-    attended, position, logits = attended[rows], positions[rows, -1:], out.logits[rows, -1]
-    alive, running = list(samples), torch.ones(len(samples), dtype=torch.bool)  # alive: whose row is still computed
-    for length in range(1, max_response_length + 1):
-        tokens, logprobs = sample_tokens(logits.float(), temperature, top_p, generator)
-        ended = torch.isin(tokens, stop_ids).cpu() | (length == max_response_length)
-        for sample, is_running, is_end, token, logprob in zip(alive, running.tolist(), ended.tolist(), tokens.tolist(), logprobs.tolist()):
-            if not is_running:
-                continue
-            sample.response_ids.append(token)
-            sample.rollout_logprobs.append(logprob)
-            if is_end:
-                on_finished(sample)
-        running &= ~ended
-        if not running.any():
-            break
-        if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
-            keep = running.nonzero()[:, 0]
-            alive, running = [alive[row] for row in keep.tolist()], running[keep]
-            keep = keep.to(device)
-            attended, position, tokens = attended[keep], position[keep], tokens[keep]
-            cache.batch_select_indices(keep)
-        attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
-        position = position + 1
-        mask = attended.log()[:, None, None] if ready else attended  # 0 where attended, else -inf
-        with precision(device):
-            out = model(input_ids=tokens[:, None], attention_mask=mask, position_ids=position, past_key_values=cache)
-        logits = out.logits[:, -1]
+    for first in range(0, len(samples), rollout_batch_size):
+        alive = samples[first : first + rollout_batch_size]  # whose rows are computed
+        distinct = {}  # prompt -> its number
+        rows = [distinct.setdefault(tuple(sample.prompt_ids), len(distinct)) for sample in alive]
+        rows, (ids, attended, positions) = torch.tensor(rows, device=device), left_padded(list(distinct), device)
+        cache = DynamicCache(config=model.config)
+        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        with precision(device):  # one context for all tokens of the batch: a GPU casts the weights once
+            logits = next_logits(model, ids, attended, positions, cache)
+            cache.reorder_cache(rows)
+            attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]
+            running = torch.ones(len(alive), dtype=torch.bool)
+            for length in range(1, max_response_length + 1):
+                tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
+                # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
+                ended = torch.isin(tokens, stop_ids)
+                sampled = torch.stack([tokens.double(), logprobs.double(), ended.double()], 1).tolist()
+                for row, (sample, (token, logprob, is_end)) in enumerate(zip(alive, sampled)):
+                    if running[row]:
+                        sample.response_ids.append(int(token))
+                        sample.rollout_logprobs.append(logprob)
+                        if is_end or length == max_response_length:
+                            running[row] = False
+                            on_finished(sample)
+                if not running.any():
+                    break
+                if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
+                    keep = running.nonzero()[:, 0]
+                    alive, running = [alive[row] for row in keep.tolist()], running[keep]
+                    keep = keep.to(device)
+                    attended, position, tokens = attended[keep], position[keep], tokens[keep]
+                    cache.reorder_cache(keep)
+                attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
+                position = position + 1
+                logits = next_logits(model, tokens[:, None], attended, position, cache)
+
+
+def next_logits(model, ids, attended, positions, cache):
+    """Logits B x V of the token after these, which the cache then holds."""
+    output = body_of(model)(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
+    return logits_of(model, output, output.last_hidden_state[:, -1])
+
+
+def check_sampling(policy: Policy) -> None:
+    """Raises ValueError for a model that this process cannot sample from, found out with two short prompts.
+
+    Families differ in their caches: some take none of this kind, and with some a response would not see its prompt.
+    """
+    name, size = type(policy.model).__name__, policy.model.config.get_text_config().vocab_size
+    samples = [Sample({}, [number * 7919 % size for number in range(1, length)]) for length in (4, 9) for _ in range(2)]
+    settings = dict(max_response_length=4, temperature=policy.config.temperature, eos_ids=(), rollout_batch_size=4)
+    try:
+        rollout_hf(policy.model, samples, generator=torch.Generator(policy.device).manual_seed(0), **settings)
+        difference = torch.cat([logprobs.cpu() - torch.tensor(sample.rollout_logprobs)
+                                for sample, (logprobs, _) in zip(samples, policy.score(samples))]).abs().mean().item()
+    except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rollout: hf cannot sample from a {name} ({type(error).__name__}: {error}); take vllm") from error
+    if not difference <= policy.config.max_logprob_diff:
+        raise ValueError(f"rollout: hf samples wrongly from a {name} (log-probabilities are off by {difference:.2g}); take vllm")
 
 
 class RoomyLayer(DynamicLayer):
@@ -105,7 +121,8 @@ class RoomyLayer(DynamicLayer):
         end = start + keys.shape[-2]
         # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
         if not self.buffers or end > self.buffers[0].shape[-2] or self.keys.data_ptr() != self.buffers[0].data_ptr():
-            self.buffers = [new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
+            # A GPU computes keys in float32 (rotary positions) and values in bf16; attention takes both in bf16.
+            self.buffers = [new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1], dtype=values.dtype) for new in (keys, values)]
             if start:
                 self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
         for buffer, new in zip(self.buffers, (keys, values)):
@@ -116,7 +133,7 @@ class RoomyLayer(DynamicLayer):
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
     """One token per row and its log-probability at this temperature (before top_p). Temperature 0 takes the likeliest."""
-    logprobs = (logits_B_V / (temperature or 1.0)).log_softmax(-1)
+    logprobs = temper(logits_B_V, temperature or 1.0).log_softmax(-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:

@@ -1,15 +1,20 @@
 """The policy's update: against the loss written naively, invariances, and what must change nothing."""
 
 import copy
+import dataclasses
+import json
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_file
 import toy_world
-from policy import Policy, Sample
+from policy import Policy, Sample, deal
+from rollout import check_sampling
 from tiny import CPU, a_step, config_of, policy_of, weights_of, with_sgd
 
 
@@ -52,7 +57,7 @@ def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypa
     samples = a_step(model)
     policies = [with_sgd(policy_of(model)) for _ in range(2)]
     policies[0].update(samples, lr=1e-2)
-    monkeypatch.setattr(policy_file, "LOGITS_AT_ONCE", 5 * model.config.vocab_size)
+    monkeypatch.setitem(policy_file.LOGITS_AT_ONCE, "cpu", 5 * model.config.vocab_size)
     policies[1].update(samples, lr=1e-2)
     assert torch.allclose(weights_of(policies[0]), weights_of(policies[1]), atol=2e-8)
 
@@ -173,3 +178,146 @@ def test_a_loss_that_is_not_finite_stops_the_run(model):
         sample.advantage = math.inf if sample.advantage else 0.0
     with pytest.raises(RuntimeError, match="loss -?(inf|nan).*not finite"):
         updated(model, samples)
+
+
+# ------------------------------------------------------------------------------------------------------ families of models
+
+SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, pad_token_id=0)
+GROUPED = SMALL | dict(num_key_value_heads=2, head_dim=8)
+LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8)
+FAMILIES = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "mistral": GROUPED | dict(sliding_window=4),
+    "gemma2": GROUPED | dict(final_logit_softcapping=2.0),  # what follows the head: caps, scales, another layer
+    "vaultgemma": GROUPED | dict(final_logit_softcapping=2.0),
+    "nanochat": GROUPED | dict(final_logit_softcapping=2.0),
+    "cohere": GROUPED | dict(logit_scale=0.3),
+    "granite": GROUPED | dict(logits_scaling=4.0),
+    "hyperclovax": GROUPED | dict(logits_scaling=3.0),
+    "minicpm3": SMALL | LATENT | dict(dim_model_base=16),
+    "modernbert-decoder": GROUPED,
+    "llama4_text": GROUPED | dict(intermediate_size_mlp=64, num_local_experts=2),
+    "opt": SMALL | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),  # dropout in the layer itself
+    "falcon": SMALL | dict(alibi=True, new_decoder_architecture=False, num_kv_heads=4),  # positions from the mask
+    "qwen3_next": GROUPED | LINEAR | dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+                                          shared_expert_intermediate_size=16),  # caches of two kinds
+    "qwen3_5_text": GROUPED | LINEAR,
+    "olmo_hybrid": GROUPED | LINEAR | dict(linear_num_key_heads=4),
+    "gemma4_text": GROUPED | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
+    "gemma3n_text": GROUPED | dict(layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0, laurel_rank=4,
+                                   sliding_window=4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96,
+                                   activation_sparsity_pattern=[0.0] * 4),
+}  # fmt: skip
+
+
+def of_family(name, **config):
+    torch.manual_seed(0)
+    family_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), dtype=torch.float32).eval()
+    for parameter in family_model.parameters():  # as they begin, such small models hardly look at what came before
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return family_model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradient_checkpointing(name):
+    """Scores against model(...).logits, responses sampled in process against both, and the same update either way."""
+    family_model = of_family(name, **FAMILIES[name])
+    policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
+    check_sampling(policies[0])
+    samples = a_step(policies[0].model)
+    for sample, (logprobs, _) in zip(samples, policies[0].score(samples)):
+        with torch.no_grad():
+            logits = family_model(input_ids=torch.tensor([sample.prompt_ids + sample.response_ids])).logits
+        own = logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        own = own.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        assert torch.allclose(logprobs, own, atol=1e-4)
+        assert torch.allclose(torch.tensor(sample.rollout_logprobs), own, atol=1e-4)
+    norms = [policy.update(samples, lr=1e-3)["actor/grad_norm"] for policy in policies]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+
+
+def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(model):
+    """Counted are the tensors that autograd saves in the layers' forward passes."""
+    samples, saved, norms = a_step(model), [], []
+    for on in (False, True):
+        policy, count = policy_of(model, gradient_checkpointing=on), Counter()
+
+        def pack(tensor, count=count):
+            count["numbers"] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            norms.append(policy.update(samples, lr=1e-3)["actor/grad_norm"])
+        saved.append(count["numbers"])
+        assert not policy.model.training and not any(module.training for module in policy.model.modules())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and saved[1] < 0.7 * saved[0]
+
+
+def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
+    """Mamba takes its state by another name and ignores the key-value cache: responses would not see their prompts."""
+    policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="rollout: hf samples wrongly from a MambaForCausalLM .*take vllm"):
+        check_sampling(policy)
+    assert policy.update(a_step(of_family("llama", **GROUPED)), lr=1e-3)["actor/updates"] == 1  # with vLLM it trains
+
+
+def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):
+    """A head that looks at more than the hidden states which policy.logits_of hands it."""
+    original = type(model).forward
+
+    def strange(self, *args, input_ids=None, **kwargs):
+        out = original(self, *args, input_ids=input_ids, **kwargs)
+        out.logits = out.logits * (1 + input_ids[0, 0].float() % 3)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", strange)
+    with pytest.raises(ValueError, match=r"model: \S+ \(LlamaForCausalLM\) cannot be trained here"):
+        policy_of(model)
+
+
+def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
+    """As in the folders of Vicuna and of some Mistral tunes: transformers reads such a file and refuses to write it."""
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
+    policy = Policy(config_of(), str(tmp_path), CPU)
+    policy.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/generation_config.json").read_text())["temperature"] == 0.9
+
+
+# --------------------------------------------------------------------------------------------------- what the metrics mean
+
+
+def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
+    """Nine groups in mini-batches of at most four: three of three, not four, four and one."""
+    samples = [Sample({}, [i]) for i in range(18)]
+    batches = deal(samples, group_size=2, mini_batch_size=4)
+    assert [len(batch) for batch in batches] == [6, 6, 6] and [s for batch in batches for s in batch] == samples
+    assert [len(batch) // 2 for batch in deal(samples[:10], 2, 4)] == [2, 3] and deal(samples[:2], 2, 4) == [samples[:2]]
+
+
+def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
+    """The same learning groups, alone and beside as many that teach nothing: what is logged of the update is the same."""
+    samples = a_step(model)
+    idle = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
+    options = dict(mini_batch_size=2, lr=0.05)
+    _, alone = updated(model, samples, **options)
+    _, beside = updated(model, samples + idle, **options)
+    assert alone["actor/updates"] == beside["actor/updates"] == 2
+    for key in ("actor/approx_kl", "actor/clip_fraction", "actor/loss", "actor/grad_norm"):
+        assert beside[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-9), key
+    assert alone["actor/approx_kl"] > 0
+
+
+def test_entropy_is_that_of_all_samples_before_the_update(model):
+    """Whether they teach something or not: else a baseline and FAPO could not be compared."""
+    samples = a_step(model)
+    entropies = torch.cat([entropy for _, entropy in policy_of(model).score(samples)])
+    _, metrics = updated(model, samples, mini_batch_size=1, lr=1.0)
+    assert metrics["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
+    for sample in samples[:12]:
+        sample.advantage = 0.0
+    assert updated(model, samples, lr=1.0)[1]["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)

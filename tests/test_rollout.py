@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 import genrm_server
 import rollout
 import toy_world
-from tiny import CPU, PROMPTS, policy_of, roll_out, samples_of, set_rewards
+from tiny import PROMPTS, policy_of, roll_out, samples_of, set_rewards
 
 
 def test_greedy_rollout_is_what_transformers_generates(model):
@@ -59,7 +59,7 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
     """Here tables of rotary positions that are made anew when a text gets longer than any before."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling))
-    policy = policy_of(model)
+    policy = policy_of(model, group_size=2)
     before = policy.model.model.rotary_emb.inv_freq.clone()
     with torch.inference_mode():
         samples = set_rewards(roll_out(policy.model, [[5, 6, 7]], length=12), torch.tensor([[1.0, 0.0]]))
