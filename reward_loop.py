@@ -31,6 +31,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -41,6 +42,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -49,9 +51,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-# ray, transformers, aiohttp, pyarrow and tyro are imported where they are used: the grading processes load this file too, and
+import tyro
+
+# ray, transformers, aiohttp and pyarrow are imported where they are used: the grading processes load this file too, and
 # must stay small and quick to start.
 
 HERE = Path(__file__).resolve().parent
@@ -87,11 +91,171 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
+# ---- What the user sets
+
+
+@dataclasses.dataclass(kw_only=True)
+class RewardOptions:
+    """How samples are scored. Every command line that scores has these flags: its configuration inherits from this one."""
+
+    reward_fn: str | None = None
+    """Reward function as FILE:NAME; default: the score of a discriminative reward model, without a reward model the rule."""
+    reward_kwargs: str = "{}"
+    """JSON object of further keyword arguments for every call, such as '{"penalty": 0.5}'."""
+    router_address: tuple[str, ...] = ()
+    """Reward model that runs already, as host:port; for several NAME=host:port each, the first being the main one."""
+    genrm: tuple[str, ...] = ()
+    """Reward model to start and stop with this run, as PATH (or hub name); for several NAME=PATH each, the first the main one."""
+    genrm_servers: int = 1
+    """vLLM servers for each model of --genrm."""
+    genrm_cpus: str = ""
+    """On CPU: cores for the servers of --genrm, such as 0,1; default: all, shared out evenly."""
+    genrm_gpus: str = ""
+    """GPUs for the servers of --genrm, such as 2,3; default: all that Ray sees."""
+    genrm_vllm_args: str = ""
+    """Arguments for the servers of --genrm, in quotes, such as "--gpu-memory-utilization 0.4"."""
+    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
+    """Kind of the reward model: generative (a judge that writes) or discriminative (one number); for several one each, or one."""
+    reward_model_tokenizer: str | None = None
+    """Path of the tokenizer for discriminative models and for functions that take one; default for the former: --genrm's own."""
+    num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
+    """Ray workers that call the function, spread over the nodes of the cluster."""
+    sync_processes: int = 0
+    """Grading processes per worker for a sync function; 0 shares each node's cores out over its workers."""
+    timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
+    """Seconds for one call of the function; then its status is "timeout"."""
+    max_in_flight: int | None = None
+    """Samples in the workers' hands at once, others wait without a clock; default: 128 per server of the main reward model."""
+    max_concurrency: int | None = None
+    """Calls of the function at once in the whole cluster."""
+    max_rpm: float | None = None
+    """Calls of the function per minute in the whole cluster, evenly paced."""
+    max_tpm: float | None = None
+    """Judge tokens per minute in the whole cluster, a call being reckoned as --tokens-per-call."""
+    tokens_per_call: int = 2000
+    """What one call costs in judge tokens, for --max-tpm."""
+    http_retries: int = 6
+    """How often a call that raised a broken connection, HTTP 429 or 5xx is made again, after 1, 2, 4 ... 10 s."""
+    max_no_verdict_rate: float = 0.2
+    """Stop with an error when more than this share of the samples that needed a verdict has none."""
+
+    def check_rewards(self, started: dict[str, str] | None = None) -> "Job":
+        """Refuses what cannot work before anything starts: ValueError naming the field, the value and the remedy.
+
+        started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
+        """
+        for name in ("num_workers", "timeout", "max_in_flight", "max_concurrency", "max_rpm", "max_tpm", "tokens_per_call",
+                     "genrm_servers"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be greater than 0")
+        for name in ("sync_processes", "http_retries", "max_no_verdict_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
+        if models and addresses:
+            raise ValueError("genrm starts a reward model, router_address names a running one: give one of them")
+        for name, address in addresses.items():
+            if not re.fullmatch(r"[^/]+:\d+", address):
+                raise ValueError(f"router_address is {address!r} for {name}: it must be host:port or NAME=host:port")
+        if not models and (self.genrm_servers, self.genrm_cpus, self.genrm_gpus, self.genrm_vllm_args) != (1, "", "", ""):
+            raise ValueError("genrm_servers, genrm_cpus, genrm_gpus, genrm_vllm_args: they are about servers of genrm; give genrm")
+        if len(self.reward_model_task) not in (1, len(models or addresses)):
+            raise ValueError(f"reward_model_task is {self.reward_model_task}: give one for all models, or one for each of them")
+        for name, model in self.server_configs().items():
+            model.check()
+        return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
+
+    def server_configs(self, sleep_mode: bool = False) -> dict:
+        """{name: genrm_server.Config} of the reward models to start."""
+        import genrm_server
+
+        models = named("genrm", self.genrm)
+        tasks = self.reward_model_task * (len(models) if len(self.reward_model_task) == 1 else 1)
+        rest = dict(num_servers=self.genrm_servers, port=0, cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
+                    vllm_args=tuple(shlex.split(self.genrm_vllm_args)))  # fmt: skip
+        return {name: genrm_server.Config(path, task=task, **rest) for (name, path), task in zip(models.items(), tasks)}
+
+
+def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
+    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; what has no name is "genrm", and "genrm1" ... behind others."""
+    found = {}
+    for number, value in enumerate(values):
+        name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups()
+        name = name or f"genrm{number or ''}"
+        if name in found:
+            raise ValueError(f"{field}: there are two models with the name {name!r}; write NAME=... with different names")
+        found[name] = text
+    return found
+
+
+@dataclasses.dataclass
+class Job:
+    """What workers and grading processes need to know; plain values only."""
+
+    function: str | None  # FILE:NAME with the full path; None: the score of the discriminative reward model
+    kwargs: dict  # the same for every sample
+    tokenizer: str | None  # path, where the function takes it
+    takes_step: bool
+    is_async: bool
+    timeout: float
+    sync_processes: int = 1
+
+
+def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
+    """How samples will be scored, with these reward models. Loads the function to see that it fits. Raises ValueError."""
+    try:
+        kwargs = dict(json.loads(options.reward_kwargs).items())
+    except (ValueError, AttributeError):
+        raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: it is not JSON, or not a JSON object") from None
+    discriminative = bool(addresses) and options.reward_fn is None and options.reward_model_task[0] == "classify"
+    tokenizer = options.reward_model_tokenizer
+    if options.reward_model_task[0] == "classify" and options.genrm:
+        tokenizer = tokenizer or next(iter(named("genrm", options.genrm).values()))
+    if addresses and options.reward_fn is None and not discriminative:
+        raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
+    if discriminative and not tokenizer:
+        raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
+    file, _, name = (options.reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not file or not name:
+        raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
+    if not discriminative and not path.is_file():
+        raise ValueError(f"reward_fn is {options.reward_fn!r}: there is no file {path}")
+    spec = None if discriminative else f"{path}:{name}"
+    import_path = sys.path.copy()
+    try:
+        function = load_function(spec)
+    finally:
+        sys.path[:] = import_path  # the driver has modules of its own to import
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    common = {}
+    if addresses:
+        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
+        common["reward_model_tokenizer"] = None
+    if not takes_any:  # a plain rule runs unchanged while a reward model is up
+        common = {key: value for key, value in common.items() if key in parameters}
+        for key in kwargs:
+            if key not in parameters:
+                raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {spec}")
+    common |= kwargs
+    given = {"data_source", "solution_str", "ground_truth", "extra_info", "step", *common, *["prompt"] * discriminative}
+    for name, p in parameters.items():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
+            raise ValueError(f"{spec} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
+    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+    tokenizer = tokenizer if "reward_model_tokenizer" in common else None
+    return Job(spec, common, tokenizer, "step" in parameters, is_async, options.timeout, options.sync_processes)
+
+
 # ---- Calling the function. This part runs in the workers and in the grading processes.
 
 
-def load_function(spec: str):
+def load_function(spec: str | None):
     """The function named by "FILE:NAME"; its file may import others beside it. Raises ValueError with one clear line."""
+    if spec is None:
+        return score_with_classifier
     file, _, name = spec.rpartition(":")
     path = Path(file)
     sys.path.insert(0, str(path.parent))
@@ -108,41 +272,29 @@ def load_function(spec: str):
     return function
 
 
-def build_call(setup: dict) -> tuple[Any, dict]:
-    """The function of a run and the keyword arguments that are the same for every sample. Raises ValueError."""
-    discriminative, addresses, spec = setup["discriminative"], setup["router_addresses"], setup["reward_fn"]
-    function = score_with_classifier if discriminative else load_function(spec)
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    common = {}
-    if addresses:
-        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
-        common["reward_model_tokenizer"] = None
-    if not takes_any:  # a plain rule runs unchanged while a reward model is up
-        common = {key: value for key, value in common.items() if key in parameters}
-        for key in setup["reward_kwargs"]:
-            if key not in parameters:
-                raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {spec}")
-    common |= setup["reward_kwargs"]
-    given = {"data_source", "solution_str", "ground_truth", "extra_info", *common} | ({"prompt"} if discriminative else set())
-    for name, p in parameters.items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
-            raise ValueError(f"{spec} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
-    if "reward_model_tokenizer" in common and setup["reward_model_tokenizer"]:
+def load_call(job: Job):
+    """The function of a run with all that is the same for every sample. Raises ValueError."""
+    function = load_function(job.function)
+    common = dict(job.kwargs)
+    if job.tokenizer:
         from transformers import AutoTokenizer
 
-        common["reward_model_tokenizer"] = AutoTokenizer.from_pretrained(setup["reward_model_tokenizer"])
-    return function, common
+        common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+        # Transformers 5 returns a dict where 4 returned token ids; functions written for either get the ids.
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    if job.takes_step:
+        return functools.partial(function, **common)
+    return lambda step=None, **sample: function(**sample, **common)
 
 
-async def evaluate(function, common: dict, payload: bytes) -> bytes:
+async def evaluate(function, payload: bytes) -> bytes:
     """Scores one pickled sample -> JSON of [score or None, extra info, status, retry delay or None]. Never raises.
 
     JSON, as an object of the user's could break the message that also carries other samples' results.
     """
     try:
         arguments = pickle.loads(payload)  # made by our own manager: each sample its own bytes, so its own extra_info
-        value = function(**arguments, **common)
+        value = function(**arguments)
         if inspect.isawaitable(value):
             value = await value
         outcome = [*read_outcome(value), None]  # arrays become lists below, what JSON does not know its repr
@@ -237,7 +389,7 @@ def fork_server(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     with control.makefile("rb") as stream:
         setup = pickle.load(stream)
-    function, common = build_call(setup)
+    function = load_call(Job(**setup))
     control.send(b"\0")  # ready
     children = set()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
@@ -246,7 +398,7 @@ def fork_server(control_fd: int) -> None:
         if pid == 0:
             os.setpgid(0, 0)  # a group of its own: what the function starts dies with it
             control.close()
-            asyncio.run(serve_samples(socket.socket(fileno=descriptors[0]), function, common))
+            asyncio.run(serve_samples(socket.socket(fileno=descriptors[0]), function))
             os._exit(0)
         os.close(descriptors[0])
         children.add(pid)
@@ -255,12 +407,12 @@ def fork_server(control_fd: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-async def serve_samples(connection: socket.socket, function, common: dict) -> None:
+async def serve_samples(connection: socket.socket, function) -> None:
     """Main of a grading process: reads a sample, writes its result, one at a time (it may block), until the socket ends."""
     connection.sendall(b"%d\n" % os.getpid())
     stream = connection.makefile("rb")
     while header := stream.read(4):
-        result = await evaluate(function, common, stream.read(*struct.unpack("<I", header)))
+        result = await evaluate(function, stream.read(*struct.unpack("<I", header)))
         connection.sendall(result + b"\n")  # JSON: there is no other line end in it
 
 
@@ -275,9 +427,9 @@ class RewardLoopWorker:
     for SLOW_S there is one more (up to 4 x sync_processes in all), so that no sample waits for the end of a hanging neighbour.
     """
 
-    def __init__(self, setup: dict):
-        self.setup = setup
-        self.done = []  # (ticket, result) since the last collect
+    def __init__(self, job: Job):
+        self.job = job
+        self.done = []  # (ticket, result, seconds) since the last collect
         self.news = asyncio.Event()
         self.running = {}  # ticket -> (task, the timer that cuts it off), of an async function
         self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it), for grading processes
@@ -288,9 +440,8 @@ class RewardLoopWorker:
     async def prepare(self) -> str | None:
         """Loads the function -> one line about what is wrong with it, or None."""
         try:
-            self.function, self.common = build_call(self.setup)
-            self.is_async = any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
-            if not self.is_async:
+            self.function = load_call(self.job)
+            if not self.job.is_async:
                 self._start_fork_server()
         except (ValueError, OSError) as error:
             return " ".join(str(error).split())
@@ -299,14 +450,14 @@ class RewardLoopWorker:
         """Takes samples (ticket, isolated, payload); returns at once."""
         loop = asyncio.get_running_loop()
         for ticket, isolated, payload in batch:
-            if self.is_async and not isolated:
-                timer = loop.call_later(self.setup["timeout"], self._cut_off, ticket)
+            if self.job.is_async and not isolated:
+                timer = loop.call_later(self.job.timeout, self._cut_off, ticket)
                 self.running[ticket] = loop.create_task(self._run(ticket, payload)), timer
             else:
                 self.queue.put_nowait((ticket, payload, 0))
                 self._add_graders()
 
-    async def collect(self) -> list[tuple[int, bytes]]:
+    async def collect(self) -> list[tuple[int, bytes, float]]:
         """Everything scored since the last call; waits for the first result, at most HEARTBEAT_S."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
@@ -315,23 +466,25 @@ class RewardLoopWorker:
         done, self.done = self.done, []
         return done
 
-    def _report(self, ticket: int, result: bytes) -> None:
-        self.done.append((ticket, result))
+    def _report(self, ticket: int, result: bytes, started: float) -> None:
+        self.done.append((ticket, result, time.monotonic() - started))
         self.news.set()
 
     async def _run(self, ticket: int, payload: bytes) -> None:
-        result = await evaluate(self.function, self.common, payload)
+        started = time.monotonic()
+        result = await evaluate(self.function, payload)
         if entry := self.running.pop(ticket, None):  # else it came too late: the timeout has been reported
             entry[1].cancel()
-            self._report(ticket, result)
+            self._report(ticket, result, started)
 
     def _cut_off(self, ticket: int) -> None:
         self.running.pop(ticket)[0].cancel()  # it may refuse: nobody waits for it
-        self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s"))
+        message = f"no result within {self.job.timeout:g} s"
+        self._report(ticket, failure("timeout", message), time.monotonic() - self.job.timeout)
 
     def _add_graders(self, *slow: asyncio.Task) -> None:
         self.slow.update(slow)
-        size = self.setup["sync_processes"]
+        size = self.job.sync_processes
         while len(self.graders) < min(size + len(self.slow), 4 * size):
             self.graders.append(asyncio.create_task(self._grade()))
 
@@ -341,21 +494,23 @@ class RewardLoopWorker:
         while True:
             ticket, payload, deaths = await self.queue.get()
             timer = asyncio.get_running_loop().call_later(SLOW_S, self._add_graders, task)
+            started = time.monotonic()
             try:
                 process = process or await self._fork()
                 reader, writer, pid = process
                 writer.write(struct.pack("<I", len(payload)) + payload)
-                async with asyncio.timeout(self.setup["timeout"]):
+                async with asyncio.timeout(self.job.timeout):
                     result = await reader.readuntil(b"\n")
-                self._report(ticket, result)
+                self._report(ticket, result, started)
                 continue
             except TimeoutError:
-                self._report(ticket, failure("timeout", f"no result within {self.setup['timeout']:g} s: process killed"))
+                self._report(ticket, failure("timeout", f"no result within {self.job.timeout:g} s: process killed"), started)
             except (OSError, EOFError, subprocess.SubprocessError) as error:
                 if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
                     self.queue.put_nowait((ticket, payload, 1))
                 else:
-                    self._report(ticket, failure("error", f"the grading process died on this sample, twice ({describe(error)})"))
+                    message = f"the grading process died on this sample, twice ({describe(error)})"
+                    self._report(ticket, failure("error", message), started)
             finally:
                 timer.cancel()
                 self.slow.discard(task)
@@ -385,7 +540,7 @@ class RewardLoopWorker:
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
         with theirs:
             subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
-        control.sendall(pickle.dumps(self.setup))
+        control.sendall(pickle.dumps(dataclasses.asdict(self.job)))
         if not control.recv(1):
             raise OSError("the process that loads the function for grading ended at once; the worker's log says why")
         self.control = control
@@ -416,58 +571,29 @@ class Slot:
 
 
 class RewardLoopManager:
-    """Scores samples on `num_workers` Ray workers. Safe to use from any thread and any event loop.
+    """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
-    Raises ValueError (a missing function, an option that makes no sense) before anything is scored. `Config`, below, explains
-    the parameters that are not named here.
-
-    reward_fn: "FILE:NAME"; None = with a discriminative reward model its score, without a reward model the default rule.
-    router_addresses: {name: "host:port"} of reward models that run elsewhere; the first is `reward_router_address`.
+    Raises ValueError (a missing function, an option that makes no sense) before anything is scored. `start_rewards` makes one
+    from options alone, with the models of options.genrm; here they are handed over:
     reward_models: a genrm_server.RewardModelManager; gives the addresses, and is woken and put to sleep by score_batch.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
-    def __init__(
-        self, *, reward_fn: str | None = None, reward_kwargs: dict | None = None, router_addresses: dict[str, str] | None = None,
-        reward_models=None, reward_model_task: str = "generate", reward_model_tokenizer: str | None = None, num_workers: int = 2,
-        sync_processes: int = 0, timeout: float = 600.0, max_in_flight: int = 2048, max_concurrency: int | None = None,
-        max_rpm: float | None = None, max_tpm: float | None = None, tokens_per_call: int = 2000, http_retries: int = 6,
-        overlong: Overlong | None = None,
-    ):  # fmt: skip
-        positive = dict(num_workers=num_workers, timeout=timeout, max_in_flight=max_in_flight, max_concurrency=max_concurrency)
-        positive |= dict(max_rpm=max_rpm, max_tpm=max_tpm, tokens_per_call=tokens_per_call)
-        for name, value in positive.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be greater than 0")
+    def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
+        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
         if overlong:
             overlong_penalty(0, *overlong)  # raises on bad settings
-        addresses = dict(reward_models.router_addresses) if reward_models else dict(router_addresses or {})
-        discriminative = bool(addresses) and reward_fn is None and reward_model_task == "classify"
-        if addresses and reward_fn is None and not discriminative:
-            raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
-        if discriminative and not reward_model_tokenizer:
-            raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-        file, _, name = (reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
-        path = Path(file).expanduser().resolve()
-        if not file or not name:
-            raise ValueError(f"reward_fn is {reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
-        if not discriminative and not path.is_file():
-            raise ValueError(f"reward_fn is {reward_fn!r}: there is no file {path}")
 
         import ray
 
         self._ray = ray
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:  # RAY_ADDRESS, where set, names the cluster to join
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        self._started_ray = connect_ray()
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        cores = int(ray.cluster_resources().get("CPU", 1))
-        self.setup = dict(reward_fn=f"{path}:{name}", reward_kwargs=reward_kwargs or {}, router_addresses=addresses)
-        self.setup |= dict(discriminative=discriminative, reward_model_tokenizer=reward_model_tokenizer, timeout=timeout)
-        self.setup["sync_processes"] = sync_processes or max(1, cores // num_workers)
-        self.reward_models, self.overlong, self.http_retries = reward_models, overlong, http_retries
-        self.max_in_flight = min(max_in_flight, max_concurrency or max_in_flight)
+        num_workers = options.num_workers
+        self.job.sync_processes = options.sync_processes or max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
+        self.reward_models, self.overlong, self.http_retries = reward_models, overlong, options.http_retries
+        self.max_in_flight = min(options.max_in_flight or 2048, options.max_concurrency or math.inf)
 
         self._queue = collections.deque()  # filled from any thread
         self._open = set()  # the futures without a result; from any thread
@@ -475,7 +601,7 @@ class RewardLoopManager:
         self._dispatch_is_due = False
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
-        self._rate = RateLimit(min(max_rpm or math.inf, (max_tpm or math.inf) / tokens_per_call))
+        self._rate = RateLimit(min(options.max_rpm or math.inf, (options.max_tpm or math.inf) / options.tokens_per_call))
         self._timer = None  # dispatches when the rate limit allows
         self._slots = [Slot(index) for index in range(num_workers)]
         self._tasks = []  # one per worker, taking its results
@@ -498,8 +624,10 @@ class RewardLoopManager:
         try:
             arguments = dict(data_source=sample["data_source"], solution_str=sample["response"])
             arguments |= dict(ground_truth=sample["reward_model"]["ground_truth"], extra_info=sample.get("extra_info") or {})
-            if self.setup["discriminative"]:
+            if self.job.function is None:
                 arguments["prompt"] = sample["prompt"]
+            if "step" in sample:
+                arguments |= {"step": sample["step"], "extra_info": arguments["extra_info"] | {"step": sample["step"]}}
             penalty = overlong_penalty(sample["response_length"], *self.overlong) if self.overlong else 0.0
         except KeyError as error:
             raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
@@ -596,7 +724,7 @@ class RewardLoopManager:
         nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[slot.index % len(nodes)], soft=True)
         actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy)(RewardLoopWorker)
-        worker = actor.remote(self.setup)
+        worker = actor.remote(self.job)
         if complaint := await asyncio.wait_for(worker.prepare.remote(), 300):
             raise ValueError(complaint)
         slot.worker = worker
@@ -605,15 +733,15 @@ class RewardLoopManager:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
         while not self._closed:
             try:
-                results = await asyncio.wait_for(slot.worker.collect.remote(), self.setup["timeout"] + WEDGED_S)
+                results = await asyncio.wait_for(slot.worker.collect.remote(), self.job.timeout + WEDGED_S)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 await self._replace(slot, wedged=isinstance(error, TimeoutError))
                 continue
-            for number, result in results:
-                self._finish(slot.pending.pop(number), result)
+            for number, result, seconds in results:
+                self._finish(slot.pending.pop(number), result, seconds)
             self._dispatch()
 
-    def _finish(self, ticket: Ticket, result: bytes) -> None:
+    def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
         score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # a NaN in extra info: null
         if retry_after is not None and ticket.tries < self.http_retries:
             pause = max(retry_after, min(2.0**ticket.tries, 10.0) * random.uniform(0.75, 1.25))
@@ -627,7 +755,8 @@ class RewardLoopManager:
             extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
         reward = None if score is None else score + ticket.penalty
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
-            ticket.future.set_result({"reward_score": reward, "reward_extra_info": extra, "status": status})
+            outcome = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
+            ticket.future.set_result(outcome)
 
     async def _replace(self, slot: Slot, wedged: bool) -> None:
         """The slot's worker is dead, or wedged and now killed: its samples go to the queue's front, a new one starts."""
@@ -639,7 +768,7 @@ class RewardLoopManager:
             if ticket.deaths < MAX_WORKER_DEATHS:
                 self._queue.appendleft(ticket)
             else:
-                self._finish(ticket, failure("error", f"{ticket.deaths} reward workers died with this sample"))
+                self._finish(ticket, failure("error", f"{ticket.deaths} reward workers died with this sample"), 0.0)
         slot.pending.clear()
         self._dispatch()
         for attempt in range(5):
@@ -664,6 +793,73 @@ class RewardLoopManager:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def connect_ray(gpus: str = "") -> bool:
+    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, else starts one; True: it was started now.
+
+    Says which in one line. gpus: what a cluster that is started may deal out, such as "2,3". RuntimeError if it cannot be joined.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    address, started = os.environ.get("RAY_ADDRESS") or "auto", False
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        if address != "local":
+            with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
+                ray.init(address, **quiet)
+        if started := not ray.is_initialized():
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # Ray, and all that it starts, reads it now
+            ray.init("local", **quiet)
+    except Exception as error:  # another version of Ray or Python, another key: of many types, some with a page of text
+        text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300}); RAY_ADDRESS=local starts one of your own"
+        raise RuntimeError(" ".join(text.split())) from error
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    if gpus and not started:
+        ray.shutdown()
+        raise ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")
+    have = ray.cluster_resources()
+    text = f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs"
+    where = f"joined the cluster at {ray.get_runtime_context().gcs_address}" if not started else "started a cluster for this run"
+    print(f"Ray: {where} ({text})" + "; RAY_ADDRESS=local starts one of your own" * (not started), flush=True)
+    return started
+
+
+def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,
+                  overlong: Overlong | None = None) -> RewardLoopManager:  # fmt: skip
+    """Starts the reward models that the options name, and the loop -> RewardLoopManager. All of it ends with `stack`.
+
+    sleep_mode: the models' servers can be put to sleep, for a GPU that they share with a trainer (score_batch does it).
+    """
+    options.check_rewards()
+    if overlong:
+        overlong_penalty(0, *overlong)  # raises on bad settings
+    models = None
+    if options.genrm:
+        import genrm_server
+
+        if connect_ray(options.genrm_gpus):
+            stack.callback(sys.modules["ray"].shutdown)
+        models = genrm_server.RewardModelManager(options.server_configs(sleep_mode))
+        stack.callback(models.shutdown)
+    manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
+    stack.callback(manager.shutdown)
+    return manager
+
+
+def no_verdict_rate(results: list[dict]) -> float:
+    """Share without a score among the samples that needed a verdict: all but those whose function says that its judge was not
+    needed (`genrm_status` "skipped") and that have a score. 0.0 where none needed one."""
+    needed = [r for r in results if r["reward_score"] is None or r["reward_extra_info"].get("genrm_status") != "skipped"]
+    return sum(result["reward_score"] is None for result in needed) / max(len(needed), 1)
 
 
 class RateLimit:
@@ -697,53 +893,19 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
 
 
 @dataclasses.dataclass
-class Config:
+class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
 
     data: Path
     """Parquet or JSONL file to score; its rows have data_source, reward_model, extra_info and response."""
     out: Path
     """Parquet or JSONL file to write: the input's columns plus reward_score, status and reward_extra_info (JSON text)."""
-    reward_fn: str | None = None
-    """Reward function as FILE:NAME; default: the reward model's score with a discriminative model, without a model the rule."""
-    reward_kwargs: str = "{}"
-    """JSON object of further keyword arguments for every call, such as '{"penalty": 0.5}'."""
-    router_address: tuple[str, ...] = ()
-    """Address of a running reward model as host:port; for several models NAME=host:port each, the first being the main one."""
-    genrm: str | None = None
-    """Start this model (a path) as the reward model for this run, instead of using a running one."""
-    genrm_servers: int = 1
-    """Servers to start for --genrm."""
-    reward_model_task: Literal["generate", "classify"] = "generate"
-    """Kind of the reward model: generative (a judge that writes) or discriminative (a model that gives a number)."""
-    reward_model_tokenizer: str | None = None
-    """Path of the reward model's tokenizer, for functions that take one and for discriminative models."""
-    num_workers: int = 2
-    """Ray workers, spread over the nodes of the cluster."""
-    sync_processes: int = 0
-    """Grading processes per worker for a sync function; 0 shares the cluster's cores out over the workers."""
-    timeout: float = 600.0
-    """Seconds for one call of the function; then its status is "timeout"."""
-    max_in_flight: int = 2048
-    """Samples in the workers' hands at once; the others wait in the driver."""
-    max_concurrency: int | None = None
-    """Calls of the function at once in the whole cluster."""
-    max_rpm: float | None = None
-    """Calls of the function per minute in the whole cluster."""
-    max_tpm: float | None = None
-    """Judge tokens per minute in the whole cluster, a call being reckoned as --tokens-per-call."""
-    tokens_per_call: int = 2000
-    """What one call costs in judge tokens, for --max-tpm."""
-    http_retries: int = 6
-    """How often a call that raised a broken connection, HTTP 429 or 5xx is made again, after 1, 2, 4 ... 10 s."""
     max_response_length: int | None = None
     """Longest response in tokens; given, overlong shaping is on and rows need a column response_length."""
     overlong_buffer: int = 4096
     """Tokens before --max-response-length over which the overlong penalty grows."""
     overlong_factor: float = 1.0
     """The overlong penalty at --max-response-length."""
-    max_no_verdict_rate: float = 0.2
-    """Stop with an error when more than this share of the samples has no score."""
     resume: bool = False
     """Go on with an interrupted run: what has a score is kept, the rest is scored."""
 
@@ -849,28 +1011,15 @@ def summary(results: list[dict], seconds: float, scored_now: int) -> str:
 def run(config: Config) -> None:
     """The command line's work. Raises ValueError and OSError for what the user gave, RuntimeError when the run has to stop."""
     needed = ["data_source", "reward_model", "response"] + ["response_length"] * (config.max_response_length is not None)
-    if config.reward_model_task == "classify" and config.reward_fn is None:
+    if config.reward_model_task[0] == "classify" and config.reward_fn is None:
         needed.append("prompt")
     rows = read_rows(config.data, needed)
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"--out is {config.out}: the name must end with .parquet or .jsonl")
-    try:
-        reward_kwargs = dict(json.loads(config.reward_kwargs).items())
-    except (ValueError, AttributeError):
-        raise ValueError(f"--reward-kwargs is {config.reward_kwargs!r}: it is not JSON, or not a JSON object") from None
-    if config.genrm and config.router_address:
-        raise ValueError("--genrm starts a reward model, --router-address names a running one: give one of them")
-    addresses = {}
-    for number, text in enumerate(config.router_address):
-        name, _, address = text.rpartition("=")
-        if not re.fullmatch(r"[^/]+:\d+", address):
-            raise ValueError(f"--router-address is {text!r}: it must be host:port or NAME=host:port")
-        addresses[name or (f"model{number}" if number else "default")] = address
-    same_name = inspect.signature(RewardLoopManager).parameters.keys() & vars(config).keys()
-    options = {name: getattr(config, name) for name in same_name}
-    options |= {"reward_kwargs": reward_kwargs, "router_addresses": addresses}
+    overlong = None
     if config.max_response_length is not None:
-        options["overlong"] = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+        overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+    config.check_rewards()
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     header = json.dumps([str(config.data.resolve()), len(rows), config.reward_fn, config.reward_kwargs])
     done = scored_before(partial, header, config.resume)
@@ -878,14 +1027,7 @@ def run(config: Config) -> None:
     counts = collections.Counter()
 
     with contextlib.ExitStack() as stack:
-        if config.genrm:
-            import genrm_server
-
-            server = genrm_server.Config(config.genrm, num_servers=config.genrm_servers, port=0, task=config.reward_model_task)
-            options["reward_models"] = genrm_server.RewardModelManager({"genrm": server})
-            stack.callback(options["reward_models"].shutdown)
-        manager = RewardLoopManager(**options)
-        stack.callback(manager.shutdown)
+        manager = start_rewards(config, stack, overlong=overlong)
         config.out.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(partial.open("a"))
         file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
@@ -916,8 +1058,6 @@ def run(config: Config) -> None:
 
 def main() -> int:
     """Parses the command line and runs -> exit code: 0, 2 for a wrong argument or file, 1 for a run that had to stop."""
-    import tyro
-
     config = tyro.cli(Config)
     try:
         run(config)

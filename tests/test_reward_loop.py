@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 import reward_loop
-from reward_loop import Overlong, RewardLoopManager, overlong_penalty
+from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate, overlong_penalty
 
 ROOT = Path(reward_loop.__file__).parent
 FUNCTIONS = Path(__file__).parent / "reward_functions"
@@ -34,13 +34,18 @@ def local_ray():
     ray.shutdown()
 
 
+def make_manager(reward_models=None, overlong=None, reward_kwargs=None, **options):
+    options = RewardOptions(reward_kwargs=json.dumps(reward_kwargs or {}), **options)
+    return RewardLoopManager(options, reward_models=reward_models, overlong=overlong)
+
+
 @pytest.fixture
 def start(local_ray):
     """start(function, **options) -> a manager that is shut down after the test."""
     managers = []
 
     def start_one(function, **options):
-        managers.append(RewardLoopManager(reward_fn=function, **{"num_workers": 1, "sync_processes": 1} | options))
+        managers.append(make_manager(reward_fn=function, **{"num_workers": 1, "sync_processes": 1} | options))
         return managers[-1]
 
     yield start_one
@@ -187,6 +192,51 @@ def test_rate_limit_holds_in_every_window(monkeypatch):
     assert reward_loop.RateLimit(math.inf).wait() == 0
 
 
+def outcome(score, **extra):
+    return {"reward_score": score, "reward_extra_info": extra}
+
+
+def test_rate_counts_the_samples_that_needed_a_verdict():
+    right, down = outcome(1.0, genrm_status="ok"), outcome(None, genrm_status="http_error")
+    wrong, broken = outcome(-1.0, genrm_status="skipped"), outcome(None, error="KeyError")
+    assert no_verdict_rate([wrong] * 86 + [down] * 14) == 1.0  # 14 % right answers, no judge
+    assert no_verdict_rate([wrong] * 86 + [down] * 7 + [right] * 7) == 0.5
+    assert no_verdict_rate([wrong] * 86 + [broken] * 2 + [right] * 2) == 0.5
+    assert no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25  # a function without a judge: all samples count
+    assert no_verdict_rate([wrong]) == no_verdict_rate([]) == 0.0
+    assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule itself gave none
+
+
+def test_names_of_several_models():
+    assert reward_loop.named("genrm", ("a/b", "rm=c=d", "e")) == {"genrm": "a/b", "rm": "c=d", "genrm2": "e"}
+    with pytest.raises(ValueError, match="'rm'"):
+        reward_loop.named("genrm", ("rm=a", "rm=b"))
+
+
+def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
+    import dataclasses
+
+    import tyro
+
+    @dataclasses.dataclass(kw_only=True)
+    class Config(RewardOptions):
+        model: str
+        """Whose name is not inherited."""
+        max_no_verdict_rate: float = 0.5
+
+    texts = ["--model", "m", "--num-reward-workers", "3", "--timeout", "5", "--genrm", "a/b", "rm=c/d"]
+    config = tyro.cli(Config, args=[*texts, "--reward-model-task", "generate", "classify"])
+    assert (config.num_workers, config.timeout, config.genrm, config.max_no_verdict_rate) == (3, 5, ("a/b", "rm=c/d"), 0.5)
+    models = config.server_configs(sleep_mode=True)
+    assert {name: (model.model, model.task, model.sleep_mode) for name, model in models.items()} == {
+        "genrm": ("a/b", "generate", True), "rm": ("c/d", "classify", True)}  # fmt: skip
+    assert tyro.cli(Config, args=["--model", "m", "--num-workers", "3", "--reward-timeout", "5"]).num_workers == 3
+    with pytest.raises(SystemExit):
+        tyro.cli(Config, args=["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Grading processes per worker for a sync function" in shown and "Whose name is not inherited" in shown
+
+
 # ---- what the function may do
 
 OUTCOMES = {  # response -> (score, status, part of extra info or of its error text)
@@ -282,6 +332,17 @@ def test_each_sample_has_its_own_extra_info(start):
     assert shared == {"list": ["a"]}
 
 
+@pytest.mark.parametrize("function", ["takes_step", "async_takes_step", "takes_anything"])
+def test_step_and_seconds(start, function):
+    """`step` comes to functions with such a parameter and stands in extra_info; a result says how long the function took."""
+    manager = start(f"{FAULTS}:{function}")
+    row = sample("0.3", step=7)
+    with_step, without = manager.score_batch([row, sample("0")])
+    assert with_step["reward_extra_info"]["seen"] == [None if function == "takes_anything" else 7, 7]
+    assert without["reward_extra_info"]["seen"] == [None, None] and row["extra_info"].get("step") is None
+    assert 0.3 <= with_step["seconds"] < 3 and 0 <= without["seconds"] < 0.3
+
+
 def test_overlong_shaping(start):
     manager = start(f"{FAULTS}:sync_fault", overlong=Overlong(100, 20, 1.0))
     results = manager.score_batch([sample("one", response_length=80), sample("one", response_length=95), sample("none", response_length=95)])
@@ -311,6 +372,8 @@ def test_score_one_from_many_loops_and_threads(start):
         thread.start()
     for thread in threads:
         thread.join(60)
+    for results in answers.values():
+        assert all(0 <= result.pop("seconds") < 10 for result in results)
     expected = {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "pred": "x"}, "status": "ok"}
     assert answers == {number: [expected] * 20 for number in range(4)}
 
@@ -368,9 +431,15 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
         ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}}, "'penlty' is not a parameter"),
         ({"reward_fn": f"{FAULTS}:with_marks"}, "needs 'folder'"),
         ({"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"}, "needs 'reward_router_address'"),
-        ({"router_addresses": {"genrm": "127.0.0.1:1"}}, "needs a function"),
-        ({"router_addresses": {"rm": "127.0.0.1:1"}, "reward_model_task": "classify"}, "reward_model_tokenizer"),
+        ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
+        ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward_model_tokenizer"),
         ({"num_workers": 0}, "num_workers is 0"),
+        ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate is -0.1"),
+        ({"router_address": ("http://h:1",)}, "host:port"),
+        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "one of them"),
+        ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
+        ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
+        ({"genrm_servers": 2}, "give genrm"),
         ({"timeout": -1}, "timeout is -1"),
         ({"max_rpm": 0}, "max_rpm is 0"),
         ({"overlong": Overlong(10, 20)}, "buffer is 20"),
@@ -378,14 +447,14 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
 )
 def test_wrong_settings_are_told_at_start(local_ray, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        RewardLoopManager(**{"num_workers": 1} | options)
+        make_manager(**{"num_workers": 1} | options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
     with pytest.raises(ValueError, match="nothing_of_this_name"):
-        RewardLoopManager(reward_fn=f"{tmp_path}/bad.py:f", num_workers=1)
+        make_manager(reward_fn=f"{tmp_path}/bad.py:f", num_workers=1)
 
 
 # ---- judges, limits, retries
@@ -419,7 +488,7 @@ async def classifier(request):
 @pytest.mark.slow
 def test_discriminative_model_without_a_function(start, serve, tokenizer):
     server = serve(classifier)
-    options = {"router_addresses": {"rm": server.address}, "reward_model_task": "classify", "reward_model_tokenizer": tokenizer}
+    options = {"router_address": (server.address,), "reward_model_task": ("classify",), "reward_model_tokenizer": tokenizer}
     results = start(None, **options).score_batch([sample("good"), sample("better")])
     assert [body["input"] for body in sorted(server.requests, key=str)] == [
         "<s>[user]1+0?[assistant]better",
@@ -437,13 +506,13 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
         mark = 10 if "good" in body["messages"][0]["content"] else 2
         return web.json_response({"choices": [{"message": {"content": f"Let me see.\n\n{mark}"}}]})
 
-    addresses = {"router_addresses": {"genrm": serve(judge).address}, "reward_model_tokenizer": tokenizer}
+    addresses = {"router_address": (serve(judge).address,), "reward_model_tokenizer": tokenizer}
     manager = start(f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k", **addresses)
     results = manager.score_batch([sample("good"), sample("bad")])
     assert [(result["reward_score"], result["reward_extra_info"]["acc"]) for result in results] == [(10.0, True), (2.0, False)]
     manager.shutdown()
 
-    addresses["router_addresses"] = {"rm": serve(classifier).address}
+    addresses["router_address"] = (serve(classifier).address,)
     manager = start(f"{FUNCTIONS}/verl_rule_with_disrm.py:compute_score", **addresses)
     results = manager.score_batch([sample("#### 1"), sample("#### 2")])
     assert [result["reward_score"] for result in results] == [pytest.approx(1 + 27 / 100), 0.0]
@@ -476,8 +545,8 @@ def test_several_reward_models_by_name(start, serve, tmp_path):
     async def second(request):
         return web.Response(text="second")
 
-    addresses = {"a": serve(first).address, "b": serve(second).address}
-    manager = start(write_function(tmp_path, ASK), router_addresses=addresses)
+    addresses = (f"a={serve(first).address}", f"b={serve(second).address}")
+    manager = start(write_function(tmp_path, ASK), router_address=addresses)
     results = manager.score_batch([sample("x", data_source=name) for name in ("a", "b", "other")])
     assert [result["reward_extra_info"]["said"] for result in results] == ["first", "second", "first"]
 
@@ -490,7 +559,7 @@ def test_concurrency_is_limited_over_all_workers(start, serve, tmp_path):
 
     for option in ("max_concurrency", "max_in_flight"):
         server = serve(slow)
-        manager = start(write_function(tmp_path, ASK), router_addresses={"a": server.address}, num_workers=2, **{option: 3})
+        manager = start(write_function(tmp_path, ASK), router_address=(server.address,), num_workers=2, **{option: 3})
         results = manager.score_batch([sample("x")] * 30)
         assert {result["status"] for result in results} == {"ok"} and server.most == 3
         manager.shutdown()
@@ -505,7 +574,7 @@ def test_requests_per_minute_are_limited_over_all_workers(start, serve, tmp_path
 
     for limits in ({"max_rpm": 600}, {"max_tpm": 60_000, "tokens_per_call": 100}):
         server = serve(quick)
-        manager = start(write_function(tmp_path, ASK), router_addresses={"a": server.address}, num_workers=2, **limits)
+        manager = start(write_function(tmp_path, ASK), router_address=(server.address,), num_workers=2, **limits)
         results = manager.score_batch([sample("x")] * 13)
         assert {result["status"] for result in results} == {"ok"} and len(server.times) == 13
         # Calls 0 and 5 leave the manager 0.5 s apart; 0.25 s allows for a slow way to the server.
@@ -526,7 +595,7 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
         return web.Response(status=500 if text == "broken" else 200, text="ok")
 
     server = serve(flaky)
-    manager = start(write_function(tmp_path, ASK), router_addresses={"a": server.address}, http_retries=1)
+    manager = start(write_function(tmp_path, ASK), router_address=(server.address,), http_retries=1)
     results = manager.score_batch([sample("busy"), sample("bad request"), sample("broken"), sample("fine")])
     assert [result["status"] for result in results] == ["ok", "error", "error", "ok"]
     assert "400" in results[1]["reward_extra_info"]["error"] and "500" in results[2]["reward_extra_info"]["error"]
@@ -596,7 +665,7 @@ def test_a_node_goes_away(tmp_path):
         second = cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         cluster.wait_for_nodes()
-        manager = RewardLoopManager(
+        manager = make_manager(
             reward_fn=f"{FAULTS}:async_with_marks", reward_kwargs={"folder": str(tmp_path)}, num_workers=2, sync_processes=1
         )
         finished = []
@@ -637,7 +706,7 @@ def test_judge_is_down_for_20_seconds(start, serve, tmp_path, kind):
 
     port = free_port()
     function = f"{ROOT}/compute_score.py:compute_score_fapo" if kind == "fapo" else write_function(tmp_path, ASK)
-    manager = start(function, num_workers=2, router_addresses={"genrm": f"127.0.0.1:{port}"})
+    manager = start(function, num_workers=2, router_address=(f"127.0.0.1:{port}",))
     comes_back = threading.Timer(20, lambda: serve(finds_a_flaw, port))
     comes_back.start()
     results = manager.score_batch([sample("\\boxed{1}")] * 50)

@@ -86,3 +86,18 @@ async def async_with_marks(data_source, solution_str, ground_truth, extra_info, 
     open(os.path.join(folder, str(os.getpid())), "w").close()
     await asyncio.sleep(float(solution_str))
     return float(ground_truth)
+
+
+def takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
+    time.sleep(float(solution_str))
+    return {"score": 1.0, "seen": [step, extra_info.get("step")]}
+
+
+async def async_takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
+    await asyncio.sleep(float(solution_str))
+    return {"score": 1.0, "seen": [step, extra_info.get("step")]}
+
+
+def takes_anything(solution_str, extra_info, **others):
+    time.sleep(float(solution_str))
+    return {"score": 1.0, "seen": [others.get("step"), extra_info.get("step")]}
