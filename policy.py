@@ -195,6 +195,11 @@ class Policy:
         for name, tensor in self.model.state_dict().items():
             yield name, tensor.detach()
 
+    def release_memory(self) -> None:
+        """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder, and optimizer.pt beside it."""
         self.model.save_pretrained(folder)

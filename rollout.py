@@ -2,8 +2,9 @@
 
     rollout_hf(model, samples, ...)         token by token, best for small models; the same samples for the same seed
     rollout_vllm(servers, samples, ...)     one request per sample to a PolicyServers, vLLM servers with the policy's weights
+    read_rollouts(folder, step)             what another run has sampled and scored, without doing it again
 
-Both fill in the `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report each one the
+The first two fill in the `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report each one the
 moment it ends, while others go on: from there it is on its way to its reward.
 
 Left out: several turns, tools, speculative decoding, sampling with penalties.
@@ -13,6 +14,7 @@ Shapes: B sequences, V vocabulary.
 
 import asyncio
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import aiohttp
@@ -37,52 +39,60 @@ from policy import Policy, Sample, body_of, left_padded, logits_of, precision, t
 # ------------------------------------------------------------------------------------------------------------ in this process
 
 
-@torch.no_grad()
-def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, generator, rollout_batch_size,
-               on_finished=lambda sample: None):  # fmt: skip
+def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, seed, rollout_batch_size,
+               on_finished=lambda sample: None, remote_code=False):  # fmt: skip
     """Samples the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
     samples: those of one prompt one after the other; the prompt is read once for all of them. temperature 0 is greedy. A
     response ends by an end token, which is part of it, or at max_response_length. rollout_logprobs are those at this temperature,
-    before top_p. on_finished(sample) is called the moment a sample has ended.
+    before top_p. on_finished(sample) is called the moment a sample has ended. remote_code: the model's code came with its folder.
     """
     device = next(model.parameters()).device
-    stop_ids = torch.tensor(sorted(eos_ids), device=device)
-    for first in range(0, len(samples), rollout_batch_size):
-        alive = samples[first : first + rollout_batch_size]  # whose rows are computed
-        distinct = {}  # prompt -> its number
-        rows = [distinct.setdefault(tuple(sample.prompt_ids), len(distinct)) for sample in alive]
-        rows, (ids, attended, positions) = torch.tensor(rows, device=device), left_padded(list(distinct), device)
-        cache = DynamicCache(config=model.config)
-        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        with precision(device):  # one context for all tokens of the batch: a GPU casts the weights once
-            logits = next_logits(model, ids, attended, positions, cache)
-            cache.reorder_cache(rows)
-            attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]
-            running = torch.ones(len(alive), dtype=torch.bool)
-            for length in range(1, max_response_length + 1):
-                tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
-                # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
-                ended = torch.isin(tokens, stop_ids)
-                sampled = torch.stack([tokens.double(), logprobs.double(), ended.double()], 1).tolist()
-                for row, (sample, (token, logprob, is_end)) in enumerate(zip(alive, sampled)):
-                    if running[row]:
-                        sample.response_ids.append(int(token))
-                        sample.rollout_logprobs.append(logprob)
-                        if is_end or length == max_response_length:
-                            running[row] = False
-                            on_finished(sample)
-                if not running.any():
-                    break
-                if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
-                    keep = running.nonzero()[:, 0]
-                    alive, running = [alive[row] for row in keep.tolist()], running[keep]
-                    keep = keep.to(device)
-                    attended, position, tokens = attended[keep], position[keep], tokens[keep]
-                    cache.reorder_cache(keep)
-                attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
-                position = position + 1
-                logits = next_logits(model, tokens[:, None], attended, position, cache)
+    stop_ids, generator = torch.tensor(sorted(eos_ids), device=device), torch.Generator(device).manual_seed(seed)
+    # Inference mode is a tenth faster on CPU. But what a model's own code may keep of it (tables, say) could not be trained with,
+    # and on a GPU it would turn off the cache of weights cast to bf16.
+    with torch.inference_mode() if device.type == "cpu" and not remote_code else torch.no_grad():
+        for first in range(0, len(samples), rollout_batch_size):
+            batch = samples[first : first + rollout_batch_size]
+            generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished)
+
+
+def generate(model, alive, max_response_length, temperature, top_p, stop_ids, generator, on_finished) -> None:
+    """The samples of one batch, all at once, token by token. alive: those whose rows are computed."""
+    device = stop_ids.device
+    distinct = {}  # prompt -> its number
+    rows = [distinct.setdefault(tuple(sample.prompt_ids), len(distinct)) for sample in alive]
+    rows, (ids, attended, positions) = torch.tensor(rows, device=device), left_padded(list(distinct), device)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    with precision(device):  # one context for all tokens of the batch: a GPU casts the weights once
+        logits = next_logits(model, ids, attended, positions, cache)
+        cache.reorder_cache(rows)
+        attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]
+        running = torch.ones(len(alive), dtype=torch.bool)
+        for length in range(1, max_response_length + 1):
+            tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
+            # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
+            ended = torch.isin(tokens, stop_ids)
+            sampled = torch.stack([tokens.double(), logprobs.double(), ended.double()], 1).tolist()
+            for row, (sample, (token, logprob, is_end)) in enumerate(zip(alive, sampled)):
+                if running[row]:
+                    sample.response_ids.append(int(token))
+                    sample.rollout_logprobs.append(logprob)
+                    if is_end or length == max_response_length:
+                        running[row] = False
+                        on_finished(sample)
+            if not running.any():
+                break
+            if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
+                keep = running.nonzero()[:, 0]
+                alive, running = [alive[row] for row in keep.tolist()], running[keep]
+                keep = keep.to(device)
+                attended, position, tokens = attended[keep], position[keep], tokens[keep]
+                cache.reorder_cache(keep)
+            attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
+            position = position + 1
+            logits = next_logits(model, tokens[:, None], attended, position, cache)
 
 
 def next_logits(model, ids, attended, positions, cache):
@@ -100,7 +110,7 @@ def check_sampling(policy: Policy) -> None:
     samples = [Sample({}, [number * 7919 % size for number in range(1, length)]) for length in (4, 9) for _ in range(2)]
     settings = dict(max_response_length=4, temperature=policy.config.temperature, eos_ids=(), rollout_batch_size=4)
     try:
-        rollout_hf(policy.model, samples, generator=torch.Generator(policy.device).manual_seed(0), **settings)
+        rollout_hf(policy.model, samples, seed=0, remote_code=policy.config.trust_remote_code, **settings)
         difference = torch.cat([logprobs.cpu() - torch.tensor(sample.rollout_logprobs)
                                 for sample, (logprobs, _) in zip(samples, policy.score(samples))]).abs().mean().item()
     except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError) as error:
@@ -325,3 +335,28 @@ class PolicyServers:
         if self.servers:
             self.servers.shutdown()
         self.remover.communicate()
+
+
+# ------------------------------------------------------------------------------------------------ kept, to be trained on again
+
+
+def write_rollouts(out_dir: str, step: int, samples: list[Sample]) -> None:
+    """What a step trains on: rollouts/step_N.jsonl, one sample a line, whole groups one after the other."""
+    folder = Path(out_dir, "rollouts")
+    folder.mkdir(exist_ok=True)
+    lines = (json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples)
+    (folder / f"step_{step}.jsonl").write_text("".join(lines))
+
+
+def read_rollouts(run: str, step: int, group_size: int | None = None) -> list[Sample]:
+    """The samples that the run in folder `run` kept of a step. ValueError where there are none, or the groups are no such size."""
+    path = Path(run, "rollouts", f"step_{step}.jsonl")
+    if not path.is_file():
+        raise ValueError(f"replay: {run} kept no rollouts of step {step} (--save-rollouts); lower --total-steps")
+    if group_size is None:
+        return [Sample(**json.loads(line)) for line in path.read_text().rstrip("\n").split("\n")]
+    samples = read_rollouts(run, step)
+    sizes = [len(list(group)) for _, group in itertools.groupby(sample.row for sample in samples)]
+    if any(size % group_size for size in sizes):
+        raise ValueError(f"replay: {path} has groups of {sizes[0]} samples, and group_size is {group_size}; make them equal")
+    return samples

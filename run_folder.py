@@ -26,12 +26,18 @@ from pathlib import Path
 def check_folder(config) -> None:
     """Makes the folder if need be. Raises ValueError where it cannot be written to, or holds a run that is not to go on."""
     out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
+    unread = [path.parent.name for path in out_dir.glob("checkpoints/step_*/trainer_state.pt")]
+    if unread and config.resume == "auto":  # going on from the start would overwrite it
+        raise ValueError(f"out_dir: {out_dir} holds checkpoints of an earlier layout ({unread[0]}); give another folder, and "
+                         f"{out_dir}/checkpoints/{unread[-1]} as --model")  # fmt: skip
     if old and config.resume == "never":
         raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         replace_file(out_dir / trial, "")
         (out_dir / trial).unlink()
+        for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
+            shutil.rmtree(rest)
     except OSError as error:
         raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give a folder that can") from error
 
@@ -135,9 +141,13 @@ def reward_metrics(samples: list) -> dict:
     statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
     asked = [status for status in statuses if status not in (None, "skipped")]
     metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
+    seconds = [result["seconds"] for result in results if result.get("seconds") is not None]
+    if seconds:
+        metrics |= {"reward/seconds_mean": mean(seconds), "reward/seconds_max": max(seconds)}
     metrics |= {f"reward/{key}": value for key, value in averages(results).items()}
     if asked:
         metrics["genrm/error_rate"] = mean(status != "ok" for status in asked)
+        metrics["genrm/truncated"] = mean(status == "truncated" for status in asked)
         metrics["genrm/asked"] = len(asked)
     return {key: value for key, value in metrics.items() if value is not None}
 
@@ -161,11 +171,13 @@ def validation_metrics(samples: list, n: int, suffix: str = "") -> dict:
         if n == 1 or accuracy is None:
             continue
         infos = [[result["reward_extra_info"] for result in group] for group in groups]
-        answers = [[(info.get("pred"), bool(info.get("acc"))) for info in group] for group in infos]
-        majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers]
+        # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
+        answers = [[(info.get("pred"), bool(info["acc"])) for info in group if info.get("acc") is not None] for group in infos]
+        majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers if group]
         metrics[f"val/{source}/maj@{n}"] = mean(majority)
         for k in {2**power for power in range(n.bit_length())} | {n}:
-            metrics[f"val/{source}/pass@{k}"] = mean(pass_at_k(n, sum(right for _, right in group), k) for group in answers)
+            enough = [group for group in answers if len(group) >= k]
+            metrics[f"val/{source}/pass@{k}"] = mean(pass_at_k(len(g), sum(right for _, right in g), k) for g in enough)
     return {key: value for key, value in metrics.items() if value is not None}
 
 
@@ -182,9 +194,10 @@ class Log:
         self.folder, self.limit, self.writer, self.wandb = Path(config.out_dir), config.samples_per_step, None, None
         for name in ("metrics.jsonl", "samples.jsonl"):
             path, kept = self.folder / name, []
-            for line in path.read_text().splitlines() if path.is_file() and first_step else []:
+            # Not splitlines(), which would split texts at U+2028 and the like, too.
+            for line in path.read_text().split("\n") if path.is_file() and first_step else []:
                 with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut off in the middle
-                    if json.loads(line)["step"] <= first_step:
+                    if json.loads(line)["step"] <= first_step and not (name == "samples.jsonl" and self.unevaluated(line)):
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
             if name == "metrics.jsonl":
@@ -201,6 +214,11 @@ class Log:
                 replace_file(id_file, os.urandom(4).hex())
             run = dict(name=self.folder.name, id=id_file.read_text(), resume="allow", dir=self.folder)
             self.wandb = wandb.init(project="fapo", config=asdict(config), **run)
+
+    def unevaluated(self, line: str) -> bool:
+        """Whether this is a sample of an evaluation that was stopped before its metrics were written: it is done again."""
+        sample, last = json.loads(line), self.history[-1] if self.history else {"step": None}
+        return sample.get("split") == "val" and sample["step"] == last["step"] and not any(key.startswith("val/") for key in last)
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line. What comes later for the same step, such as its evaluation, is added to that line."""

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import grpo_trainer
+import reward_loop
 import run_folder
 import toy_world
 from policy import Sample
@@ -35,6 +36,10 @@ def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
     assert grpo_trainer.draw(rows, 0, 20, seed=1) != flat
 
 
+def test_groups_are_dropped_by_the_functions_scores_whatever_their_lengths_cost():
+    assert grpo_trainer.why_useless([scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
+
+
 def scored(score, penalty=0.0, **info):
     reward = None if score is None else score + penalty
     result = {"reward_score": reward, "reward_extra_info": {"score": score} | info, "status": "ok"}
@@ -47,7 +52,7 @@ def test_why_a_group_is_useless():
     assert grpo_trainer.why_useless([good, good, silent]) == "all_right"
     assert grpo_trainer.why_useless([bad, bad]) == "all_wrong"
     assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
-    assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_rewards"
+    assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs (Ray)
@@ -95,17 +100,17 @@ def run_config(folder, name, **changes):
         model=str(folder / "model"), train_file=str(folder / "train.parquet"), out_dir=str(folder / name),
         reward_fn=f"{folder}/reward.py:likes_sevens",
         total_steps=3, train_batch_size=4, mini_batch_size=2, group_size=4, max_response_length=8, overlong_buffer=0, lr=3e-3,
-        lr_warmup_steps=1, weight_decay=0.0, val_every=0, num_threads=1, num_reward_workers=1,
+        lr_warmup_steps=1, weight_decay=0.0, val_every=0, num_threads=1, num_workers=1,
     )  # fmt: skip
     return grpo_trainer.Config(**(defaults | changes))
 
 
 def lines_of(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(path).read_text().rstrip("\n").split("\n")]
 
 
 def without_times(metrics):
-    return [{k: v for k, v in m.items() if not k.startswith(("time/", "perf/"))} for m in metrics]
+    return [{k: v for k, v in m.items() if not k.startswith(("time/", "perf/", "reward/seconds"))} for m in metrics]
 
 
 @pytest.mark.slow
@@ -172,7 +177,7 @@ def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
     metrics = lines_of(workshop / "dynamic/metrics.jsonl")[1:]
     reasons = Counter()
     for m in metrics:
-        dropped = {name: m[f"dynamic/dropped_{name}"] for name in ("all_right", "all_wrong", "equal_rewards", "no_verdict")}
+        dropped = {name: m[f"dynamic/dropped_{name}"] for name in ("all_right", "all_wrong", "equal_scores", "no_verdict")}
         assert m["dynamic/kept"] == 4 and m["dynamic/prompts"] == 4 + sum(dropped.values())
         assert (m["dynamic/refills"] > 0) == (sum(dropped.values()) > 0)
         reasons.update(dropped)
@@ -270,7 +275,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     expected, got = (without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("unkilled", "killed"))
     assert [m["step"] for m in got] == list(range(13)) and got == expected
     samples = [lines_of(workshop / name / "samples.jsonl") for name in ("unkilled", "killed")]
-    assert samples[0] == samples[1]
+    assert [s | {"seconds": 0} for s in samples[0]] == [s | {"seconds": 0} for s in samples[1]]
 
 
 def lines_of_torn(path):
@@ -355,16 +360,16 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop):
     config = run_config(workshop, "estimate", kl_coef=0.1)
     tiny = toy_world.new_model(len(toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))), seed=0)
     size = 4e-9 * sum(p.numel() for p in tiny.parameters())
-    estimate = grpo_trainer.estimate_memory(config)
+    estimate = grpo_trainer.estimate_memory(config, "cpu")
     names = ("weights", "gradients", "Adam", "reference model")
     assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])
-    more = grpo_trainer.estimate_memory(dataclasses.replace(config, max_tokens_per_micro_batch=2 * 16384))
+    more = grpo_trainer.estimate_memory(dataclasses.replace(config, max_tokens_per_micro_batch=2 * 16384), "cpu")
     assert 1.5 < more["update: activations of a micro-batch"] / estimate["update: activations of a micro-batch"] <= 2
 
 
 @pytest.mark.slow
 def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
-    with pytest.raises(RuntimeError, match=r"100% of the samples have no verdict.*is the reward model up.*the judge sleeps"):
+    with pytest.raises(RuntimeError, match=r"100% of the samples that needed a verdict have none.*is the reward model up.*the judge sleeps"):
         grpo_trainer.train(run_config(workshop, "silent", reward_fn=f"{workshop}/reward.py:silent"))
 
 
@@ -375,21 +380,23 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(mini_batch_size=3), "mini_batch_size: 3 does not divide"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
-        (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON"),
+        (dict(reward_kwargs="{1"), "reward_kwargs is '{1': it is not JSON"),
         (dict(reward_kwargs="[1]"), "or not a JSON object"),
         (dict(model="nowhere"), "model: 'nowhere' is neither a folder nor a hub name"),
-        (dict(genrm="x", router_address="y:1"), "genrm and router_address: give one"),
+        (dict(genrm=(str(Path(__file__).parent),), router_address=("y:1",)), "genrm starts a reward model, router_address names a running one"),
         (dict(max_prompt_length=1), "no row is left"),
-        (dict(total_steps=0), "total_steps: 0 must be at least 1"),
+        (dict(total_steps=-1), "total_steps: -1 must be at least 0"),
+        (dict(group_size=1), "group_size: 1 must be at least 2"),
+        (dict(replay="nowhere"), "replay: nowhere kept no rollouts of step 1"),
         (dict(max_response_length=1000), "1000 and the longest prompt are 10"),
         (dict(weight_sync="nccl"), "weight_sync: nccl sends from GPU to GPU"),
         (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
         (dict(device="gpu"), "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
         (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
-        (dict(reward_fn="nowhere.py:x"), "reward function 'nowhere.py:x': loading the file failed"),
+        (dict(reward_fn="nowhere.py:x"), "reward_fn is 'nowhere.py:x': there is no file"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
-        (dict(genrm="nowhere"), "genrm: 'nowhere' is neither a folder nor a hub name"),
+        (dict(genrm=("nowhere",)), "genrm: 'nowhere' is neither a folder nor a hub name"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
@@ -430,6 +437,9 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     out = subprocess.run([sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True)
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
     source = Path("grpo_trainer.py").read_text().split("class Trainer", 1)[1]
-    source += Path("run_folder.py").read_text() + Path("policy.py").read_text()
+    source += "".join(Path(name).read_text() for name in ("run_folder.py", "policy.py", "preflight.py"))
+    shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
+        if field.name in shared:
+            continue
         assert f"config.{field.name}" in source or f'"{field.name}"' in source, f"--{field.name} is read nowhere"

@@ -49,7 +49,7 @@ def test_reward_metrics_by_hand():
     assert metrics == {
         "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
         "reward/flawed_positive_rate": 0.5,  # one of the two right answers with a verdict
-        "genrm/error_rate": pytest.approx(1 / 3), "genrm/asked": 3,
+        "genrm/error_rate": pytest.approx(1 / 3), "genrm/truncated": 0.0, "genrm/asked": 3,
     }  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def samples_of(prompts, group_size):
 
 def roll_out(model, prompts, group_size=2, temperature=1.0, length=12, seed=7, eos_ids=(1,), rollout_batch_size=512, **options):
     """Samples of `group_size` responses to each prompt, sampled in this process."""
-    samples, generator = samples_of(prompts, group_size), torch.Generator().manual_seed(seed)
-    rollout_hf(model, samples, max_response_length=length, temperature=temperature, eos_ids=set(eos_ids), generator=generator,
+    samples = samples_of(prompts, group_size)
+    rollout_hf(model, samples, max_response_length=length, temperature=temperature, eos_ids=set(eos_ids), seed=seed,
                rollout_batch_size=rollout_batch_size, **options)  # fmt: skip
     return samples
 

@@ -1,0 +1,172 @@
+"""What is refused before the first step, so that nothing expensive starts in vain, and what a run will need.
+
+    python grpo_trainer.py ... --dry-run       # checks everything, prints the configuration and an estimate of memory
+
+Used by grpo_trainer.py, whose configuration `config` is everywhere. Each mistake is one line: the field, its value, the remedy.
+
+Left out: memory of the judges' and the policy's vLLM servers, which take the share of a GPU that they are told.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import reward_loop
+from policy import LOGITS_AT_ONCE
+from rollout import read_rollouts
+from run_folder import check_folder
+
+LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
+LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n", "clip_c",
+                        "rollout_servers", "rollout_batch_size"), 1)  # fmt: skip
+
+
+def check(config) -> None:
+    """Refuses what cannot work before anything expensive starts. Raises ValueError."""
+    for name, value in asdict(config).items():
+        if isinstance(value, (int, float)) and not value >= LEAST.get(name, 0):
+            raise ValueError(f"{name}: {value} must be at least {LEAST.get(name, 0)}")
+    if config.train_batch_size % config.mini_batch_size:
+        raise ValueError(f"mini_batch_size: {config.mini_batch_size} does not divide train_batch_size {config.train_batch_size}")
+    if not config.temperature > 0:
+        raise ValueError(f"temperature: {config.temperature} must be above 0; greedy rollouts of a group are all the same")
+    if not 0 < config.val_top_p <= 1:
+        raise ValueError(f"val_top_p: {config.val_top_p} must be above 0 and at most 1")
+    if config.overlong_buffer > config.max_response_length:
+        limit = f"max_response_length {config.max_response_length}; lower it, 0 is no penalty"
+        raise ValueError(f"overlong_buffer: {config.overlong_buffer} is larger than {limit}")
+    for name, values in (("model", (config.model,)), ("genrm", reward_loop.named("genrm", config.genrm).values())):
+        for value in values:
+            if not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
+                raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
+    dataclasses.replace(config, reward_fn=reward_function(config)).check_rewards()
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and not importlib.util.find_spec(name):
+            raise ValueError(f"{name}: the package is not installed; run: pip install {name}")
+    if config.replay:
+        for step in range(1, config.total_steps + 1):
+            read_rollouts(config.replay, step, config.group_size if step == 1 else None)
+    check_folder(config)
+
+
+def reward_function(config) -> str | None:
+    """FILE:NAME of the function that is called."""
+    if config.baseline:
+        return (config.reward_fn or f"{reward_loop.HERE}/compute_score.py:").rpartition(":")[0] + ":compute_score_baseline"
+    return config.reward_fn
+
+
+def deal_gpus(config, count: int) -> tuple[str, str, str]:
+    """Device of the policy, GPUs of its servers and of the judges, out of `count`; each is the caller's word, where it is given.
+
+    The judges get the first, then the servers, the policy the last. Raises ValueError where two would collide, or there are too
+    few. Servers with a share of the memory of their own (--gpu-memory-utilization) may share the policy's GPU, and judges in
+    colocate mode share any, as they sleep meanwhile.
+    """
+    policy = config.device if config.device != "auto" else f"cuda:{count - 1}" if count else "cpu"
+    policy = "cuda:0" if policy == "cuda" else policy
+    if not re.fullmatch(r"cpu|cuda:\d+", policy) or policy != "cpu" and not int(policy[5:]) < count:
+        raise ValueError(f"device: {config.device!r} must be auto, cpu, cuda or cuda:N, and torch sees {count} GPUs")
+    if policy == "cpu":  # servers of a policy on the CPU are on the CPU too; where judges are is their own matter
+        return policy, config.rollout_gpus, config.genrm_gpus
+    taken, dealt = {policy[5:]: "device"}, {}
+    needs = {"genrm": len(config.genrm) * config.genrm_servers, "rollout": config.rollout_servers * (config.rollout == "vllm")}
+    for name, needed in needs.items():
+        share = "gpu-memory-utilization" in getattr(config, f"{name}_vllm_args")
+        sleeps = name == "genrm" and config.reward_mode == "colocate"
+        chosen = [gpu for gpu in getattr(config, f"{name}_gpus").split(",") if gpu]
+        if not chosen and needed and not (name == "genrm" and os.environ.get("RAY_ADDRESS", "local") != "local"):  # a cluster's own
+            everywhere = list(map(str, range(count)))
+            free = everywhere if sleeps else [gpu for gpu in everywhere if gpu not in taken]
+            chosen = (free + [policy[5:]] * (share and not free))[:needed]
+            if len(chosen) < needed and not share:
+                text = f"{needed} more GPUs are needed for {name}_servers, {len(chosen)} of {count} are free"
+                raise ValueError(f"{name}_gpus: {text}; name those to share, with --gpu-memory-utilization in {name}_vllm_args")
+        for gpu in chosen:
+            if not (gpu.isdigit() and int(gpu) < count):
+                raise ValueError(f"{name}_gpus: {gpu!r} is no GPU; write numbers such as 0,1, and torch sees {count} GPUs")
+            if gpu in taken and not share and not sleeps:
+                raise ValueError(f"{name}_gpus: GPU {gpu} is {taken[gpu]}'s; name others, or a share of its memory by "
+                                 f'--{name}-vllm-args "--gpu-memory-utilization 0.4"')  # fmt: skip
+            if not sleeps:
+                taken[gpu] = f"{name}_gpus"
+        dealt[name] = ",".join(chosen)
+    return policy, dealt["rollout"], dealt["genrm"]
+
+
+def load_rows(path: str, tokenizer, config) -> list[dict]:
+    """The rows of a file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
+    rows, kept = reward_loop.read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
+    for number, row in enumerate(rows):
+        try:
+            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            text = f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} ({error})"
+            raise ValueError(f"{text}; it must be a list of {{role, content}}") from error
+        if len(ids) <= config.max_prompt_length:
+            kept.append(row | {"prompt_ids": ids})
+    if len(kept) < len(rows):
+        print(f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows with prompts over {config.max_prompt_length} tokens")
+    if not kept:
+        raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
+    return kept
+
+
+def estimate_memory(config, device: str) -> dict[str, float | None]:
+    """Rough GB by use, from the model's config.json alone; None: not known for this family.
+
+    A step holds the update's part or the rollout's, not both.
+    """
+    shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    text = shape.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+    except Exception:  # families' own code, which need not be able to build a model without data
+        weights = None
+    longest = config.max_prompt_length + config.max_response_length
+    tokens = max(config.max_tokens_per_micro_batch or 16384, longest)
+    sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
+    try:
+        layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
+        kv_size = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or hidden // heads)
+        layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))  # what its backward pass needs
+        kept = tokens * hidden * layers + layer if config.gradient_checkpointing else layer * layers
+        kept += 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
+        cache = 2 * layers * kv_size * longest * sequences / (2 if device == "cuda" else 1)
+    except (AttributeError, TypeError):  # other names, or one number a layer
+        kept = cache = None
+    numbers = {"weights": weights, "gradients": weights, "Adam": weights and 2 * weights}
+    numbers |= {"reference model": weights} if config.kl_coef else {}
+    numbers |= {"bf16 copies of the weights": weights and weights / 2} if device == "cuda" else {}
+    numbers["update: activations of a micro-batch"] = kept
+    numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
+    return {name: count and 4e-9 * count for name, count in numbers.items()}  # float32
+
+
+def report(config, train_rows: list[dict]) -> None:
+    """What --dry-run prints."""
+    device = torch.device(config.device)
+    print(json.dumps(asdict(config), indent=2))
+    prompts = config.total_steps * config.train_batch_size
+    print(f"{config.total_steps} steps take {prompts} prompts, {prompts / len(train_rows):.1f} epochs of {len(train_rows)}")
+    estimate = estimate_memory(config, device.type)
+    for name, gb in estimate.items():
+        print(f"{gb:9.2f} GB  {name}" if gb is not None else f"  unknown     {name}")
+    phases = [sum(gb or 0.0 for name, gb in estimate.items() if name.startswith(phase)) for phase in ("update", "rollout")]
+    peak = sum(gb or 0.0 for name, gb in estimate.items() if ":" not in name) + max(phases)
+    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        have = 1e-9 * torch.cuda.get_device_properties(device).total_memory
+    remedy = "; too little: lower --max-tokens-per-micro-batch or --rollout-batch-size, or --gradient-checkpointing"
+    known = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
+    print(f"{peak:9.2f} GB  {known}, of {have:.1f} GB on {device}{remedy if peak > have else ''}")
