@@ -143,7 +143,7 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
         kept = tokens * hidden * layers + layer if config.gradient_checkpointing else layer * layers
         kept += 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
         cache = 2 * layers * kv_size * longest * sequences / (2 if device == "cuda" else 1)
-    except (AttributeError, TypeError):  # other names, or one number a layer
+    except Exception:  # other names, or one number a layer: configurations raise errors of their own kinds
         kept = cache = None
     numbers = {"weights": weights, "gradients": weights, "Adam": weights and 2 * weights}
     numbers |= {"reference model": weights} if config.kl_coef else {}

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
+    python benchmarks/bench_trainer.py --long           # and the tiny one with prompts of 300 tokens, answers of 1,000
     python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
 
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
@@ -12,7 +13,7 @@ so all have full length. Each side runs in processes of its own with the same nu
 steps; the median of each round shows how far the machine drifts; the best step drifts least. Generation includes decoding.
 
 Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
-compute_advantages and update_policy get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
+compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
 
 Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at once.
 
@@ -40,13 +41,15 @@ from transformers.utils import logging as transformers_logging
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import grpo_trainer as ours
 import toy_world
+from algorithm import compute_advantages, compute_policy_loss
+from grpo_trainer import Config as TrainerConfig
+from policy import Policy, Sample
+from rollout import rollout_hf
 
 GROUP = 8
 NEVER = 1 << 30  # as an end token: no model can sample it
 TOLERANCE = 1e-3  # TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Config:
     """Timed steps per round of the tiny model: 64 completions (8 prompts x 8) of 64 tokens."""
     model_steps: int = 2
     """Timed steps per round of --model."""
+    long: bool = False
+    """Measure the tiny model with long texts too: 16 completions (2 prompts of 300 tokens x 8) of 1,000 tokens, 1 step a round."""
     rounds: int = 2
     """Processes per side."""
     num_threads: int = 0
@@ -77,47 +82,43 @@ def score(text: str) -> float:
 
 def load(job: dict):
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    return model, tokenizer, [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
+    return tokenizer, [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
 
 
-def updater(model, num_prompts: int, group: int = GROUP):
-    """Returns update(prompts, responses, logprobs, rewards) -> metrics, one step's update with the Trainer's optimizer."""
-    config = ours.Config(model="", train_file="", out_dir="", group_size=group, mini_batch_size=num_prompts)
-    optimizer = ours.make_optimizer(model, config)
+def our_policy(model: str, num_prompts: int) -> Policy:
+    config = TrainerConfig(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=num_prompts,
+                           max_tokens_per_micro_batch=2048)  # fmt: skip
+    return Policy(config, model, torch.device("cpu"))
 
-    def update(prompts, responses, logprobs, rewards):
-        advantages_P_G = ours.compute_advantages(torch.tensor(rewards).view(num_prompts, group))
-        advantages = advantages_P_G.flatten().tolist() if group > 1 else [1.0]
-        batch = {"prompts": prompts, "responses": responses, "rollout_logprobs": logprobs, "advantages": advantages,
-                 "has_verdict": [True] * len(responses)}
-        return ours.update_policy(model, optimizer, batch, config, CPU)
 
-    return update
+def with_advantages(samples: list[Sample], rewards: list[float]) -> list[Sample]:
+    advantages_P_G = compute_advantages(torch.tensor(rewards).view(-1, GROUP))
+    for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
+        sample.advantage = advantage
+    return samples
 
 
 def run_ours(job: dict) -> list[dict]:
-    model, tokenizer, messages = load(job)
-    update = updater(model.eval(), len(messages))
+    tokenizer, messages = load(job)
+    policy, steps = our_policy(job["model"], len(messages)), []
     prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
-    texts, steps = [""] * (len(prompts) * GROUP), []
 
-    def finished(b, response):
-        texts[b] = tokenizer.decode(response, skip_special_tokens=True)
+    def finished(sample):
+        sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
 
     for step in range(1 + job["steps"]):
+        samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
         begun, cpu_begun = time.perf_counter(), time.process_time()
-        with torch.inference_mode():  # as the Trainer does
-            responses, logprobs = ours.rollout_hf(model, prompts, GROUP, max_response_length=job["length"], temperature=1.0,
-                                                  eos_ids={NEVER}, generator=torch.Generator().manual_seed(step),
-                                                  on_finished=finished)
+        rollout_hf(policy.model, samples, max_response_length=job["length"], temperature=1.0, eos_ids={NEVER}, seed=step,
+                   rollout_batch_size=512, on_finished=finished)  # fmt: skip
         generated = time.perf_counter()
-        rewards = [score(text) for text in texts]
+        rewards = [score(sample.text) for sample in samples]
         scored = time.perf_counter()
-        update([prompt for prompt in prompts for _ in range(GROUP)], responses, logprobs, rewards)
+        policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
+        tokens = sum(len(sample.response_ids) for sample in samples)
         steps.append({"generation": generated - begun, "scoring": scored - generated, "update": end - scored, "step": end - begun,
-                      "cpu": time.process_time() - cpu_begun, "tokens": sum(map(len, responses))})
+                      "cpu": time.process_time() - cpu_begun, "tokens": tokens})
     return steps[1:]  # the first one warms up
 
 
@@ -127,7 +128,8 @@ def run_trl(job: dict) -> dict:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    model, tokenizer, messages = load(job)
+    tokenizer, messages = load(job)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     # The loss at a ratio of 1 is about -mean(advantage x length), so 0 where all lengths are the same: in the first step every
     # sixteenth token ends a completion.
     model.generation_config.eos_token_id = list(range(0, len(tokenizer), 16))
@@ -188,10 +190,11 @@ def run_trl(job: dict) -> dict:
 
 def run_check(job: dict) -> dict:
     """Our loss and gradient norm on the samples of TRL's first step."""
-    model, _, messages = load(job)
     first = job["first"]
-    logprobs = [[0.0] * len(response) for response in first["responses"]]  # only a metric needs them
-    metrics = updater(model, len(messages))(first["prompts"], first["responses"], logprobs, first["rewards"])
+    samples = [Sample({}, prompt, response, [0.0] * len(response))  # only a metric needs the sampler's log-probabilities
+               for prompt, response in zip(first["prompts"], first["responses"])]  # fmt: skip
+    policy = our_policy(job["model"], len(samples) // GROUP)
+    metrics = policy.update(with_advantages(samples, first["rewards"]), lr=1e-6)
     return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
 
 
@@ -203,20 +206,22 @@ def run_memory(job: dict) -> dict:
     """Resident memory before one update and at its peak, in MB, and its seconds."""
     shape = LlamaConfig(vocab_size=151_936, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
                         num_key_value_heads=4, max_position_embeddings=16_384, tie_word_embeddings=True)
-    model, prompt = LlamaForCausalLM(shape).train(), list(range(16))
-    our_update, optimizer = updater(model, 1, group=1), torch.optim.AdamW(model.parameters(), lr=1e-6)
+    LlamaForCausalLM(shape).save_pretrained(job["folder"])
+    policy, prompt = our_policy(job["folder"], 1), list(range(16))
+    model, optimizer = policy.model, torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
 
     def update(tokens):
         response = torch.randint(shape.vocab_size, (tokens,)).tolist()
-        if not job["plain"]:
-            our_update([prompt], [response], [[0.0] * tokens], [1.0])
+        if not job["plain"]:  # one sample with an advantage, the rest of its group too short to matter
+            samples = [Sample({}, prompt, response, [0.0] * tokens, advantage=1.0)]
+            policy.update(samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)], lr=1e-6)
             return
         ids = torch.tensor([prompt + response])
         optimizer.zero_grad()
         logprobs_V = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits.log_softmax(-1)
         logprobs = logprobs_V.gather(-1, ids[:, len(prompt) :, None])[..., 0]
         mask = torch.ones_like(logprobs)
-        ours.compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
+        compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
         optimizer.step()
 
     update(64)  # afterwards gradients and moments exist
@@ -311,6 +316,10 @@ def compare_speed(config: Config, threads: int) -> bool:
         toy_world.new_model(len(tokenizer), seed=0).save_pretrained(folder)
         tiny = {"model": folder, "prompts": problems, "length": 64, "steps": config.tiny_steps, "threads": threads}
         same = compare("A Llama of 1 M parameters", tiny, config, with_trl)
+        if config.long:
+            prompts = [" ".join(problems * 99)[:n] for n in (900, 880)]  # about 300 tokens
+            long = tiny | {"prompts": prompts, "length": 1000, "steps": 1}
+            same = compare("The same with long texts", long, config, with_trl) and same
     if config.model:
         other = {"model": config.model, "prompts": problems[:2], "length": 32, "steps": config.model_steps, "threads": threads}
         same = compare(Path(config.model).name, other, config, with_trl) and same
@@ -322,7 +331,7 @@ def compare_speed(config: Config, threads: int) -> bool:
 def compare_memory(threads: int) -> None:
     print("One update of one sequence, above weights, gradients and moments; vocabulary 151,936, hidden size 256, float32\n")
     print("| | response tokens | above, MB | before, MB | seconds |\n| --- | ---: | ---: | ---: | ---: |")
-    for name, plain in (("update_policy", False), ("all logits at once", True)):
+    for name, plain in (("Policy.update", False), ("all logits at once", True)):
         tokens, free = 8192, megabytes("MemAvailable", "/proc/meminfo") - 2000
         needed = tokens * 151_936 * 4 * 3.3 / 2**20  # three copies of the logits, and some room
         if plain and needed > free:
@@ -340,6 +349,7 @@ def main() -> None:
     config = tyro.cli(Config)
     transformers_logging.disable_progress_bar()
     threads = config.num_threads or torch.get_num_threads()
+    print(f"{os.cpu_count()} processors, vector instructions: {torch.backends.cpu.get_cpu_capability()}")
     try:
         if config.memory:
             compare_memory(threads)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import re
 import signal
@@ -13,17 +14,23 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
+import huggingface_hub
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-import psutil
 import pytest
 import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_trainer
 import reward_loop
 import run_folder
 import toy_world
 from policy import Sample
+from preflight import deal_gpus, estimate_memory, report
+from tiny import config_of
 
 # ------------------------------------------------------------------------------------------------------------- small parts
 
@@ -147,7 +154,7 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
     sample = lines_of(folder / "samples.jsonl")[-1]
     assert {"step", "split", "prompt", "response", "reward_score", "status", "reward_extra_info"} <= set(sample)
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     trained = AutoModelForCausalLM.from_pretrained(target)
     assert AutoTokenizer.from_pretrained(target).chat_template
@@ -227,6 +234,171 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(workshop, monkeypatch
 def test_stale_weights_stop_the_run(workshop):
     with pytest.raises(RuntimeError, match="logprob_diff .* is over max_logprob_diff 1e-12: the sampler does not use"):
         grpo_trainer.train(run_config(workshop, "stale", max_logprob_diff=1e-12))
+
+
+@pytest.mark.slow
+def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
+    """In a rollout, at the start of an update, in an evaluation; not in the middle of an update. Then the run goes on."""
+    options = dict(total_steps=4, val_file=(str(workshop / "val.parquet"),), val_every=2, save_every=0)
+    grpo_trainer.train(run_config(workshop, "whole_of_four", **options))
+    config = run_config(workshop, "fails", **options, resume="auto")
+
+    def fail_at(name, call):
+        original, calls = getattr(grpo_trainer.Trainer, name), Counter()
+
+        def failing(self, *arguments):
+            calls["n"] += 1
+            if calls["n"] == call:
+                raise aiohttp.ClientOSError(f"cut in {name}")  # no RuntimeError
+            return original(self, *arguments)
+
+        return monkeypatch.setattr(grpo_trainer.Trainer, name, failing)
+
+    def run_until_it_fails(error):
+        with pytest.raises(error):
+            grpo_trainer.train(config)
+        monkeypatch.undo()
+        return [path.name for path in grpo_trainer.checkpoints_in(workshop / "fails/checkpoints")]
+
+    fail_at("collect", 2)
+    assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1"]
+    fail_at("roll_out_and_score", 2)  # the evaluation after step 2
+    assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1", "step_2"]
+    assert "val/toy/mean@1" not in lines_of(workshop / "fails/metrics.jsonl")[2]  # the step's own line was written before
+
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError("no memory for the update")
+
+    monkeypatch.setattr(grpo_trainer.Policy, "score", out_of_memory)  # called first in an update, after step 2's evaluation
+    assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) or out_of_memory())
+    assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]  # in the middle the weights are no step's
+    grpo_trainer.train(config)
+    expected, got = (without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("whole_of_four", "fails"))
+    assert got == expected
+    kept, again = (lines_of(workshop / name / "samples.jsonl") for name in ("whole_of_four", "fails"))
+    assert [(s["step"], s["split"], s["response"]) for s in again] == [(s["step"], s["split"], s["response"]) for s in kept]
+
+
+def test_checkpoints_are_written_now_and_then_by_default():
+    config = grpo_trainer.Config(model="m", train_file="t", out_dir="o")
+    assert 0 < config.save_every <= 50
+
+
+@pytest.mark.slow
+def test_an_evaluation_can_be_interrupted_at_once(workshop):
+    """It may be of thousands of samples: only update, weights and log are held together."""
+    config = run_config(workshop, "long_evaluation", val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=200)
+    process = start_run(config)
+    patience = time.monotonic() + 120
+    while "Ray: " not in Path(f"{config.out_dir}.log").read_text():
+        assert process.poll() is None and time.monotonic() < patience
+        time.sleep(0.05)
+    wait_for_step(config, process, 0)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert process.wait(60) == 130 and time.monotonic() - begun < 30, Path(f"{config.out_dir}.log").read_text()
+
+
+@pytest.mark.slow
+def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop):
+    other = pq.read_table(workshop / "val.parquet").to_pylist()
+    pq.write_table(pa.Table.from_pylist([row | {"data_source": "other"} for row in other]), workshop / "other.parquet")
+    files = (str(workshop / "val.parquet"), f"{workshop}/other.parquet:4")
+    config = run_config(workshop, "evaluation", total_steps=0, val_file=files, val_n=2)
+    assert grpo_trainer.train(config) == workshop / "model"
+    (metrics,) = lines_of(workshop / "evaluation/metrics.jsonl")
+    assert {"val/toy/mean@2", "val/toy/pass@2", "val/other/mean@4", "val/other/pass@4"} <= set(metrics)
+    assert "val/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_kept_rollouts_give_the_same_run_again_without_sampling_or_judging(workshop, monkeypatch):
+    config = run_config(workshop, "kept", save_rollouts=True, reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True)
+    grpo_trainer.train(config)
+    monkeypatch.setattr(grpo_trainer.Trainer, "roll_out_and_score", None)
+    monkeypatch.setattr(grpo_trainer.Trainer, "start_rewards", None)
+    replay = run_config(workshop, "replayed", replay=str(workshop / "kept"), reward_fn=config.reward_fn)
+    target = grpo_trainer.train(replay)
+    ours, theirs = (lines_of(workshop / name / "metrics.jsonl")[1:] for name in ("kept", "replayed"))
+    for key in ("actor/loss", "actor/grad_norm", "actor/entropy", "rollout/logprob_diff", "actor/updates"):
+        assert [m.get(key) for m in ours] == [m.get(key) for m in theirs], key
+    weights = [AutoModelForCausalLM.from_pretrained(f) for f in (target, workshop / "kept/checkpoints/step_3")]
+    assert all(torch.equal(a, b) for a, b in zip(*(w.parameters() for w in weights)))
+    # Another update on the same data.
+    other = grpo_trainer.train(dataclasses.replace(replay, out_dir=str(workshop / "replayed_lr"), lr=1e-4))
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(other).lm_head.weight, weights[0].lm_head.weight)
+    with pytest.raises(ValueError, match="groups of 4 samples, and group_size is 3"):
+        grpo_trainer.Trainer(dataclasses.replace(replay, group_size=3, out_dir=str(workshop / "third")))
+
+
+def test_papo_normalises_answer_and_reasoning_apart(workshop):
+    """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones nothing does."""
+    trainer = grpo_trainer.Trainer(run_config(workshop, "papo", advantage="papo"))
+    right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
+    group = [scored(1.0, **right), scored(0.0, **flawed), scored(-1.0, acc=False, flawed_positive=False), scored(None, **flawed)]
+    trainer.set_advantages(group)
+    assert group[3].advantage is None
+    outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
+    got = [sample.advantage for sample in group[:3]]
+    assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
+    long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
+    trainer.set_advantages(long)  # the length penalty is part of the outcome
+    assert long[1].advantage < 0 < long[0].advantage
+
+
+@pytest.mark.parametrize(
+    "changes, count, expected",
+    [
+        (dict(), 0, ("cpu", "", "")),
+        (dict(), 4, ("cuda:3", "", "")),
+        (dict(rollout="vllm", rollout_servers=2, genrm=("j",), genrm_servers=2), 8, ("cuda:7", "2,3", "0,1")),
+        (dict(device="cuda:0", rollout="vllm"), 2, ("cuda:0", "1", "")),
+        (dict(rollout="vllm", rollout_vllm_args="--gpu-memory-utilization 0.5"), 1, ("cuda:0", "0", "")),
+        (dict(genrm=("j",), reward_mode="colocate"), 1, ("cuda:0", "", "0")),
+        (dict(rollout="vllm", rollout_gpus="0,1", genrm=("j",), genrm_gpus="2"), 4, ("cuda:3", "0,1", "2")),
+    ],
+)
+def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
+    assert deal_gpus(config_of(**changes), count) == expected
+
+
+@pytest.mark.parametrize(
+    "changes, count, message",
+    [
+        (dict(device="cuda:7"), 2, "device: 'cuda:7' must be auto, cpu, cuda or cuda:N, and torch sees 2 GPUs"),
+        (dict(rollout="vllm"), 1, "rollout_gpus: 1 more GPUs are needed for rollout_servers, 0 of 1 are free"),
+        (dict(rollout="vllm", rollout_gpus="1"), 2, "rollout_gpus: GPU 1 is device's; name others"),
+        (dict(rollout="vllm", rollout_gpus="0", genrm=("j",)), 3, "rollout_gpus: GPU 0 is genrm_gpus's"),
+        (dict(genrm=("j",), genrm_gpus="9"), 2, "genrm_gpus: '9' is no GPU"),
+    ],
+)
+def test_gpus_that_collide_or_are_not_there_are_refused(changes, count, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        deal_gpus(config_of(**changes), count)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text", "mamba", "llama"])
+def test_an_estimate_that_a_family_does_not_allow_is_unknown_and_stops_nothing(tmp_path, family, capsys):
+    AutoConfig.for_model(family, **({"head_dim": 8} if family == "llama" else {})).save_pretrained(tmp_path)
+    estimate = estimate_memory(config_of(model=str(tmp_path)), "cpu")
+    assert (None in estimate.values()) == (family != "llama")
+    report(config_of(model=str(tmp_path), device="cpu"), [{}])
+    assert ("unknown" in capsys.readouterr().out) == (family != "llama")
+
+
+def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(grpo_trainer, "train", lambda config: seen.append(transformers.utils.hub.is_offline_mode()))
+    for model in (str(tmp_path), "owner/name"):
+        monkeypatch.setattr(sys, "argv", ["grpo_trainer.py", "--model", model, "--train-file", "t", "--out-dir", "o"])
+        grpo_trainer.main()
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert seen == [True, False]
 
 
 # ------------------------------------------------------------------------------------------------ runs that are interrupted

@@ -100,3 +100,46 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
     with pytest.raises(RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"):
         run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)  # a set is no JSON
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
+
+
+def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
+    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON."""
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
+    row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
+    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three")])
+    run_folder.Log(config, first_step=1)
+    (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
+    assert json.loads(line)["response"] == "one\u2028two\x85three"
+
+
+def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
+    (tmp_path / "checkpoints/.step_3.tmp").mkdir(parents=True)
+    (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")
+    run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_checkpoints_of_an_earlier_layout_are_not_overwritten(tmp_path):
+    (tmp_path / "checkpoints/step_3").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_3/trainer_state.pt").write_text("")
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier layout .step_3.; give another folder"):
+        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
+
+
+def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+    log = run_folder.Log(config, first_step=0)
+    for values in ({"step": 0}, {"step": 1, "reward/mean": 0.5}, {"step": 1, "val/a/mean@1": 0.25}, {"step": 2}):
+        log.metrics(values)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 0}, {"step": 1, "reward/mean": 0.5, "val/a/mean@1": 0.25}, {"step": 2}]
+
+
+def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
+    """Of four samples one is right, one wrong, two have no `acc` (the reward function raised)."""
+    samples = [scored(1.0, acc=True, pred="4"), scored(None), scored(-1.0, acc=False, pred="5"), scored(None)]
+    for sample in samples:
+        sample.row = {"data_source": "a"}
+    metrics = run_folder.validation_metrics(samples, 4)
+    assert metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5 and metrics["val/a/pass@2"] == 1.0
+    assert metrics["val/a/maj@4"] == 1.0 and "val/a/pass@4" not in metrics and metrics["val/a/no_verdict/mean@4"] == 0.5
