@@ -265,9 +265,9 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
 CONNECT_TIMEOUT_S = 10.0
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # any other 4xx would be refused again
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
-GENRM_TIMEOUT_S = 500.0  # all attempts together; below the reward loop's 600 s per sample, so that it is named here
+GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
 
 _loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, dict[str, asyncio.Task]]] = {}
 
@@ -277,7 +277,7 @@ def _state() -> tuple[aiohttp.ClientSession, dict]:
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is ask_genrm's timeout_s
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         _loop_state[loop] = (aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers), {})
@@ -295,7 +295,9 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=text)
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=text, headers=response.headers
+            )
         return await response.json(content_type=None)
 
 
@@ -321,49 +323,51 @@ async def chat(
     top_p: float | None = None,
     max_tokens: int = GENRM_MAX_TOKENS,
     timeout_s: float = GENRM_TIMEOUT_S,
-    max_attempts: int = 4,
+    chat_kwargs: dict | None = None,
 ) -> tuple[str, str, int]:
-    """One user message to `http://address/v1/chat/completions`.
+    """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
-    Returns (status, text, completion tokens); status is "ok", "http_error" or "timeout", and where it is not "ok" the text
-    says what went wrong. What is None is not sent. Broken connections and RETRIED_STATUS are tried again, `max_attempts`
-    times in all, with a growing random pause; `timeout_s` bounds all attempts together. Never raises for a bad server.
+    Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the length limit or the
+    server aborted it (vLLM does, when it is put to sleep); "http_error" or "timeout", and then the text says what went wrong.
+    A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried again until `timeout_s` has
+    passed, after growing random pauses, or what Retry-After asks for if that is longer. Never raises for a bad server.
     """
+    reason = "the request was sent, and no answer came"
 
     async def attempt() -> tuple[str, str, int]:
         body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
-        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "chat_template_kwargs": chat_kwargs}
         body = {key: value for key, value in body.items() if value is not None}
         reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
-        text = reply["choices"][0]["message"]["content"] or ""  # null when a reasoning parser found no final part
-        return "ok", text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
+        choice = reply["choices"][0]
+        status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
+        text = choice["message"]["content"] or ""  # null when a reasoning parser found no final part
+        return status, text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
 
     async def attempts() -> tuple[str, str, int]:
-        for number in range(1, max_attempts + 1):
+        nonlocal reason
+        pause = 0.5
+        while True:
+            asked = ""
             try:
                 return await attempt()
             except aiohttp.ClientResponseError as error:
-                reason, again = f"HTTP {error.status}: {error.message}", error.status in RETRIED_STATUS
+                reason, asked = f"HTTP {error.status}: {error.message}", (error.headers or {}).get("Retry-After", "")
                 if error.status == 404:  # perhaps another model is served there now: look its name up next time
                     _state()[1].pop(address, None)
-            except aiohttp.ClientError as error:
-                reason, again = f"{type(error).__name__}: {error}", True
-            except (ValueError, LookupError, TypeError, AttributeError) as error:  # not JSON, or not a chat completion
-                reason, again = f"malformed reply: {type(error).__name__}: {error}", False
-            if not again or number == max_attempts:
-                return "http_error", f"{reason} (attempt {number} of {max_attempts})", 0
-            await asyncio.sleep(min(8.0, 0.5 * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
+                if error.status not in RETRIED_STATUS:
+                    return "http_error", reason, 0
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # no such address, or no chat completion
+                return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), float(asked) if asked.isdecimal() else 0.0))
+            pause = min(8.0, 2 * pause)
 
     try:
         return await asyncio.wait_for(attempts(), timeout_s)
     except asyncio.TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s", 0
-
-
-async def ask_genrm(prompt: str, router_address: str, **kwargs) -> tuple[str, str]:
-    """`chat` without the token count: (status, text)."""
-    status, text, _ = await chat(prompt, router_address, **kwargs)
-    return status, text
+        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {reason}", 0
 
 
 # --- 5. FAPO (paper eq. 8 and 11) -------------------------------------------------------------------------------------
@@ -383,6 +387,7 @@ async def _judged(
     genrm_temperature=None,
     genrm_max_tokens=GENRM_MAX_TOKENS,
     genrm_timeout_s=GENRM_TIMEOUT_S,
+    genrm_chat_kwargs=None,
     judge_test=False,
     **_,
 ) -> dict:
@@ -402,18 +407,19 @@ async def _judged(
     if extra_info.get("question") is None:
         raise ValueError("extra_info['question']: missing; the judge needs the problem text (prepare_data.py writes it)")
     prompt = format_critic_prompt(extra_info["question"], str(ground_truth), solution_str, prompt_style)
-    status, text = await ask_genrm(
-        prompt, address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s
-    )
+    status, text, _ = await chat(
+        prompt, address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s,
+        chat_kwargs=genrm_chat_kwargs,
+    )  # fmt: skip
     if status == "ok":
         # In a raw prompt the judge counts steps of its own, so that no index is too large.
         index = parse_critique(text, None if prompt_style == "raw" else len(split_paragraphs(solution_str)))
         status = "unparsable" if index is None else "ok"
         result["flawed_positive"] = None if index is None else index != -1
-        if keep_critique:
-            result["critique"] = text
-    else:
+    if status in ("http_error", "timeout"):
         result["genrm_error"] = text
+    elif keep_critique:
+        result["critique"] = text
     return result | {"genrm_status": status}
 
 
@@ -435,9 +441,10 @@ async def compute_score_fapo(
     on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
     (what the original does).
     settings: verifier, prompt_style, keep_critique, judge_test, genrm_model, genrm_temperature, genrm_max_tokens,
-    genrm_timeout_s, with the defaults of `_judged`. On the test split the score is the rule's, judged or not.
-    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "unparsable", "http_error"
-    or "timeout"), critique if keep_critique, genrm_error after a failure.
+    genrm_timeout_s, genrm_chat_kwargs (sent as chat_template_kwargs: {"enable_thinking": false} for judges with such a
+    switch), with the defaults of `_judged`. On the test split the score is the rule's, judged or not.
+    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "truncated",
+    "unparsable", "http_error" or "timeout"), critique if keep_critique, genrm_error after a failure.
     Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
     """
     if on_no_verdict not in ("none", "rule"):

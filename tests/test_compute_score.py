@@ -244,11 +244,16 @@ def test_parse_critique_without_a_bound():
 # --- the judge over HTTP ----------------------------------------------------------------------------------------------
 
 
+def completion(text: str, finish_reason: str) -> dict:
+    choice = {"message": {"content": text}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": {"completion_tokens": len(text)}}
+
+
 class Judge:
     """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever after.
 
-    An entry is the text of a critique, an HTTP status, a dict sent as the JSON body, or a function from the request's JSON to
-    one of them; "hang" never answers.
+    An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON body, or a function
+    from the request's JSON to one of them; "hang" never answers.
     """
 
     def __init__(self, *script):
@@ -269,18 +274,20 @@ class Judge:
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
-            return web.Response(status=entry, text="no luck")
+            entry = (entry, {})
+        if isinstance(entry, tuple):
+            return web.Response(status=entry[0], headers=entry[1], text="no luck")
         if isinstance(entry, str):
-            entry = {"choices": [{"message": {"content": entry}}], "usage": {"completion_tokens": len(entry)}}
+            entry = completion(entry, "stop")
         return web.json_response(entry)
 
     @contextlib.asynccontextmanager
-    async def running(self):
+    async def running(self, port: int = 0):
         app = web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         self.address = "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
         try:
@@ -291,8 +298,8 @@ class Judge:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.0)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.004)
 
 
 def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT, extra_info=EXTRA, **settings) -> dict:
@@ -314,9 +321,13 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, None, "unparsable"),
+        (completion("so far \\boxed{-1} but", "length"), {}, None, None, "truncated"),  # a box in it is no verdict
+        (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, None, "truncated"),
+        (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
         (400, {}, None, None, "http_error"),
         (400, {"on_no_verdict": "rule"}, 1.0, None, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
+        (500, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         ({"choices": []}, {}, None, None, "http_error"),
         ({"choices": [{"message": {"content": None}}]}, {}, None, None, "unparsable"),
     ],
@@ -345,6 +356,13 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
 
 def test_fapo_keeps_the_critique():
     assert score_with(Judge("well \\boxed{-1}"), keep_critique=True)["critique"] == "well \\boxed{-1}"
+    assert score_with(Judge(completion("well", "length")), keep_critique=True)["critique"] == "well"
+
+
+def test_the_judges_thinking_switch():
+    judge = Judge("\\boxed{-1}")
+    score_with(judge, genrm_chat_kwargs={"enable_thinking": False})
+    assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -384,16 +402,45 @@ def test_baseline_only_measures(script, flawed):
     assert (alone["score"], alone["flawed_positive"], alone["genrm_status"]) == (1.0, None, "skipped")
 
 
-def test_what_is_worth_a_retry_is_retried():
-    judge = Judge(500, 503, "\\boxed{1}")
-    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 3
-    judge = Judge(500)
+def test_a_judge_that_fails_for_a_while_is_waited_for():
+    judge = Judge(*[500, 503, 429, 408] * 5, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 21
+    judge = Judge(503)
+    result = score_with(judge, genrm_timeout_s=0.3)
+    assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
+    assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_what_would_be_refused_again_ends_at_once(status):
+    judge = Judge(status)
     result = score_with(judge)
-    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 4)
-    assert "HTTP 500" in result["genrm_error"] and "attempt 4 of 4" in result["genrm_error"]
-    judge = Judge(400)
-    score_with(judge)
-    assert len(judge.requests) == 1
+    assert (result["genrm_status"], len(judge.requests)) == ("http_error", 1) and f"HTTP {status}" in result["genrm_error"]
+
+
+def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
+    pauses, sleep = [], asyncio.sleep
+    monkeypatch.setattr(scores.asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
+    monkeypatch.setattr(scores.random, "uniform", lambda low, high: high)
+    judge = Judge((503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"}), *[500] * 4, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0
+    assert [pause for pause in pauses if pause] == [7.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]  # at most 8 s of its own accord
+
+
+def test_a_judge_that_starts_late_loses_nothing():
+    judge = Judge("\\boxed{-1}")
+
+    async def main():
+        async with judge.running():
+            pass  # its address is known, and nobody listens there now
+        asks = [asyncio.ensure_future(scores.chat(f"hello {i}", judge.address)) for i in range(50)]
+        await asyncio.sleep(0.3)
+        assert not any(ask.done() for ask in asks)
+        port = int(judge.address.split(":")[1])
+        async with judge.running(port):
+            return await asyncio.gather(*asks)
+
+    assert {status for status, _, _ in asyncio.run(main())} == {"ok"}
 
 
 def test_the_key_in_the_environment_is_sent(monkeypatch):
@@ -410,12 +457,27 @@ def test_a_judge_that_is_not_there():
         async with Judge("x").running() as judge:
             address = judge.address
         try:
-            return await scores.ask_genrm("hello", address)
+            return await scores.chat("hello", address, timeout_s=0.3), await scores.chat("hello", "no:such:address")
         finally:
             await scores.close_session()
 
-    status, text = asyncio.run(main())
-    assert status == "http_error" and "attempt 4 of 4" in text
+    (status, text, _), (bad_status, bad_text, _) = asyncio.run(main())
+    assert status == "timeout" and "last: ClientConnectorError" in text
+    assert bad_status == "http_error" and "malformed address" in bad_text
+
+
+def test_a_look_up_of_the_model_that_hangs_does_not_end_the_waiting(monkeypatch):
+    judge = Judge("\\boxed{-1}")
+    look_up, calls = scores._json_request, []
+
+    async def slow_at_first(method, url, **kwargs):
+        calls.append(url)
+        if len(calls) < 3:
+            raise asyncio.TimeoutError  # what aiohttp raises after the look-up's own 60 s
+        return await look_up(method, url, **kwargs)
+
+    monkeypatch.setattr(scores, "_json_request", slow_at_first)
+    assert score_with(judge)["score"] == 1.0 and judge.model_lookups == 1
 
 
 def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
@@ -427,8 +489,8 @@ def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
             results = await asyncio.gather(*calls)
             assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 1
             judge.script = [404, "\\boxed{-1}"]  # the server was restarted with another model
-            assert (await scores.ask_genrm("hello", judge.address))[0] == "http_error"
-            assert (await scores.ask_genrm("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
+            assert (await scores.chat("hello", judge.address))[0] == "http_error"
+            assert (await scores.chat("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
 
     asyncio.run(main())
 
