@@ -9,6 +9,8 @@
 How to use it: name one of them as reward function, for example
     python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo
 The file imports nothing of this repository. Copy it, change it, or give it to verl as a custom reward function.
+Every function names all that it can be given: what a reward loop passes to each, and its settings after the "*". So a setting
+that is misspelt is refused.
 
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
 ("no verdict"), not +1 and not 0. A framework that needs a number, such as verl, sets on_no_verdict="rule".
@@ -17,6 +19,8 @@ What it leaves out: code execution, process rewards per token, and judges that a
 """
 
 import asyncio
+import functools
+import inspect
 import json
 import os
 import random
@@ -100,7 +104,10 @@ def normalize_final_answer(answer: str) -> str:
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ----------------------------------------------------
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, verifier="rule", **_) -> dict:
+def compute_score(
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None, *, verifier="rule",
+) -> dict:  # fmt: skip
     """Score of one solution by its final answer.
 
     verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal.
@@ -126,7 +133,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, veri
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
-def compute_score_gsm8k(data_source, solution_str, ground_truth, extra_info=None, **_) -> dict:
+def compute_score_gsm8k(
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None,
+) -> dict:  # fmt: skip
     """The rule for GSM8K: the last box or, where there is none, the number after the last "####". Keys as compute_score."""
     tail = solution_str[-TAIL_CHARS:]
     boxed = last_boxed_only_string(tail)
@@ -373,106 +383,101 @@ async def chat(
 # --- 5. FAPO (paper eq. 8 and 11) -------------------------------------------------------------------------------------
 
 
-async def _judged(
+async def compute_score_fapo(
     data_source,
     solution_str,
     ground_truth,
-    extra_info,
-    address: str | None,
+    extra_info=None,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    reward_router_addresses=None,
+    step=None,
     *,
+    penalty=1.0,
+    on_no_verdict="none",
+    judge_test=False,
+    keep_critique=False,
     verifier="rule",
     prompt_style="tagged",
-    keep_critique=False,
     genrm_model=None,
     genrm_temperature=None,
     genrm_max_tokens=GENRM_MAX_TOKENS,
     genrm_timeout_s=GENRM_TIMEOUT_S,
     genrm_chat_kwargs=None,
-    judge_test=False,
-    **_,
 ) -> dict:
-    """The rule's result plus what the judge says: flawed_positive, genrm_status and, if asked for, critique.
+    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
 
-    A wrong answer is not judged, it is no flawed positive; the test split is judged only with judge_test, to measure.
-    The chat endpoint applies the judge's own template, so that no tokenizer is needed here.
+    The judge is asked about right answers only, as a wrong one is no flawed positive. It is asked through the chat endpoint,
+    which applies its own template: no tokenizer is needed here.
+
+    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1). None:
+    the judge only measures, and may be missing.
+    on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
+    (what the original does).
+    judge_test: ask about the test split, too; its score is the rule's all the same.
+    keep_critique: return the critique. verifier, prompt_style: see compute_score and PROMPT_STYLES.
+    genrm_*: see `chat`; chat_kwargs are sent as chat_template_kwargs, {"enable_thinking": false} for judges with such a switch.
+
+    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "truncated", "unparsable",
+    "http_error" or "timeout"), critique if keep_critique, genrm_error after a failure.
+    Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
     """
+    if on_no_verdict not in ("none", "rule"):
+        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
     if verifier == "math_verify":  # blocks: not in the event loop
-        result = await asyncio.to_thread(compute_score, data_source, solution_str, ground_truth, extra_info, verifier)
+        rule = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+        result = await asyncio.to_thread(rule)
     else:
-        result = compute_score(data_source, solution_str, ground_truth, extra_info, verifier)
+        result = compute_score(data_source, solution_str, ground_truth, verifier=verifier)
     extra_info = extra_info or {}
+    is_test = extra_info.get("split") == "test"
+    only_measures = is_test or penalty is None
     result |= {"flawed_positive": None if result["acc"] else False, "genrm_status": "skipped"}
-    if not result["acc"] or extra_info.get("split") == "test" and not judge_test or address is None:
+    if not result["acc"] or is_test and not judge_test or only_measures and reward_router_address is None:
         return result
+    if reward_router_address is None:
+        raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
     if extra_info.get("question") is None:
         raise ValueError("extra_info['question']: missing; the judge needs the problem text (prepare_data.py writes it)")
     prompt = format_critic_prompt(extra_info["question"], str(ground_truth), solution_str, prompt_style)
     status, text, _ = await chat(
-        prompt, address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s,
-        chat_kwargs=genrm_chat_kwargs,
+        prompt, reward_router_address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
+        timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs,
     )  # fmt: skip
     if status == "ok":
         # In a raw prompt the judge counts steps of its own, so that no index is too large.
         index = parse_critique(text, None if prompt_style == "raw" else len(split_paragraphs(solution_str)))
         status = "unparsable" if index is None else "ok"
         result["flawed_positive"] = None if index is None else index != -1
+    result["genrm_status"] = status
     if status in ("http_error", "timeout"):
         result["genrm_error"] = text
     elif keep_critique:
         result["critique"] = text
-    return result | {"genrm_status": status}
-
-
-async def compute_score_fapo(
-    data_source,
-    solution_str,
-    ground_truth,
-    extra_info,
-    reward_router_address=None,
-    reward_model_tokenizer=None,
-    *,
-    penalty=1.0,
-    on_no_verdict="none",
-    **settings,
-) -> dict:
-    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
-
-    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1).
-    on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
-    (what the original does).
-    settings: verifier, prompt_style, keep_critique, judge_test, genrm_model, genrm_temperature, genrm_max_tokens,
-    genrm_timeout_s, genrm_chat_kwargs (sent as chat_template_kwargs: {"enable_thinking": false} for judges with such a
-    switch), with the defaults of `_judged`. On the test split the score is the rule's, judged or not.
-    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "truncated",
-    "unparsable", "http_error" or "timeout"), critique if keep_critique, genrm_error after a failure.
-    Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
-    """
-    if on_no_verdict not in ("none", "rule"):
-        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    result = await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
-    if (extra_info or {}).get("split") == "test":
+    if only_measures:
         return result
     if result["flawed_positive"]:
         result["score"] -= penalty
-    elif result["flawed_positive"] is None:
-        if reward_router_address is None:
-            raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
-        if on_no_verdict == "none":
-            result["score"] = None
+    elif status != "ok" and on_no_verdict == "none":
+        result["score"] = None
     return result
 
 
-async def compute_score_baseline(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, reward_model_tokenizer=None, **settings
-) -> dict:
+async def compute_score_baseline(*sample, **settings) -> dict:
     """The rule's score, never touched; a GenRM, if there is one, only measures. Keys and settings as compute_score_fapo."""
-    return await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
+    return await compute_score_fapo(*sample, **settings | {"penalty": None})
+
+
+compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)  # what a caller may ask it for its parameters
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) ---------------------------------------------
 
 
-def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info, **_) -> dict:
+def compute_score_fapo_genrm(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None,
+) -> dict:  # fmt: skip
     """Score of one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| / total_steps where

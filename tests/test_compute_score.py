@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import inspect
 import json
 import random
 import re
@@ -15,6 +16,7 @@ import pytest
 from aiohttp import web
 
 import compute_score as scores
+import toy_world
 
 DATA = Path(__file__).parent / "data"
 RIGHT = "First we add.\n\nThen we double.\n\nSo it is \\boxed{42}."
@@ -102,10 +104,40 @@ def test_rule(solution, truth, score, pred):
     assert scores.compute_score("math-dapo", solution, truth) == {"score": score, "acc": score > 0, "pred": pred}
 
 
-def test_rule_ignores_unknown_keywords_and_refuses_unknown_verifiers():
-    assert scores.compute_score("x", "\\boxed{1}", "1", {}, reward_router_address="h:1")["acc"]
+def test_unknown_verifiers_are_refused():
     with pytest.raises(ValueError, match="verifier: 'magic'"):
         scores.compute_score("x", "\\boxed{1}", "1", verifier="magic")
+
+
+FUNCTIONS = ["compute_score", "compute_score_gsm8k", "compute_score_baseline", "compute_score_fapo", "compute_score_fapo_genrm"]
+
+
+def call(function, **keywords) -> dict:
+    sample = {"data_source": "x", "solution_str": "\\boxed{1}", "ground_truth": 2, "extra_info": EXTRA | {"total_steps": 3, "step": 7}}
+    result = function(**sample, **keywords)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def refuses_misspelt_settings(function) -> bool:
+    for wrong in ("penlty", "verifer", "juge_test"):
+        with pytest.raises(TypeError, match=wrong):
+            call(function, **{wrong: 1})
+    # no **kwargs: a loop that looks finds a misspelt setting before any sample is scored
+    return not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
+    loops_own = {"reward_router_address": "h:1", "reward_router_addresses": {"genrm": "h:1"}, "reward_model_tokenizer": None, "step": 7}
+    function = getattr(scores, name)
+    assert call(function, **loops_own)["score"] in (-1.0, 1 - 1 / 3)  # the answer is wrong, or as a critique one paragraph off
+    assert call(function)["score"] == call(function, **loops_own)["score"]
+    assert refuses_misspelt_settings(function)
+
+
+def test_functions_built_on_these_refuse_misspelt_settings_too():
+    for function in (toy_world.compute_score_baseline, toy_world.compute_score_fapo, toy_world.compute_score_fapo_oracle):
+        assert refuses_misspelt_settings(function) and "penalty" in inspect.signature(function).parameters
 
 
 @pytest.mark.parametrize(
@@ -524,7 +556,7 @@ def test_every_event_loop_has_its_own_session():
     ],
 )
 def test_genrm_score(text, truth, score, acc, pred):
-    result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5}, anything=1)
+    result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5})
     rates = {"recall": acc, "location": pred == truth, "sound_kept": None} if truth != -1 else {"sound_kept": acc}
     assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth,
                       "recall": None, "location": None} | rates  # fmt: skip
