@@ -21,37 +21,32 @@ What it leaves out: code execution, process rewards per token, and judges that a
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 import os
+import queue
 import random
 import re
-import select
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 
 # --- 1. The answer in the box -----------------------------------------------------------------------------------------
 
 TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
-MAX_SEARCH_CHARS = 20_000  # an upper bound on work for callers who pass a whole text, such as a critique
 NO_ANSWER = "[INVALID]"  # what `pred` says when there is no box (the original's word)
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    """The last `\\boxed{...}` with balanced braces in `text`, wrapper included, or None. Linear time."""
-    text = text[-MAX_SEARCH_CHARS:]
-    text = text[: text.rfind("}") + 1]
-    closing = []  # positions of closing braces not yet matched, walking from the right
-    for match in re.finditer(r"[{}]", text[::-1]):
-        position = len(text) - 1 - match.start()
-        if text[position] == "}":
-            closing.append(position)
-        elif closing:
-            end = closing.pop()
-            if text.endswith("\\boxed", 0, position):
-                return text[position - len("\\boxed") : end + 1]
+    """The last `\\boxed{...}` in `text`, wrapper included; None if there is none, or if the last one is never closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : start + brace.end()]
     return None
 
 
@@ -62,19 +57,20 @@ def remove_boxed(boxed: str) -> str:
     return boxed[len("\\boxed{") : -1]
 
 
-# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), which DAPO and FAPO use.
-# Additions of ours, for answers that are not integers: \left and \right, \dfrac and \tfrac, mixed forms such as
-# \frac{270}7, and commas are dropped from 12,345 only, not from the list 1,2.
+# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), which DAPO and FAPO use. Where ours
+# departs from theirs, and why, is one table: docs/answers.md.
 _SUBSTITUTIONS = [
     ("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac"), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""),
-    ("\n", ""), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+    ("\n", ""), (",\\!", ","), ("{,}", ","), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
 ]  # fmt: skip
 _REMOVED = [
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "points", "feet", "minutes",
     "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "children", "tickets",
     "multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}",
-    "\\;", ",\\!", "{,}", '"', "\\dots",
+    "\\;", '"', "\\dots",
 ]  # fmt: skip
+_TYPE = r"\\(?:text|textbf|mathrm|mathbf|overline|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}"
 _BARE = r"(\\[a-zA-Z]+|[^{}\\\[])"  # an argument without braces: a command or one character
 
 
@@ -83,22 +79,27 @@ def normalize_final_answer(answer: str) -> str:
 
     Known weakness of the procedure: only what follows the last "=" counts, so the answer "2x+y=0" becomes "0".
     """
-    answer = answer.split("=")[-1]
-    answer = re.sub(r"\b(an|a) ", "", answer)
+    between = re.sub(r"\([^()]*\)", "", answer).split("=")[1:-1]  # what stands between two equals signs
+    if not any(re.search(r",(?!\d{3})|;|\b(?:and|or)\b", part) for part in between):  # "x=1,x=2" is a list and stays one
+        answer = answer.split("=")[-1]
+    answer = re.sub(r"\ban |\ba (?=[A-Za-z]{2}|\d)", "", answer)  # articles, not the a of "a + b"
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)
     for expression in _REMOVED:
         answer = answer.replace(expression, "")
     in_dollars = re.search(r"\$([^$]*)\$", answer)
     answer = in_dollars[1] if in_dollars else answer
-    answer = re.sub(r"\\(?:text|textbf|mathrm|overline|boxed)\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(_TYPE, r"\1", re.sub(_TYPE, r"\1", answer))  # twice: \textbf{\text{A}}
     answer = re.sub(r"\\frac" + _BARE, r"\\frac{\1}", answer)  # \frac12 -> \frac{1}2
     answer = re.sub(r"(\\frac\{[^{}]*\})" + _BARE, r"\1{\2}", answer)  # \frac{1}2 -> \frac{1}{2}
     answer = re.sub(r"\\sqrt" + _BARE, r"\\sqrt{\1}", answer)
     answer = answer.replace("$", "").strip()
     if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")
-    return answer
+    if re.fullmatch(r"[-+]?\d+", answer):
+        answer = re.sub(r"^([-+]?)0+(?=\d)", r"\1", answer)  # AIME's 025
+    choice = re.fullmatch(r"\(?([A-J])\)?[.:]?", answer)  # (A), A. and A) are the choice A
+    return choice[1] if choice else answer
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ----------------------------------------------------
@@ -108,97 +109,105 @@ def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
     reward_router_addresses=None, step=None, *, verifier="rule",
 ) -> dict:  # fmt: skip
-    """Score of one solution by its final answer.
+    """Score of one solution by its final answer: its last box, or for GSM8K, where there is none, the number after "####".
 
-    verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal.
-    Rows of GSM8K are scored by compute_score_gsm8k.
-    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify had to be stopped, score None and
+    verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal (blocks).
+    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify did not finish, score None and
     "verify_status": "failed". Raises ValueError for an unknown verifier or a missing library.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
-    if data_source in ("gsm8k", "openai/gsm8k") and verifier == "rule":
-        return compute_score_gsm8k(data_source, solution_str, ground_truth)
-    boxed = last_boxed_only_string(solution_str[-TAIL_CHARS:])
-    if boxed is None:
+    tail, truth = solution_str[-TAIL_CHARS:], str(ground_truth)
+    boxed = last_boxed_only_string(tail)
+    answer = remove_boxed(boxed) if boxed else None
+    if data_source in ("gsm8k", "openai/gsm8k") and "\\boxed{" not in tail:
+        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
+        answer = hashes[-1].replace(",", "") if hashes else None
+    if answer is None:
         return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
     if verifier == "math_verify":
-        pred = remove_boxed(boxed)
-        equal = _math_verify(pred, str(ground_truth))
-        if equal is None:
-            return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
-        return {"score": 1.0 if equal else -1.0, "acc": equal, "pred": pred}
-    pred = normalize_final_answer(remove_boxed(boxed))
-    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
-    return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
-
-
-def compute_score_gsm8k(
-    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
-    reward_router_addresses=None, step=None,
-) -> dict:  # fmt: skip
-    """The rule for GSM8K: the last box or, where there is none, the number after the last "####". Keys as compute_score."""
-    tail = solution_str[-TAIL_CHARS:]
-    boxed = last_boxed_only_string(tail)
-    if boxed is not None:
-        pred = normalize_final_answer(remove_boxed(boxed))
+        acc, pred = _math_verify(answer, truth), answer
     else:
-        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
-        pred = hashes[-1].replace(",", "") if hashes else NO_ANSWER
-    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
+        pred = normalize_final_answer(answer)
+        acc = pred != "" and pred == normalize_final_answer(truth)
+    if acc is None:
+        return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
-# math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward
-# functions run in threads and event loops. So one child process per process grades, one answer a line, with an outer
-# deadline: a child that misses it is killed, its answer has no verdict, and the next answer gets a new child.
-GRADE_TIMEOUT_S = 15.0  # math-verify's own limits are 5 s for parsing each side and 5 s for comparing
-GRADE_START_S = 120.0  # importing sympy on a busy machine
-_grader: subprocess.Popen | None = None
-_grader_lock = threading.Lock()
+def compute_score_gsm8k(data_source, *sample, **named) -> dict:
+    """compute_score's rule for GSM8K, whatever the data source is called."""
+    return compute_score("gsm8k", *sample, **named)
 
 
-def _read_grader_line(timeout_s: float) -> str | None:
-    """The next line of the grader, "" at its end, None if it says nothing for `timeout_s`."""
-    poll = select.poll()  # select.select fails in a process with more than 1,024 open files
-    poll.register(_grader.stdout, select.POLLIN)
-    return _grader.stdout.readline().decode() if poll.poll(1000 * timeout_s) else None
+compute_score_gsm8k.__signature__ = inspect.signature(compute_score)  # so that callers see what it takes
+
+# math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward functions run
+# in threads and event loops. So child processes grade, one answer at a time each: an answer that hangs or kills its child costs
+# no other one, and the next answer gets a new child. (A ProcessPoolExecutor breaks as a whole, cannot import a file that was
+# loaded under a name of the caller's own, as verl does, and its processes outlive a parent that is killed.)
+MAX_GRADERS = 4
+GRADE_TIMEOUT_S = 15  # a child ends itself after that; math-verify's own limits are 5 s a side to parse and 5 s to compare
+_graders: queue.LifoQueue = queue.LifoQueue()  # those that are idle; last in, first out starts no more than are needed
+for _ in range(MAX_GRADERS):
+    _graders.put(None)  # not started yet
+_grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops; starts none before they are needed
 
 
 def _math_verify(pred: str, truth: str) -> bool | None:
     """Whether math-verify calls the two answers equal; None if it did not finish. Blocks; safe in any thread."""
-    global _grader
-    with _grader_lock:
-        if _grader is None or _grader.poll() is not None:
-            _grader = subprocess.Popen(
-                [sys.executable, os.path.abspath(__file__), "--grade"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-            )
-            if _read_grader_line(GRADE_START_S) != "ready\n":
-                _grader.kill()
+    grader = _graders.get()
+    try:
+        if grader is None or grader.poll() is not None:
+            command = [sys.executable, os.path.abspath(__file__), "--grade", str(GRADE_TIMEOUT_S)]
+            grader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if grader.stdout.readline() != "ready\n":
                 raise ValueError("verifier: 'math_verify' could not start; is it installed? (pip install math-verify)")
-        _grader.stdin.write(json.dumps([pred, truth]).encode() + b"\n")
-        line = _read_grader_line(GRADE_TIMEOUT_S)
-        if not line:  # too slow, or the child died (out of memory): either way this answer cannot be graded
-            _grader.kill()
-            _grader.wait()
-            return None
-        return json.loads(line)
+        print(json.dumps([pred, truth]), file=grader.stdin, flush=True)
+        line = grader.stdout.readline()
+        if not line:  # too slow, or the child died (out of memory)
+            grader.wait()
+        return json.loads(line or "null")
+    finally:
+        _graders.put(grader)
 
 
-def _grade_forever() -> None:
-    """The child process: reads [pred, truth] lines, writes true or false lines, ends with its input."""
+def _grade_forever(timeout_s: float) -> None:
+    """The child process: reads [pred, truth] lines, writes true, false or null, ends with its input or at its time limit."""
+    import faulthandler
     import resource
 
+    def end_after(seconds):  # by a thread in C, which does not wait for Python
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+    nowhere = open(os.devnull, "w")
+    end_after(120)  # importing sympy on a busy machine
     from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
+
+    def equal(truth, pred) -> bool | None:
+        try:
+            return verify(truth, pred, raise_on_error=True)
+        except (TimeoutException, MemoryError):
+            return None
+        except Exception:  # what cannot be compared is not equal
+            return False
 
     if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        pred, truth = json.loads(line)
-        equal = verify(parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{pred}}}"))
-        print(json.dumps(bool(equal)), file=answers, flush=True)
+        end_after(timeout_s)
+        try:
+            pred, truth = (parse(f"\\boxed{{{answer}}}", raise_on_error=True) for answer in json.loads(line))
+            outcomes = [equal(*pair) for pair in itertools.product(truth, pred)]  # each side as expression and as text
+        except (TimeoutException, MemoryError):
+            outcomes = [None]
+        except Exception:  # not mathematics
+            outcomes = []
+        faulthandler.cancel_dump_traceback_later()
+        print(json.dumps(True if True in outcomes else None if None in outcomes else False), file=answers, flush=True)
 
 
 # --- 3. The judge's prompt and its answer -----------------------------------------------------------------------------
@@ -325,16 +334,9 @@ async def model_id(address: str) -> str:
 
 
 async def chat(
-    prompt: str,
-    address: str,
-    *,
-    model: str | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int = GENRM_MAX_TOKENS,
-    timeout_s: float = GENRM_TIMEOUT_S,
-    chat_kwargs: dict | None = None,
-) -> tuple[str, str, int]:
+    prompt: str, address: str, *, model: str | None = None, temperature: float | None = None, top_p: float | None = None,
+    max_tokens: int = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S, chat_kwargs: dict | None = None,
+) -> tuple[str, str, int]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
     Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the length limit or the
@@ -384,27 +386,11 @@ async def chat(
 
 
 async def compute_score_fapo(
-    data_source,
-    solution_str,
-    ground_truth,
-    extra_info=None,
-    reward_router_address=None,
-    reward_model_tokenizer=None,
-    reward_router_addresses=None,
-    step=None,
-    *,
-    penalty=1.0,
-    on_no_verdict="none",
-    judge_test=False,
-    keep_critique=False,
-    verifier="rule",
-    prompt_style="tagged",
-    genrm_model=None,
-    genrm_temperature=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS,
-    genrm_timeout_s=GENRM_TIMEOUT_S,
-    genrm_chat_kwargs=None,
-) -> dict:
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None, *, penalty=1.0, on_no_verdict="none", judge_test=False, keep_critique=False,
+    verifier="rule", prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
+) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
 
     The judge is asked about right answers only, as a wrong one is no flawed positive. It is asked through the chat endpoint,
@@ -424,11 +410,11 @@ async def compute_score_fapo(
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    if verifier == "math_verify":  # blocks: not in the event loop
-        rule = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
-        result = await asyncio.to_thread(rule)
+    rule = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+    if verifier == "math_verify":  # blocks: in threads of its own, as those of asyncio.to_thread also look up host names
+        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, rule)
     else:
-        result = compute_score(data_source, solution_str, ground_truth, verifier=verifier)
+        result = rule()
     extra_info = extra_info or {}
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
@@ -468,7 +454,7 @@ async def compute_score_baseline(*sample, **settings) -> dict:
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
-compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)  # what a caller may ask it for its parameters
+compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)  # so that callers see what it takes
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) ---------------------------------------------
@@ -504,6 +490,6 @@ def compute_score_fapo_genrm(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--grade"]:  # --grade: this file as its own child process, see _math_verify
+    if sys.argv[1:2] != ["--grade"]:  # --grade SECONDS: this file as its own child process, see _math_verify
         sys.exit(__doc__)
-    _grade_forever()
+    _grade_forever(float(sys.argv[2]))

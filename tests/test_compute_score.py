@@ -5,9 +5,12 @@ import contextlib
 import importlib.util
 import inspect
 import json
+import queue
 import random
 import re
 import string
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ import compute_score as scores
 import toy_world
 
 DATA = Path(__file__).parent / "data"
+DOCS = Path(__file__).parent.parent / "docs"
 RIGHT = "First we add.\n\nThen we double.\n\nSo it is \\boxed{42}."
 EXTRA = {"split": "train", "index": 0, "question": "What is it?"}
 
@@ -36,7 +40,8 @@ def read(name: str) -> list[dict]:
         ("so \\boxed{3}.", "\\boxed{3}"),
         ("\\boxed{1} no, \\boxed{2}", "\\boxed{2}"),
         ("\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}"),
-        ("\\boxed{4} and then \\boxed{5", "\\boxed{4}"),  # the last balanced one
+        ("\\boxed{4} and then \\boxed{5", None),  # no earlier box is paid in its stead
+        ("\\boxed{4} and then \\boxed{\\frac{1}{2}", None),
         ("\\boxed{\\boxed{6}}", "\\boxed{6}"),
         ("} \\boxed{7} {", "\\boxed{7}"),
         ("\\boxed{8}}}}", "\\boxed{8}"),
@@ -80,6 +85,16 @@ def test_remove_boxed():
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"),
         ("\\text{Evelyn}", "Evelyn"),
         ("the answer is $7$", "7"),
+        ("3{,}5{,} 7", "3,5,7"),
+        ("00", "0"),
+        ("-007", "-7"),
+        ("0.50", "0.50"),
+        ("\\textbf{\\text{A}}", "A"),
+        ("\\text{4210_{5}}", "4210_{5}"),
+        ("an 8", "8"),
+        ("(K)", "(K)"),
+        ("x=1; x=2", "x=1;x=2"),
+        ("n=1,000=10^3", "10^3"),
     ],
 )
 def test_normalize_final_answer(answer, expected):
@@ -113,7 +128,8 @@ FUNCTIONS = ["compute_score", "compute_score_gsm8k", "compute_score_baseline", "
 
 
 def call(function, **keywords) -> dict:
-    sample = {"data_source": "x", "solution_str": "\\boxed{1}", "ground_truth": 2, "extra_info": EXTRA | {"total_steps": 3, "step": 7}}
+    extra_info = EXTRA | {"total_steps": 3, "step": 7}
+    sample = {"data_source": "x", "solution_str": "\\boxed{1}", "ground_truth": 2, "extra_info": extra_info}
     result = function(**sample, **keywords)
     return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
@@ -128,7 +144,8 @@ def refuses_misspelt_settings(function) -> bool:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
-    loops_own = {"reward_router_address": "h:1", "reward_router_addresses": {"genrm": "h:1"}, "reward_model_tokenizer": None, "step": 7}
+    loops_own = {"reward_router_address": "h:1", "reward_router_addresses": {"genrm": "h:1"}, "reward_model_tokenizer": None}
+    loops_own["step"] = 7
     function = getattr(scores, name)
     assert call(function, **loops_own)["score"] in (-1.0, 1 - 1 / 3)  # the answer is wrong, or as a critique one paragraph off
     assert call(function)["score"] == call(function, **loops_own)["score"]
@@ -147,6 +164,25 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
 def test_gsm8k(solution, acc):
     assert scores.compute_score_gsm8k("gsm8k", solution, "1234")["acc"] is acc
     assert scores.compute_score("gsm8k", solution, "1234")["acc"] is acc
+
+
+@pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
+def test_an_open_last_box_is_no_answer(solution):
+    for source in ("math-dapo", "gsm8k"):
+        assert scores.compute_score(source, solution, "7") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+
+
+TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) \|", (DOCS / "answers.md").read_text(), re.M)
+
+
+def test_the_table_of_the_docs_is_whole():
+    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 32
+
+
+@pytest.mark.parametrize(("solution", "truth", "verdict"), TABLE)
+def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
+    source = "gsm8k" if "####" in solution else "math-dapo"
+    assert scores.compute_score(source, solution, truth)["acc"] is (verdict == "right")
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -454,7 +490,8 @@ def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
     pauses, sleep = [], asyncio.sleep
     monkeypatch.setattr(scores.asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
     monkeypatch.setattr(scores.random, "uniform", lambda low, high: high)
-    judge = Judge((503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"}), *[500] * 4, "\\boxed{1}")
+    asks = [(503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"})]
+    judge = Judge(*asks, *[500] * 4, "\\boxed{1}")
     assert score_with(judge)["score"] == 0.0
     assert [pause for pause in pauses if pause] == [7.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]  # at most 8 s of its own accord
 
@@ -572,58 +609,134 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
 
 FAKE_MATH_VERIFY = """
 import os, time
-def parse(text):
-    return text
-def verify(truth, pred):
+from math_verify.errors import TimeoutException
+def parse(text, raise_on_error):
+    if "garbage" in text:
+        raise ValueError
+    return [f"expression {text}", text]
+def verify(truth, pred, raise_on_error):
     print("noise that must not get among the answers")
     if "hang" in pred:
         time.sleep(3600)
     if "die" in pred:
         os._exit(1)
+    if "limit" in pred and "expression" in pred:
+        raise TimeoutException
+    if "odd" in pred:
+        raise TypeError
     return truth == pred
 """
 
 
 @pytest.fixture
 def fake_math_verify(tmp_path, monkeypatch):
-    """A path of modules that the grading child prefers; a new child before and after."""
+    """A package that the grading children prefer; no children before and after."""
 
     def install(source: str):
-        (tmp_path / "math_verify.py").write_text(source)
+        (tmp_path / "math_verify").mkdir()
+        (tmp_path / "math_verify" / "__init__.py").write_text(source)
+        (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): pass")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(scores, "_grader", None)
+        for _ in range(scores.MAX_GRADERS):
+            graders.put(None)
 
+    graders = queue.LifoQueue()
+    monkeypatch.setattr(scores, "_graders", graders)
     yield install
-    if scores._grader is not None:
-        scores._grader.kill()
-        scores._grader.wait()
+    for grader in children(graders):
+        grader.kill()
+        grader.wait()
+
+
+def children(graders: queue.LifoQueue) -> list:
+    return [grader for grader in graders.queue if grader is not None]
 
 
 def verified(pred: str, truth: str) -> dict:
     return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
 
 
-def test_math_verify_in_its_own_process(fake_math_verify, monkeypatch):
+def failed(pred: str) -> dict:
+    return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
+
+
+def test_math_verify_in_its_own_process(fake_math_verify):
     fake_math_verify(FAKE_MATH_VERIFY)
     assert verified("1", "1") == {"score": 1.0, "acc": True, "pred": "1"}
     assert verified("2", "1") == {"score": -1.0, "acc": False, "pred": "2"}
     assert scores.compute_score("x", "no box", "1", verifier="math_verify")["score"] == -1.0
-    first = scores._grader
-    results = []  # from threads, where the library itself has no time limit
-    threads = [threading.Thread(target=lambda i=i: results.append(verified(str(i), "3")["acc"])) for i in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert sorted(results) == [False] * 5 + [True] and scores._grader is first
+    assert scores.compute_score("gsm8k", "#### 1", "1", verifier="math_verify")["score"] == 1.0
+    assert len(children(scores._graders)) == 1  # one is enough for one caller
     assert score_with(Judge("\\boxed{-1}"), verifier="math_verify")["score"] == 1.0
 
-    assert verified("die", "1") == {"score": None, "acc": False, "pred": "die", "verify_status": "failed"}
-    assert verified("1", "1")["acc"] and scores._grader is not first
-    second = scores._grader
-    with monkeypatch.context() as patch:
-        patch.setattr(scores, "GRADE_TIMEOUT_S", 0.2)
-        assert verified("hang", "1")["verify_status"] == "failed"
-    assert second.poll() is not None and verified("1", "1")["acc"]
+    (first,) = children(scores._graders)
+    assert verified("die", "1") == failed("die")
+    assert verified("1", "1")["acc"] and first.poll() is not None
     assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}")["score"] is None
+
+
+def test_math_verifys_own_time_limit_is_no_verdict(fake_math_verify):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    assert verified("limit", "1") == failed("limit")
+    assert verified("limit", "limit")["score"] == 1.0  # equal as texts
+    assert verified("odd", "1")["score"] == verified("garbage", "1")["score"] == -1.0  # nothing that could be equal
+
+
+def test_answers_that_hang_or_kill_cost_themselves_alone(fake_math_verify, monkeypatch):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 1.0)
+    answers = ["die", "hang"] + ["3", "4"] * 10 + ["hang", "die"]
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: verified(answers[i], "3")})) for i in range(len(answers))]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    expected = {"3": 1.0, "4": -1.0, "die": None, "hang": None}
+    assert [results[i]["score"] for i in range(len(answers))] == [expected[answer] for answer in answers]
+    assert 1 <= len(children(scores._graders)) <= scores.MAX_GRADERS
+
+
+def test_an_answer_that_hangs_does_not_starve_its_neighbours_in_an_event_loop(fake_math_verify, monkeypatch):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 3.0)
+
+    async def main():
+        hanging = [
+            asyncio.ensure_future(scores.compute_score_fapo("x", "\\boxed{hang}", "1", verifier="math_verify")) for _ in range(40)
+        ]
+        await asyncio.sleep(0.1)
+        # to_thread's threads also look up host names for requests to the judge
+        harmless = [asyncio.to_thread(int)] + [scores.compute_score_fapo("x", "\\boxed{2}", "1") for _ in range(100)]
+        await asyncio.wait_for(asyncio.gather(*harmless), 2.5)
+        assert not any(result.done() for result in hanging)
+        for result in hanging[4:]:
+            result.cancel()
+        assert [(await result)["score"] for result in hanging[:4]] == [None] * 4
+
+    asyncio.run(main())
+
+
+def test_graders_end_with_their_parent(fake_math_verify):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    code = "import os, compute_score as s; s.compute_score('x', '\\\\boxed{1}', '1', verifier='math_verify')\n"
+    code += "print(s._graders.get().pid, flush=True); os.kill(os.getpid(), 9)"
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(scores.__file__).parent)
+    grader = Path(f"/proc/{int(process.stdout)}")
+    deadline = time.monotonic() + 20
+    while grader.exists() and "State:\tZ" not in (grader / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not grader.exists() or "State:\tZ" in (grader / "status").read_text()
+
+
+def test_math_verify_in_a_file_that_was_loaded_under_another_name(fake_math_verify, tmp_path):
+    """As verl loads a user's copy."""
+    fake_math_verify(FAKE_MATH_VERIFY)
+    copy = tmp_path / "my_reward.py"
+    copy.write_text(Path(scores.__file__).read_text())
+    spec = importlib.util.spec_from_file_location("custom_module", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.compute_score("x", "\\boxed{1}", "1", verifier="math_verify")["score"] == 1.0
+    module._graders.get().kill()
 
 
 def test_math_verify_missing(fake_math_verify):
@@ -637,5 +750,6 @@ def test_math_verify_missing(fake_math_verify):
 def test_math_verify_itself():
     assert verified("\\frac{1}{2}", "0.5")["acc"] and verified("84/2", "42")["acc"]
     assert not verified("\\frac{1}{3}", "0.5")["acc"]
-    assert not verified("9^{9^{9^{9^{9}}}}", "2")["acc"]  # neither an exception nor a hang
+    assert verified("9^{9^{9^{9^{9}}}}", "2") == failed("9^{9^{9^{9^{9}}}}")  # its own limit of 5 s
+    assert verified("@@{{}}", "2")["score"] == -1.0
     assert verified("3", "3")["acc"]
