@@ -235,12 +235,11 @@ _RAW = (
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# style -> (template, format of one paragraph with the white space after it; "" = the solution goes in unsplit)
+# style -> (template, format of one paragraph with the white space after it; "" = the solution goes in unsplit). Add your own.
 PROMPT_STYLES: dict[str, tuple[str, str]] = {
     "tagged": (_TAGGED, _TAGS),
     "no_truth": (_NO_TRUTH, _TAGS),
     "raw": (_RAW, ""),
-    "brief": ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n"),  # for tiny judges
 }
 
 

@@ -306,6 +306,10 @@ def right_solution(rng: random.Random, flawed: bool) -> tuple[Problem, list[str]
             return problem, paragraphs
 
 
+# A prompt style of its own, short enough for a tiny judge.
+scores.PROMPT_STYLES["brief"] = ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n")
+
+
 def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
     return scores.format_critic_prompt(str(problem), problem.answer, paragraphs, prompt_style="brief")
 
