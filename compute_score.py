@@ -147,7 +147,8 @@ compute_score_gsm8k.__signature__ = inspect.signature(compute_score)  # so that 
 # no other one, and the next answer gets a new child. (A ProcessPoolExecutor breaks as a whole, cannot import a file that was
 # loaded under a name of the caller's own, as verl does, and its processes outlive a parent that is killed.)
 MAX_GRADERS = 4
-GRADE_TIMEOUT_S = 15  # a child ends itself after that; math-verify's own limits are 5 s a side to parse and 5 s to compare
+STAGE_TIMEOUT_S = 2  # math-verify's own limit to parse a side and to compare; an honest answer takes milliseconds
+GRADE_TIMEOUT_S = 4  # then a child ends itself: what computes in C does not hear the alarm
 _graders: queue.LifoQueue = queue.LifoQueue()  # those that are idle; last in, first out starts no more than are needed
 for _ in range(MAX_GRADERS):
     _graders.put(None)  # not started yet
@@ -187,20 +188,21 @@ def _grade_forever(timeout_s: float) -> None:
 
     def equal(truth, pred) -> bool | None:
         try:
-            return verify(truth, pred, raise_on_error=True)
+            return verify(truth, pred, timeout_seconds=STAGE_TIMEOUT_S, raise_on_error=True)
         except (TimeoutException, MemoryError):
             return None
         except Exception:  # what cannot be compared is not equal
             return False
 
     if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
-        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         end_after(timeout_s)
         try:
-            pred, truth = (parse(f"\\boxed{{{answer}}}", raise_on_error=True) for answer in json.loads(line))
+            boxes = [f"\\boxed{{{answer}}}" for answer in json.loads(line)]
+            pred, truth = (parse(box, parsing_timeout=STAGE_TIMEOUT_S, raise_on_error=True) for box in boxes)
             outcomes = [equal(*pair) for pair in itertools.product(truth, pred)]  # each side as expression and as text
         except (TimeoutException, MemoryError):
             outcomes = [None]
