@@ -142,6 +142,7 @@ def compute_score_gsm8k(data_source, *sample, **named) -> dict:
 
 compute_score_gsm8k.__signature__ = inspect.signature(compute_score)  # so that callers see what it takes
 
+
 # math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward functions run
 # in threads and event loops. So child processes grade, one answer at a time each: an answer that hangs or kills its child costs
 # no other one, and the next answer gets a new child. (A ProcessPoolExecutor breaks as a whole, cannot import a file that was
@@ -182,6 +183,7 @@ def _grade_forever(timeout_s: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
     nowhere = open(os.devnull, "w")
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     end_after(120)  # importing sympy on a busy machine
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
@@ -196,7 +198,6 @@ def _grade_forever(timeout_s: float) -> None:
 
     if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         end_after(timeout_s)

@@ -609,6 +609,7 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
 
 FAKE_MATH_VERIFY = """
 import os, time
+print("noise of an import")
 from math_verify.errors import TimeoutException
 def parse(text, parsing_timeout, raise_on_error):
     if "garbage" in text:
