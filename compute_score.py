@@ -9,6 +9,8 @@
 How to use it: name one of them as reward function, for example
     python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo
 The file imports nothing of this repository. Copy it, change it, or give it to verl as a custom reward function.
+Every function names all that it can be given: what a reward loop passes to each, and its settings after the "*". So a setting
+that is misspelt is refused.
 
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
 ("no verdict"), not +1 and not 0. A framework that needs a number, such as verl, sets on_no_verdict="rule".
@@ -17,37 +19,34 @@ What it leaves out: code execution, process rewards per token, and judges that a
 """
 
 import asyncio
+import functools
+import inspect
+import itertools
 import json
 import os
+import queue
 import random
 import re
-import select
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 
 # --- 1. The answer in the box -----------------------------------------------------------------------------------------
 
 TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
-MAX_SEARCH_CHARS = 20_000  # an upper bound on work for callers who pass a whole text, such as a critique
 NO_ANSWER = "[INVALID]"  # what `pred` says when there is no box (the original's word)
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    """The last `\\boxed{...}` with balanced braces in `text`, wrapper included, or None. Linear time."""
-    text = text[-MAX_SEARCH_CHARS:]
-    text = text[: text.rfind("}") + 1]
-    closing = []  # positions of closing braces not yet matched, walking from the right
-    for match in re.finditer(r"[{}]", text[::-1]):
-        position = len(text) - 1 - match.start()
-        if text[position] == "}":
-            closing.append(position)
-        elif closing:
-            end = closing.pop()
-            if text.endswith("\\boxed", 0, position):
-                return text[position - len("\\boxed") : end + 1]
+    """The last `\\boxed{...}` in `text`, wrapper included; None if there is none, or if the last one is never closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : start + brace.end()]
     return None
 
 
@@ -58,19 +57,20 @@ def remove_boxed(boxed: str) -> str:
     return boxed[len("\\boxed{") : -1]
 
 
-# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), which DAPO and FAPO use.
-# Additions of ours, for answers that are not integers: \left and \right, \dfrac and \tfrac, mixed forms such as
-# \frac{270}7, and commas are dropped from 12,345 only, not from the list 1,2.
+# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), which DAPO and FAPO use. Where ours
+# departs from theirs, and why, is one table: docs/answers.md.
 _SUBSTITUTIONS = [
     ("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac"), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""),
-    ("\n", ""), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+    ("\n", ""), (",\\!", ","), ("{,}", ","), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
 ]  # fmt: skip
 _REMOVED = [
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "points", "feet", "minutes",
     "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "children", "tickets",
     "multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}",
-    "\\;", ",\\!", "{,}", '"', "\\dots",
+    "\\;", '"', "\\dots",
 ]  # fmt: skip
+_TYPE = r"\\(?:text|textbf|mathrm|mathbf|overline|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}"
 _BARE = r"(\\[a-zA-Z]+|[^{}\\\[])"  # an argument without braces: a command or one character
 
 
@@ -79,116 +79,138 @@ def normalize_final_answer(answer: str) -> str:
 
     Known weakness of the procedure: only what follows the last "=" counts, so the answer "2x+y=0" becomes "0".
     """
-    answer = answer.split("=")[-1]
-    answer = re.sub(r"\b(an|a) ", "", answer)
+    between = re.sub(r"\([^()]*\)", "", answer).split("=")[1:-1]  # what stands between two equals signs
+    if not any(re.search(r",(?!\d{3})|;|\b(?:and|or)\b", part) for part in between):  # "x=1,x=2" is a list and stays one
+        answer = answer.split("=")[-1]
+    answer = re.sub(r"\ban |\ba (?=[A-Za-z]{2}|\d)", "", answer)  # articles, not the a of "a + b"
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)
     for expression in _REMOVED:
         answer = answer.replace(expression, "")
     in_dollars = re.search(r"\$([^$]*)\$", answer)
     answer = in_dollars[1] if in_dollars else answer
-    answer = re.sub(r"\\(?:text|textbf|mathrm|overline|boxed)\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(_TYPE, r"\1", re.sub(_TYPE, r"\1", answer))  # twice: \textbf{\text{A}}
     answer = re.sub(r"\\frac" + _BARE, r"\\frac{\1}", answer)  # \frac12 -> \frac{1}2
     answer = re.sub(r"(\\frac\{[^{}]*\})" + _BARE, r"\1{\2}", answer)  # \frac{1}2 -> \frac{1}{2}
     answer = re.sub(r"\\sqrt" + _BARE, r"\\sqrt{\1}", answer)
     answer = answer.replace("$", "").strip()
     if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")
-    return answer
+    if re.fullmatch(r"[-+]?\d+", answer):
+        answer = re.sub(r"^([-+]?)0+(?=\d)", r"\1", answer)  # AIME's 025
+    choice = re.fullmatch(r"\(?([A-J])\)?[.:]?", answer)  # (A), A. and A) are the choice A
+    return choice[1] if choice else answer
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ----------------------------------------------------
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, verifier="rule", **_) -> dict:
-    """Score of one solution by its final answer.
+def compute_score(
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None, *, verifier="rule",
+) -> dict:  # fmt: skip
+    """Score of one solution by its final answer: its last box, or for GSM8K, where there is none, the number after "####".
 
-    verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal.
-    Rows of GSM8K are scored by compute_score_gsm8k.
-    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify had to be stopped, score None and
+    verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal (blocks).
+    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify did not finish, score None and
     "verify_status": "failed". Raises ValueError for an unknown verifier or a missing library.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
-    if data_source in ("gsm8k", "openai/gsm8k") and verifier == "rule":
-        return compute_score_gsm8k(data_source, solution_str, ground_truth)
-    boxed = last_boxed_only_string(solution_str[-TAIL_CHARS:])
-    if boxed is None:
+    tail, truth = solution_str[-TAIL_CHARS:], str(ground_truth)
+    boxed = last_boxed_only_string(tail)
+    answer = remove_boxed(boxed) if boxed else None
+    if data_source in ("gsm8k", "openai/gsm8k") and "\\boxed{" not in tail:
+        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
+        answer = hashes[-1].replace(",", "") if hashes else None
+    if answer is None:
         return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
     if verifier == "math_verify":
-        pred = remove_boxed(boxed)
-        equal = _math_verify(pred, str(ground_truth))
-        if equal is None:
-            return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
-        return {"score": 1.0 if equal else -1.0, "acc": equal, "pred": pred}
-    pred = normalize_final_answer(remove_boxed(boxed))
-    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
-    return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
-
-
-def compute_score_gsm8k(data_source, solution_str, ground_truth, extra_info=None, **_) -> dict:
-    """The rule for GSM8K: the last box or, where there is none, the number after the last "####". Keys as compute_score."""
-    tail = solution_str[-TAIL_CHARS:]
-    boxed = last_boxed_only_string(tail)
-    if boxed is not None:
-        pred = normalize_final_answer(remove_boxed(boxed))
+        acc, pred = _math_verify(answer, truth), answer
     else:
-        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
-        pred = hashes[-1].replace(",", "") if hashes else NO_ANSWER
-    acc = pred != "" and pred == normalize_final_answer(str(ground_truth))
+        pred = normalize_final_answer(answer)
+        acc = pred != "" and pred == normalize_final_answer(truth)
+    if acc is None:
+        return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
-# math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward
-# functions run in threads and event loops. So one child process per process grades, one answer a line, with an outer
-# deadline: a child that misses it is killed, its answer has no verdict, and the next answer gets a new child.
-GRADE_TIMEOUT_S = 15.0  # math-verify's own limits are 5 s for parsing each side and 5 s for comparing
-GRADE_START_S = 120.0  # importing sympy on a busy machine
-_grader: subprocess.Popen | None = None
-_grader_lock = threading.Lock()
+def compute_score_gsm8k(data_source, *sample, **named) -> dict:
+    """compute_score's rule for GSM8K, whatever the data source is called."""
+    return compute_score("gsm8k", *sample, **named)
 
 
-def _read_grader_line(timeout_s: float) -> str | None:
-    """The next line of the grader, "" at its end, None if it says nothing for `timeout_s`."""
-    poll = select.poll()  # select.select fails in a process with more than 1,024 open files
-    poll.register(_grader.stdout, select.POLLIN)
-    return _grader.stdout.readline().decode() if poll.poll(1000 * timeout_s) else None
+compute_score_gsm8k.__signature__ = inspect.signature(compute_score)  # so that callers see what it takes
+
+
+# math-verify limits its own time with signal.alarm, which works in the main thread of a process only, and reward functions run
+# in threads and event loops. So child processes grade, one answer at a time each: an answer that hangs or kills its child costs
+# no other one, and the next answer gets a new child. (A ProcessPoolExecutor breaks as a whole, cannot import a file that was
+# loaded under a name of the caller's own, as verl does, and its processes outlive a parent that is killed.)
+MAX_GRADERS = 4
+STAGE_TIMEOUT_S = 2  # math-verify's own limit to parse a side and to compare; an honest answer takes milliseconds
+GRADE_TIMEOUT_S = 4  # then a child ends itself: what computes in C does not hear the alarm
+_graders: queue.LifoQueue = queue.LifoQueue()  # those that are idle; last in, first out starts no more than are needed
+for _ in range(MAX_GRADERS):
+    _graders.put(None)  # not started yet
+_grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops; starts none before they are needed
 
 
 def _math_verify(pred: str, truth: str) -> bool | None:
     """Whether math-verify calls the two answers equal; None if it did not finish. Blocks; safe in any thread."""
-    global _grader
-    with _grader_lock:
-        if _grader is None or _grader.poll() is not None:
-            _grader = subprocess.Popen(
-                [sys.executable, os.path.abspath(__file__), "--grade"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-            )
-            if _read_grader_line(GRADE_START_S) != "ready\n":
-                _grader.kill()
+    grader = _graders.get()
+    try:
+        if grader is None or grader.poll() is not None:
+            command = [sys.executable, os.path.abspath(__file__), "--grade", str(GRADE_TIMEOUT_S)]
+            grader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if grader.stdout.readline() != "ready\n":
                 raise ValueError("verifier: 'math_verify' could not start; is it installed? (pip install math-verify)")
-        _grader.stdin.write(json.dumps([pred, truth]).encode() + b"\n")
-        line = _read_grader_line(GRADE_TIMEOUT_S)
-        if not line:  # too slow, or the child died (out of memory): either way this answer cannot be graded
-            _grader.kill()
-            _grader.wait()
-            return None
-        return json.loads(line)
+        print(json.dumps([pred, truth]), file=grader.stdin, flush=True)
+        line = grader.stdout.readline()
+        if not line:  # too slow, or the child died (out of memory)
+            grader.wait()
+        return json.loads(line or "null")
+    finally:
+        _graders.put(grader)
 
 
-def _grade_forever() -> None:
-    """The child process: reads [pred, truth] lines, writes true or false lines, ends with its input."""
+def _grade_forever(timeout_s: float) -> None:
+    """The child process: reads [pred, truth] lines, writes true, false or null, ends with its input or at its time limit."""
+    import faulthandler
     import resource
 
+    def end_after(seconds):  # by a thread in C, which does not wait for Python
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+    nowhere = open(os.devnull, "w")
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
+    end_after(120)  # importing sympy on a busy machine
     from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
+
+    def equal(truth, pred) -> bool | None:
+        try:
+            return verify(truth, pred, timeout_seconds=STAGE_TIMEOUT_S, raise_on_error=True)
+        except (TimeoutException, MemoryError):
+            return None
+        except Exception:  # what cannot be compared is not equal
+            return False
 
     if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
-        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        pred, truth = json.loads(line)
-        equal = verify(parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{pred}}}"))
-        print(json.dumps(bool(equal)), file=answers, flush=True)
+        end_after(timeout_s)
+        try:
+            boxes = [f"\\boxed{{{answer}}}" for answer in json.loads(line)]
+            pred, truth = (parse(box, parsing_timeout=STAGE_TIMEOUT_S, raise_on_error=True) for box in boxes)
+            outcomes = [equal(*pair) for pair in itertools.product(truth, pred)]  # each side as expression and as text
+        except (TimeoutException, MemoryError):
+            outcomes = [None]
+        except Exception:  # not mathematics
+            outcomes = []
+        faulthandler.cancel_dump_traceback_later()
+        print(json.dumps(True if True in outcomes else None if None in outcomes else False), file=answers, flush=True)
 
 
 # --- 3. The judge's prompt and its answer -----------------------------------------------------------------------------
@@ -216,12 +238,11 @@ _RAW = (
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# style -> (template, format of one paragraph with the white space after it; "" = the solution goes in unsplit)
+# style -> (template, format of one paragraph with the white space after it; "" = the solution goes in unsplit). Add your own.
 PROMPT_STYLES: dict[str, tuple[str, str]] = {
     "tagged": (_TAGGED, _TAGS),
     "no_truth": (_NO_TRUTH, _TAGS),
     "raw": (_RAW, ""),
-    "brief": ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n"),  # for tiny judges
 }
 
 
@@ -265,9 +286,9 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
 CONNECT_TIMEOUT_S = 10.0
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # any other 4xx would be refused again
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
-GENRM_TIMEOUT_S = 500.0  # all attempts together; below the reward loop's 600 s per sample, so that it is named here
+GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
 
 _loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, dict[str, asyncio.Task]]] = {}
 
@@ -277,7 +298,7 @@ def _state() -> tuple[aiohttp.ClientSession, dict]:
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is ask_genrm's timeout_s
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         _loop_state[loop] = (aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers), {})
@@ -295,7 +316,9 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=text)
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=text, headers=response.headers
+            )
         return await response.json(content_type=None)
 
 
@@ -313,159 +336,136 @@ async def model_id(address: str) -> str:
 
 
 async def chat(
-    prompt: str,
-    address: str,
-    *,
-    model: str | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int = GENRM_MAX_TOKENS,
-    timeout_s: float = GENRM_TIMEOUT_S,
-    max_attempts: int = 4,
-) -> tuple[str, str, int]:
-    """One user message to `http://address/v1/chat/completions`.
+    prompt: str, address: str, *, model: str | None = None, temperature: float | None = None, top_p: float | None = None,
+    max_tokens: int = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S, chat_kwargs: dict | None = None,
+) -> tuple[str, str, int]:  # fmt: skip
+    """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
-    Returns (status, text, completion tokens); status is "ok", "http_error" or "timeout", and where it is not "ok" the text
-    says what went wrong. What is None is not sent. Broken connections and RETRIED_STATUS are tried again, `max_attempts`
-    times in all, with a growing random pause; `timeout_s` bounds all attempts together. Never raises for a bad server.
+    Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the length limit or the
+    server aborted it (vLLM does, when it is put to sleep); "http_error" or "timeout", and then the text says what went wrong.
+    A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried again until `timeout_s` has
+    passed, after growing random pauses, or what Retry-After asks for if that is longer. Never raises for a bad server.
     """
+    reason = "the request was sent, and no answer came"
 
     async def attempt() -> tuple[str, str, int]:
         body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
-        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "chat_template_kwargs": chat_kwargs}
         body = {key: value for key, value in body.items() if value is not None}
         reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
-        text = reply["choices"][0]["message"]["content"] or ""  # null when a reasoning parser found no final part
-        return "ok", text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
+        choice = reply["choices"][0]
+        status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
+        text = choice["message"]["content"] or ""  # null when a reasoning parser found no final part
+        return status, text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
 
     async def attempts() -> tuple[str, str, int]:
-        for number in range(1, max_attempts + 1):
+        nonlocal reason
+        pause = 0.5
+        while True:
+            asked = ""
             try:
                 return await attempt()
             except aiohttp.ClientResponseError as error:
-                reason, again = f"HTTP {error.status}: {error.message}", error.status in RETRIED_STATUS
+                reason, asked = f"HTTP {error.status}: {error.message}", (error.headers or {}).get("Retry-After", "")
                 if error.status == 404:  # perhaps another model is served there now: look its name up next time
                     _state()[1].pop(address, None)
-            except aiohttp.ClientError as error:
-                reason, again = f"{type(error).__name__}: {error}", True
-            except (ValueError, LookupError, TypeError, AttributeError) as error:  # not JSON, or not a chat completion
-                reason, again = f"malformed reply: {type(error).__name__}: {error}", False
-            if not again or number == max_attempts:
-                return "http_error", f"{reason} (attempt {number} of {max_attempts})", 0
-            await asyncio.sleep(min(8.0, 0.5 * 2 ** (number - 1)) * random.uniform(0.5, 1.0))
+                if error.status not in RETRIED_STATUS:
+                    return "http_error", reason, 0
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # no such address, or no chat completion
+                return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), float(asked) if asked.isdecimal() else 0.0))
+            pause = min(8.0, 2 * pause)
 
     try:
         return await asyncio.wait_for(attempts(), timeout_s)
     except asyncio.TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s", 0
-
-
-async def ask_genrm(prompt: str, router_address: str, **kwargs) -> tuple[str, str]:
-    """`chat` without the token count: (status, text)."""
-    status, text, _ = await chat(prompt, router_address, **kwargs)
-    return status, text
+        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {reason}", 0
 
 
 # --- 5. FAPO (paper eq. 8 and 11) -------------------------------------------------------------------------------------
 
 
-async def _judged(
-    data_source,
-    solution_str,
-    ground_truth,
-    extra_info,
-    address: str | None,
-    *,
-    verifier="rule",
-    prompt_style="tagged",
-    keep_critique=False,
-    genrm_model=None,
-    genrm_temperature=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS,
-    genrm_timeout_s=GENRM_TIMEOUT_S,
-    judge_test=False,
-    **_,
-) -> dict:
-    """The rule's result plus what the judge says: flawed_positive, genrm_status and, if asked for, critique.
+async def compute_score_fapo(
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None, *, penalty=1.0, on_no_verdict="none", judge_test=False, keep_critique=False,
+    verifier="rule", prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
+) -> dict:  # fmt: skip
+    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
 
-    A wrong answer is not judged, it is no flawed positive; the test split is judged only with judge_test, to measure.
-    The chat endpoint applies the judge's own template, so that no tokenizer is needed here.
+    The judge is asked about right answers only, as a wrong one is no flawed positive. It is asked through the chat endpoint,
+    which applies its own template: no tokenizer is needed here.
+
+    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1). None:
+    the judge only measures, and may be missing.
+    on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
+    (what the original does).
+    judge_test: ask about the test split, too; its score is the rule's all the same.
+    keep_critique: return the critique. verifier, prompt_style: see compute_score and PROMPT_STYLES.
+    genrm_*: see `chat`; chat_kwargs are sent as chat_template_kwargs, {"enable_thinking": false} for judges with such a switch.
+
+    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "truncated", "unparsable",
+    "http_error" or "timeout"), critique if keep_critique, genrm_error after a failure.
+    Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
     """
-    if verifier == "math_verify":  # blocks: not in the event loop
-        result = await asyncio.to_thread(compute_score, data_source, solution_str, ground_truth, extra_info, verifier)
+    if on_no_verdict not in ("none", "rule"):
+        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
+    rule = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+    if verifier == "math_verify":  # blocks: in threads of its own, as those of asyncio.to_thread also look up host names
+        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, rule)
     else:
-        result = compute_score(data_source, solution_str, ground_truth, extra_info, verifier)
+        result = rule()
     extra_info = extra_info or {}
+    is_test = extra_info.get("split") == "test"
+    only_measures = is_test or penalty is None
     result |= {"flawed_positive": None if result["acc"] else False, "genrm_status": "skipped"}
-    if not result["acc"] or extra_info.get("split") == "test" and not judge_test or address is None:
+    if not result["acc"] or is_test and not judge_test or only_measures and reward_router_address is None:
         return result
+    if reward_router_address is None:
+        raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
     if extra_info.get("question") is None:
         raise ValueError("extra_info['question']: missing; the judge needs the problem text (prepare_data.py writes it)")
     prompt = format_critic_prompt(extra_info["question"], str(ground_truth), solution_str, prompt_style)
-    status, text = await ask_genrm(
-        prompt, address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s
-    )
+    status, text, _ = await chat(
+        prompt, reward_router_address, model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
+        timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs,
+    )  # fmt: skip
     if status == "ok":
         # In a raw prompt the judge counts steps of its own, so that no index is too large.
         index = parse_critique(text, None if prompt_style == "raw" else len(split_paragraphs(solution_str)))
         status = "unparsable" if index is None else "ok"
         result["flawed_positive"] = None if index is None else index != -1
-        if keep_critique:
-            result["critique"] = text
-    else:
+    result["genrm_status"] = status
+    if status in ("http_error", "timeout"):
         result["genrm_error"] = text
-    return result | {"genrm_status": status}
-
-
-async def compute_score_fapo(
-    data_source,
-    solution_str,
-    ground_truth,
-    extra_info,
-    reward_router_address=None,
-    reward_model_tokenizer=None,
-    *,
-    penalty=1.0,
-    on_no_verdict="none",
-    **settings,
-) -> dict:
-    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (R_RLVR + R_delta, paper eq. 8).
-
-    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) with rho_shift = 1).
-    on_no_verdict: where the judge gives no verdict, "none" scores None, "rule" scores as if the solution were sound
-    (what the original does).
-    settings: verifier, prompt_style, keep_critique, judge_test, genrm_model, genrm_temperature, genrm_max_tokens,
-    genrm_timeout_s, with the defaults of `_judged`. On the test split the score is the rule's, judged or not.
-    Returns score, acc, pred, flawed_positive (None = not known), genrm_status ("skipped", "ok", "unparsable", "http_error"
-    or "timeout"), critique if keep_critique, genrm_error after a failure.
-    Raises ValueError where a judge is needed and reward_router_address is None, and for settings with an unknown value.
-    """
-    if on_no_verdict not in ("none", "rule"):
-        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    result = await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
-    if (extra_info or {}).get("split") == "test":
+    elif keep_critique:
+        result["critique"] = text
+    if only_measures:
         return result
     if result["flawed_positive"]:
         result["score"] -= penalty
-    elif result["flawed_positive"] is None:
-        if reward_router_address is None:
-            raise ValueError("reward_router_address: missing; this function needs a running GenRM (--genrm or --router-address)")
-        if on_no_verdict == "none":
-            result["score"] = None
+    elif status != "ok" and on_no_verdict == "none":
+        result["score"] = None
     return result
 
 
-async def compute_score_baseline(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, reward_model_tokenizer=None, **settings
-) -> dict:
+async def compute_score_baseline(*sample, **settings) -> dict:
     """The rule's score, never touched; a GenRM, if there is one, only measures. Keys and settings as compute_score_fapo."""
-    return await _judged(data_source, solution_str, ground_truth, extra_info, reward_router_address, **settings)
+    return await compute_score_fapo(*sample, **settings | {"penalty": None})
+
+
+compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)  # so that callers see what it takes
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) ---------------------------------------------
 
 
-def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info, **_) -> dict:
+def compute_score_fapo_genrm(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, reward_model_tokenizer=None,
+    reward_router_addresses=None, step=None,
+) -> dict:  # fmt: skip
     """Score of one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| / total_steps where
@@ -492,6 +492,6 @@ def compute_score_fapo_genrm(data_source, solution_str, ground_truth, extra_info
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--grade"]:  # --grade: this file as its own child process, see _math_verify
+    if sys.argv[1:2] != ["--grade"]:  # --grade SECONDS: this file as its own child process, see _math_verify
         sys.exit(__doc__)
-    _grade_forever()
+    _grade_forever(float(sys.argv[2]))

@@ -12,18 +12,20 @@ it comes, so that a run that was stopped goes on where it was, and prints two ta
                           correct ones that are called correct (correct), their harmonic mean (F1); mean F1 of the subsets
     FlawedPositiveBench   rows whose final answer is correct: precision, recall and F1 of "flawed"
 
-The paper reports for FAPO-GenRM-4B: average F1 83.3; precision 87.5, recall 91.4, F1 89.4. An unparsable critique has no
-vote. A solution without any vote is unparsable: a miss in every accuracy and in recall, but never counted as "flawed"
-(the original counts it as such). A request that fails is neither: it is left out, reported, and asked again next time.
+The paper reports for FAPO-GenRM-4B: average F1 83.3; precision 87.5, recall 91.4, F1 89.4. An unparsable critique, or one
+that was cut at --max-tokens, has no vote. A solution without any vote is unparsable: a miss in every accuracy and in recall,
+but never counted as "flawed" (the original counts it as such). A request that fails is neither: it is left out, reported,
+and asked again next time; where some fail every time, such as prompts that are too long, --max-error-rate ends the matter.
 
 What it leaves out: judges that answer True or False, and scoring by log-probabilities.
 """
 
 import asyncio
+import hashlib
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -53,12 +55,19 @@ class Config:
     """Nucleus sampling (paper table 1)."""
     max_tokens: int = scores.GENRM_MAX_TOKENS
     """Longest critique."""
+    chat_kwargs: str = "{}"
+    """JSON for the judge's chat template, such as '{"enable_thinking": false}'."""
     concurrency: int = 256
     """Requests at the same time."""
     timeout_s: float = 3600.0
     """Seconds for one critique, its waiting in the server's queue and all attempts included."""
+    max_error_rate: float = 0.0
+    """The run is complete (exit code 0) if at most this share of all critiques, old and new, is missing."""
     limit: int | None = None
     """Only the first so many rows."""
+
+
+ANSWERED = ("ok", "truncated")  # final; any other status is a request that failed, to be asked again
 
 
 # --- Metrics (paper eq. 6); a row is {"label", "prediction", "subset", "final_answer_correct"} ------------------------
@@ -102,9 +111,9 @@ def flawed_positive_metrics(rows: list[dict]) -> dict[str, float]:
 
 def report(rows: list[dict]) -> str:
     """The tables as text. Rows as `judge_rows` returns them; rows without any answered request are left out and counted."""
-    answered = [row for row in rows if any(critique["status"] == "ok" for critique in row["critiques"])]
+    answered = [row for row in rows if any(critique["status"] in ANSWERED for critique in row["critiques"])]
     critiques = [critique for row in rows for critique in row["critiques"]]
-    ok = [critique for critique in critiques if critique["status"] == "ok"]
+    ok = [critique for critique in critiques if critique["status"] in ANSWERED]
 
     def percent(*shares: float) -> str:
         return "".join(f"{'-' if share != share else format(100 * share, '.1f'):>11}" for share in shares)
@@ -122,11 +131,11 @@ def report(rows: list[dict]) -> str:
     lines.append(f"unparsable: {percent(unparsable).strip()} % of the critiques, "
                  f"{percent(_share([row['prediction'] is None for row in answered])).strip()} % of the rows")  # fmt: skip
     lines.append(f"mean tokens per critique: {sum(c['tokens'] for c in ok) / len(ok) if ok else float('nan'):.1f}")
-    bad = [critique for critique in critiques if critique["status"] != "ok"]
+    bad = [critique for critique in critiques if critique["status"] not in ANSWERED]
     if bad:
         lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in bad))} of {len(critiques)}, one with: "
                      f"{bad[0]['text']}\n{len(rows) - len(answered)} rows are left out of the tables; run the same command again "
-                     "to ask for the missing answers")  # fmt: skip
+                     "to ask for the missing answers, or accept them as missing with --max-error-rate")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -155,7 +164,7 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 def open_progress(path: Path, settings: dict) -> dict[tuple[int, int], dict]:
     """(row, sample) -> answered critique of an earlier run. Starts the file if there is none.
 
-    Raises ValueError if the file belongs to a run with other settings (its first line).
+    Raises ValueError if the file belongs to a run with other settings or other data (its first line).
     """
     if not path.exists():
         path.write_text(json.dumps(settings) + "\n")
@@ -166,7 +175,7 @@ def open_progress(path: Path, settings: dict) -> dict[tuple[int, int], dict]:
         path.write_text(whole)
     first, *lines = whole.splitlines() or ["{}"]
     if json.loads(first) != settings:
-        raise ValueError(f"--out: {path} is from a run with other settings: {first[:300]}; choose another name or delete it")
+        raise ValueError(f"--out: {path} is from a run with other settings or data: {first[:400]}; delete it or choose another")
     return {(critique["row"], critique["sample"]): critique for critique in map(json.loads, lines)}
 
 
@@ -176,12 +185,16 @@ async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     A request that fails is a status. Raises OSError if the judge cannot even be asked for its model's name.
     """
     try:
+        chat_kwargs = dict(json.loads(config.chat_kwargs))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
+    try:
         model = config.model or await scores.model_id(config.router_address)
     except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise OSError(f"--router-address: {config.router_address} names no model ({reason})") from error
-    not_settings = ("out", "router_address", "concurrency", "timeout_s", "limit", "n")  # these may change when resuming
-    settings = {key: str(value) for key, value in asdict(config).items() if key not in not_settings} | {"model": model}
+    settings = {name: getattr(config, name) for name in ("temperature", "top_p", "max_tokens")}  # all that changes a critique
+    settings |= {"model": model, "chat_kwargs": chat_kwargs, "data": hashlib.sha256(config.data.read_bytes()).hexdigest()}
     progress_path = config.out.with_suffix(".jsonl")
     done = open_progress(progress_path, settings)
     waiting = [(i, j) for i in range(len(rows)) for j in range(config.n) if (i, j) not in done]
@@ -194,10 +207,10 @@ async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
             for i, j in queue:
                 status, text, tokens = await scores.chat(
                     rows[i]["prompt"], config.router_address, model=model, temperature=config.temperature,
-                    top_p=config.top_p, max_tokens=config.max_tokens, timeout_s=config.timeout_s,
+                    top_p=config.top_p, max_tokens=config.max_tokens, timeout_s=config.timeout_s, chat_kwargs=chat_kwargs or None,
                 )  # fmt: skip
                 critique = {"row": i, "sample": j, "status": status, "text": text, "tokens": tokens}
-                if status == "ok":
+                if status in ANSWERED:
                     done[i, j] = critique
                     progress.write(json.dumps(critique) + "\n")
                     progress.flush()
@@ -237,7 +250,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(report(judged))
-    sys.exit(1 if any(critique["status"] != "ok" for row in judged for critique in row["critiques"]) else 0)
+    missing = _share([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
+    sys.exit(1 if missing > config.max_error_rate else 0)
 
 
 if __name__ == "__main__":

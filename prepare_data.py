@@ -40,10 +40,8 @@ from compute_score import format_critic_prompt, last_boxed_only_string, remove_b
 # --- 1. Prompts (paper appendix F), letter by letter ------------------------------------------------------------------
 
 MATH_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-CHOICE_PROMPT = (
-    "{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
-    "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{{}}."
-)
+CHOICES = "{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"
+CHOICE_PROMPT = "{problem}\n\nPlease reason step by step, and put your final answer (only the choice letter) within \\boxed{{}}."
 
 # --- 2. Row schema ----------------------------------------------------------------------------------------------------
 
@@ -76,37 +74,34 @@ def validate_rows(rows: list[dict], source: str) -> None:
 
 
 def _validate_row(row: dict, where: str) -> None:
-    def check(fine: bool, field: str, value: object, expected: str) -> None:
-        if not fine:
-            raise ValueError(f"{where}: {field} is {str(value)[:80]!r}; expected {expected}")
+    def check(owner: dict, field: str, fine, expected: str):
+        value = owner.get(field.rpartition(".")[2])
+        if not fine(value):
+            raise ValueError(f"{where}: {field} is {str('missing' if value is None else value)[:80]!r}; expected {expected}")
+        return value
 
-    for field in REASONING_SCHEMA.names:
-        check(field in row, field, "missing", f"the fields {', '.join(REASONING_SCHEMA.names)}")
-    data_source, prompt, reward_model, extra = row["data_source"], row["prompt"], row["reward_model"], row["extra_info"]
-    check(isinstance(data_source, str) and data_source != "", "data_source", data_source, "a name")
-    check(isinstance(row["ability"], str), "ability", row["ability"], "a string")
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
-    check(is_chat, "prompt", prompt, "a list of {role, content}")
-    for message in prompt:
-        role, text = message.get("role"), message.get("content")
-        check(role in ("system", "user", "assistant"), "prompt.role", role, "system, user or assistant")
-        check(isinstance(text, str) and text.strip() != "", "prompt.content", text, "a non-empty string")
-    check(isinstance(reward_model, dict), "reward_model", reward_model, "{style, ground_truth}")
-    check(isinstance(reward_model.get("style"), str), "reward_model.style", reward_model.get("style"), "a string")
-    check(isinstance(extra, dict), "extra_info", extra, "{split, index, question, ...}")
-    check(extra.get("split") in ("train", "test"), "extra_info.split", extra.get("split"), "train or test")
-    check(_is_int(extra.get("index")), "extra_info.index", extra.get("index"), "an integer")
-    check(isinstance(extra.get("question"), str), "extra_info.question", extra.get("question"), "the problem text")
-    truth, steps = reward_model.get("ground_truth"), extra.get("total_steps")
-    if row["ability"] == "math_critic":
-        check(_is_int(steps) and steps > 0, "extra_info.total_steps", steps, "a positive integer")
-        check(_is_int(truth) and -1 <= truth < steps, "reward_model.ground_truth", truth, f"-1 .. {steps - 1}")
+    def is_text(value) -> bool:
+        return isinstance(value, str) and value.strip() != ""
+
+    def is_chat(value) -> bool:
+        return isinstance(value, list) and value != [] and all(isinstance(message, dict) for message in value)
+
+    check(row, "data_source", is_text, "a name")
+    for message in check(row, "prompt", is_chat, "a list of {role, content}"):
+        check(message, "prompt.role", lambda x: x in ("system", "user", "assistant"), "system, user or assistant")
+        check(message, "prompt.content", is_text, "a non-empty string")
+    ability = check(row, "ability", lambda x: isinstance(x, str), "a string")
+    reward_model = check(row, "reward_model", lambda x: isinstance(x, dict), "{style, ground_truth}")
+    check(reward_model, "reward_model.style", lambda x: isinstance(x, str), "a string")
+    extra = check(row, "extra_info", lambda x: isinstance(x, dict), "{split, index, question, ...}")
+    check(extra, "extra_info.split", lambda x: x in ("train", "test"), "train or test")
+    check(extra, "extra_info.index", lambda x: type(x) is int, "an integer")  # a bool is none
+    check(extra, "extra_info.question", lambda x: isinstance(x, str), "the problem text")
+    if ability == "math_critic":
+        steps = check(extra, "extra_info.total_steps", lambda x: type(x) is int and x > 0, "a positive integer")
+        check(reward_model, "reward_model.ground_truth", lambda x: type(x) is int and -1 <= x < steps, f"-1 .. {steps - 1}")
     else:
-        check(isinstance(truth, str) and truth.strip() != "", "reward_model.ground_truth", truth, "a non-empty string")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        check(reward_model, "reward_model.ground_truth", is_text, "a non-empty string")
 
 
 # --- 3. One raw row of a data set -> one row (without its index and split) --------------------------------------------
@@ -153,8 +148,8 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
     random.Random(f"{seed} {question}").shuffle(order)
     letters = {letter: choices[i] for letter, i in zip("ABCD", order, strict=True)}
-    prompt = CHOICE_PROMPT.format(question=question, **letters)  # the original does not strip this question
-    return _row(source, question, prompt, "ABCD"[order.index(0)], ability="General")
+    problem = CHOICES.format(question=question, **letters)  # the judge needs the choices, too; the original strips no question
+    return _row(source, problem, CHOICE_PROMPT.format(problem=problem), "ABCD"[order.index(0)], ability="General")
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
@@ -198,13 +193,7 @@ def known_answers(rows: list[dict]) -> dict[str, str]:
 
 def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
     """A row that is in the schema already; nothing is changed, columns outside the schema are dropped."""
-    return {
-        "data_source": _pick(raw, ("data_source",)),
-        "prompt": _pick(raw, ("prompt",)),
-        "ability": _pick(raw, ("ability",)),
-        "reward_model": _pick(raw, ("reward_model",)),
-        "extra_info": _pick(raw, ("extra_info",)),
-    }
+    return {field: _pick(raw, (field,)) for field in REASONING_SCHEMA.names}
 
 
 # --- 4. Where the data sets are ---------------------------------------------------------------------------------------

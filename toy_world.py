@@ -19,6 +19,7 @@ What it leaves out: it is no benchmark. The flaw is put in by hand and is invisi
 positives are as varied as mathematics. It shows the mechanism and exercises every part of the code, nothing more.
 """
 
+import inspect
 import json
 import math
 import multiprocessing
@@ -230,7 +231,11 @@ async def compute_score_fapo(data_source, solution_str, ground_truth, extra_info
     return with_oracle(result, solution_str, extra_info)
 
 
-def compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, penalty=1.0, **_) -> dict:
+# What they can be given is what compute_score.py's can: a reward loop refuses misspelt settings before a run starts.
+compute_score_baseline.__signature__ = compute_score_fapo.__signature__ = inspect.signature(scores.compute_score_fapo)
+
+
+def compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, penalty=1.0) -> dict:
     """FAPO with the oracle as a perfect judge (paper eq. 8: a flawed positive gets 1 - penalty)."""
     result = with_oracle(scores.compute_score(data_source, solution_str, ground_truth), solution_str, extra_info)
     flawed = result["oracle_flawed_positive"]
@@ -299,6 +304,10 @@ def right_solution(rng: random.Random, flawed: bool) -> tuple[Problem, list[str]
         answered = scores.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
         if answered and (first_wrong_paragraph(str(problem), paragraphs) >= 0) == flawed:
             return problem, paragraphs
+
+
+# A prompt style of its own, short enough for a tiny judge.
+scores.PROMPT_STYLES["brief"] = ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n")
 
 
 def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:

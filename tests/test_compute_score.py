@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import importlib.util
+import inspect
 import json
+import queue
 import random
 import re
 import string
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +19,10 @@ import pytest
 from aiohttp import web
 
 import compute_score as scores
+import toy_world
 
 DATA = Path(__file__).parent / "data"
+DOCS = Path(__file__).parent.parent / "docs"
 RIGHT = "First we add.\n\nThen we double.\n\nSo it is \\boxed{42}."
 EXTRA = {"split": "train", "index": 0, "question": "What is it?"}
 
@@ -34,7 +40,8 @@ def read(name: str) -> list[dict]:
         ("so \\boxed{3}.", "\\boxed{3}"),
         ("\\boxed{1} no, \\boxed{2}", "\\boxed{2}"),
         ("\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}"),
-        ("\\boxed{4} and then \\boxed{5", "\\boxed{4}"),  # the last balanced one
+        ("\\boxed{4} and then \\boxed{5", None),  # no earlier box is paid in its stead
+        ("\\boxed{4} and then \\boxed{\\frac{1}{2}", None),
         ("\\boxed{\\boxed{6}}", "\\boxed{6}"),
         ("} \\boxed{7} {", "\\boxed{7}"),
         ("\\boxed{8}}}}", "\\boxed{8}"),
@@ -78,6 +85,16 @@ def test_remove_boxed():
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"),
         ("\\text{Evelyn}", "Evelyn"),
         ("the answer is $7$", "7"),
+        ("3{,}5{,} 7", "3,5,7"),
+        ("00", "0"),
+        ("-007", "-7"),
+        ("0.50", "0.50"),
+        ("\\textbf{\\text{A}}", "A"),
+        ("\\text{4210_{5}}", "4210_{5}"),
+        ("an 8", "8"),
+        ("(K)", "(K)"),
+        ("x=1; x=2", "x=1;x=2"),
+        ("n=1,000=10^3", "10^3"),
     ],
 )
 def test_normalize_final_answer(answer, expected):
@@ -102,10 +119,42 @@ def test_rule(solution, truth, score, pred):
     assert scores.compute_score("math-dapo", solution, truth) == {"score": score, "acc": score > 0, "pred": pred}
 
 
-def test_rule_ignores_unknown_keywords_and_refuses_unknown_verifiers():
-    assert scores.compute_score("x", "\\boxed{1}", "1", {}, reward_router_address="h:1")["acc"]
+def test_unknown_verifiers_are_refused():
     with pytest.raises(ValueError, match="verifier: 'magic'"):
         scores.compute_score("x", "\\boxed{1}", "1", verifier="magic")
+
+
+FUNCTIONS = ["compute_score", "compute_score_gsm8k", "compute_score_baseline", "compute_score_fapo", "compute_score_fapo_genrm"]
+
+
+def call(function, **keywords) -> dict:
+    extra_info = EXTRA | {"total_steps": 3, "step": 7}
+    sample = {"data_source": "x", "solution_str": "\\boxed{1}", "ground_truth": 2, "extra_info": extra_info}
+    result = function(**sample, **keywords)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def refuses_misspelt_settings(function) -> bool:
+    for wrong in ("penlty", "verifer", "juge_test"):
+        with pytest.raises(TypeError, match=wrong):
+            call(function, **{wrong: 1})
+    # no **kwargs: a loop that looks finds a misspelt setting before any sample is scored
+    return not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
+    loops_own = {"reward_router_address": "h:1", "reward_router_addresses": {"genrm": "h:1"}, "reward_model_tokenizer": None}
+    loops_own["step"] = 7
+    function = getattr(scores, name)
+    assert call(function, **loops_own)["score"] in (-1.0, 1 - 1 / 3)  # the answer is wrong, or as a critique one paragraph off
+    assert call(function)["score"] == call(function, **loops_own)["score"]
+    assert refuses_misspelt_settings(function)
+
+
+def test_functions_built_on_these_refuse_misspelt_settings_too():
+    for function in (toy_world.compute_score_baseline, toy_world.compute_score_fapo, toy_world.compute_score_fapo_oracle):
+        assert refuses_misspelt_settings(function) and "penalty" in inspect.signature(function).parameters
 
 
 @pytest.mark.parametrize(
@@ -115,6 +164,25 @@ def test_rule_ignores_unknown_keywords_and_refuses_unknown_verifiers():
 def test_gsm8k(solution, acc):
     assert scores.compute_score_gsm8k("gsm8k", solution, "1234")["acc"] is acc
     assert scores.compute_score("gsm8k", solution, "1234")["acc"] is acc
+
+
+@pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
+def test_an_open_last_box_is_no_answer(solution):
+    for source in ("math-dapo", "gsm8k"):
+        assert scores.compute_score(source, solution, "7") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+
+
+TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) \|", (DOCS / "answers.md").read_text(), re.M)
+
+
+def test_the_table_of_the_docs_is_whole():
+    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 32
+
+
+@pytest.mark.parametrize(("solution", "truth", "verdict"), TABLE)
+def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
+    source = "gsm8k" if "####" in solution else "math-dapo"
+    assert scores.compute_score(source, solution, truth)["acc"] is (verdict == "right")
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -244,11 +312,16 @@ def test_parse_critique_without_a_bound():
 # --- the judge over HTTP ----------------------------------------------------------------------------------------------
 
 
+def completion(text: str, finish_reason: str) -> dict:
+    choice = {"message": {"content": text}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": {"completion_tokens": len(text)}}
+
+
 class Judge:
     """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever after.
 
-    An entry is the text of a critique, an HTTP status, a dict sent as the JSON body, or a function from the request's JSON to
-    one of them; "hang" never answers.
+    An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON body, or a function
+    from the request's JSON to one of them; "hang" never answers.
     """
 
     def __init__(self, *script):
@@ -269,18 +342,20 @@ class Judge:
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
-            return web.Response(status=entry, text="no luck")
+            entry = (entry, {})
+        if isinstance(entry, tuple):
+            return web.Response(status=entry[0], headers=entry[1], text="no luck")
         if isinstance(entry, str):
-            entry = {"choices": [{"message": {"content": entry}}], "usage": {"completion_tokens": len(entry)}}
+            entry = completion(entry, "stop")
         return web.json_response(entry)
 
     @contextlib.asynccontextmanager
-    async def running(self):
+    async def running(self, port: int = 0):
         app = web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         self.address = "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
         try:
@@ -291,8 +366,8 @@ class Judge:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.0)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.004)
 
 
 def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT, extra_info=EXTRA, **settings) -> dict:
@@ -314,9 +389,13 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, None, "unparsable"),
+        (completion("so far \\boxed{-1} but", "length"), {}, None, None, "truncated"),  # a box in it is no verdict
+        (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, None, "truncated"),
+        (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
         (400, {}, None, None, "http_error"),
         (400, {"on_no_verdict": "rule"}, 1.0, None, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
+        (500, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         ({"choices": []}, {}, None, None, "http_error"),
         ({"choices": [{"message": {"content": None}}]}, {}, None, None, "unparsable"),
     ],
@@ -345,6 +424,13 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
 
 def test_fapo_keeps_the_critique():
     assert score_with(Judge("well \\boxed{-1}"), keep_critique=True)["critique"] == "well \\boxed{-1}"
+    assert score_with(Judge(completion("well", "length")), keep_critique=True)["critique"] == "well"
+
+
+def test_the_judges_thinking_switch():
+    judge = Judge("\\boxed{-1}")
+    score_with(judge, genrm_chat_kwargs={"enable_thinking": False})
+    assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -384,16 +470,46 @@ def test_baseline_only_measures(script, flawed):
     assert (alone["score"], alone["flawed_positive"], alone["genrm_status"]) == (1.0, None, "skipped")
 
 
-def test_what_is_worth_a_retry_is_retried():
-    judge = Judge(500, 503, "\\boxed{1}")
-    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 3
-    judge = Judge(500)
+def test_a_judge_that_fails_for_a_while_is_waited_for():
+    judge = Judge(*[500, 503, 429, 408] * 5, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 21
+    judge = Judge(503)
+    result = score_with(judge, genrm_timeout_s=0.3)
+    assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
+    assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_what_would_be_refused_again_ends_at_once(status):
+    judge = Judge(status)
     result = score_with(judge)
-    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 4)
-    assert "HTTP 500" in result["genrm_error"] and "attempt 4 of 4" in result["genrm_error"]
-    judge = Judge(400)
-    score_with(judge)
-    assert len(judge.requests) == 1
+    assert (result["genrm_status"], len(judge.requests)) == ("http_error", 1) and f"HTTP {status}" in result["genrm_error"]
+
+
+def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
+    pauses, sleep = [], asyncio.sleep
+    monkeypatch.setattr(scores.asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
+    monkeypatch.setattr(scores.random, "uniform", lambda low, high: high)
+    asks = [(503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"})]
+    judge = Judge(*asks, *[500] * 4, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0
+    assert [pause for pause in pauses if pause] == [7.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]  # at most 8 s of its own accord
+
+
+def test_a_judge_that_starts_late_loses_nothing():
+    judge = Judge("\\boxed{-1}")
+
+    async def main():
+        async with judge.running():
+            pass  # its address is known, and nobody listens there now
+        asks = [asyncio.ensure_future(scores.chat(f"hello {i}", judge.address)) for i in range(50)]
+        await asyncio.sleep(0.3)
+        assert not any(ask.done() for ask in asks)
+        port = int(judge.address.split(":")[1])
+        async with judge.running(port):
+            return await asyncio.gather(*asks)
+
+    assert {status for status, _, _ in asyncio.run(main())} == {"ok"}
 
 
 def test_the_key_in_the_environment_is_sent(monkeypatch):
@@ -410,12 +526,27 @@ def test_a_judge_that_is_not_there():
         async with Judge("x").running() as judge:
             address = judge.address
         try:
-            return await scores.ask_genrm("hello", address)
+            return await scores.chat("hello", address, timeout_s=0.3), await scores.chat("hello", "no:such:address")
         finally:
             await scores.close_session()
 
-    status, text = asyncio.run(main())
-    assert status == "http_error" and "attempt 4 of 4" in text
+    (status, text, _), (bad_status, bad_text, _) = asyncio.run(main())
+    assert status == "timeout" and "last: ClientConnectorError" in text
+    assert bad_status == "http_error" and "malformed address" in bad_text
+
+
+def test_a_look_up_of_the_model_that_hangs_does_not_end_the_waiting(monkeypatch):
+    judge = Judge("\\boxed{-1}")
+    look_up, calls = scores._json_request, []
+
+    async def slow_at_first(method, url, **kwargs):
+        calls.append(url)
+        if len(calls) < 3:
+            raise asyncio.TimeoutError  # what aiohttp raises after the look-up's own 60 s
+        return await look_up(method, url, **kwargs)
+
+    monkeypatch.setattr(scores, "_json_request", slow_at_first)
+    assert score_with(judge)["score"] == 1.0 and judge.model_lookups == 1
 
 
 def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
@@ -427,8 +558,8 @@ def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
             results = await asyncio.gather(*calls)
             assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 1
             judge.script = [404, "\\boxed{-1}"]  # the server was restarted with another model
-            assert (await scores.ask_genrm("hello", judge.address))[0] == "http_error"
-            assert (await scores.ask_genrm("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
+            assert (await scores.chat("hello", judge.address))[0] == "http_error"
+            assert (await scores.chat("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
 
     asyncio.run(main())
 
@@ -462,7 +593,7 @@ def test_every_event_loop_has_its_own_session():
     ],
 )
 def test_genrm_score(text, truth, score, acc, pred):
-    result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5}, anything=1)
+    result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5})
     rates = {"recall": acc, "location": pred == truth, "sound_kept": None} if truth != -1 else {"sound_kept": acc}
     assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth,
                       "recall": None, "location": None} | rates  # fmt: skip
@@ -478,58 +609,135 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
 
 FAKE_MATH_VERIFY = """
 import os, time
-def parse(text):
-    return text
-def verify(truth, pred):
+print("noise of an import")
+from math_verify.errors import TimeoutException
+def parse(text, parsing_timeout, raise_on_error):
+    if "garbage" in text:
+        raise ValueError
+    return [f"expression {text}", text]
+def verify(truth, pred, timeout_seconds, raise_on_error):
     print("noise that must not get among the answers")
     if "hang" in pred:
         time.sleep(3600)
     if "die" in pred:
         os._exit(1)
+    if "limit" in pred and "expression" in pred:
+        raise TimeoutException
+    if "odd" in pred:
+        raise TypeError
     return truth == pred
 """
 
 
 @pytest.fixture
 def fake_math_verify(tmp_path, monkeypatch):
-    """A path of modules that the grading child prefers; a new child before and after."""
+    """A package that the grading children prefer; no children before and after."""
 
     def install(source: str):
-        (tmp_path / "math_verify.py").write_text(source)
+        (tmp_path / "math_verify").mkdir()
+        (tmp_path / "math_verify" / "__init__.py").write_text(source)
+        (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): pass")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(scores, "_grader", None)
+        for _ in range(scores.MAX_GRADERS):
+            graders.put(None)
 
+    graders = queue.LifoQueue()
+    monkeypatch.setattr(scores, "_graders", graders)
     yield install
-    if scores._grader is not None:
-        scores._grader.kill()
-        scores._grader.wait()
+    for grader in children(graders):
+        grader.kill()
+        grader.wait()
+
+
+def children(graders: queue.LifoQueue) -> list:
+    return [grader for grader in graders.queue if grader is not None]
 
 
 def verified(pred: str, truth: str) -> dict:
     return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
 
 
-def test_math_verify_in_its_own_process(fake_math_verify, monkeypatch):
+def failed(pred: str) -> dict:
+    return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
+
+
+def test_math_verify_in_its_own_process(fake_math_verify):
     fake_math_verify(FAKE_MATH_VERIFY)
     assert verified("1", "1") == {"score": 1.0, "acc": True, "pred": "1"}
     assert verified("2", "1") == {"score": -1.0, "acc": False, "pred": "2"}
     assert scores.compute_score("x", "no box", "1", verifier="math_verify")["score"] == -1.0
-    first = scores._grader
-    results = []  # from threads, where the library itself has no time limit
-    threads = [threading.Thread(target=lambda i=i: results.append(verified(str(i), "3")["acc"])) for i in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert sorted(results) == [False] * 5 + [True] and scores._grader is first
+    assert scores.compute_score("gsm8k", "#### 1", "1", verifier="math_verify")["score"] == 1.0
+    assert len(children(scores._graders)) == 1  # one is enough for one caller
     assert score_with(Judge("\\boxed{-1}"), verifier="math_verify")["score"] == 1.0
 
-    assert verified("die", "1") == {"score": None, "acc": False, "pred": "die", "verify_status": "failed"}
-    assert verified("1", "1")["acc"] and scores._grader is not first
-    second = scores._grader
-    with monkeypatch.context() as patch:
-        patch.setattr(scores, "GRADE_TIMEOUT_S", 0.2)
-        assert verified("hang", "1")["verify_status"] == "failed"
-    assert second.poll() is not None and verified("1", "1")["acc"]
+    (first,) = children(scores._graders)
+    assert verified("die", "1") == failed("die")
+    assert verified("1", "1")["acc"] and first.poll() is not None
     assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}")["score"] is None
+
+
+def test_math_verifys_own_time_limit_is_no_verdict(fake_math_verify):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    assert verified("limit", "1") == failed("limit")
+    assert verified("limit", "limit")["score"] == 1.0  # equal as texts
+    assert verified("odd", "1")["score"] == verified("garbage", "1")["score"] == -1.0  # nothing that could be equal
+
+
+def test_answers_that_hang_or_kill_cost_themselves_alone(fake_math_verify, monkeypatch):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 1.0)
+    answers = ["die", "hang"] + ["3", "4"] * 10 + ["hang", "die"]
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: verified(answers[i], "3")})) for i in range(len(answers))]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    expected = {"3": 1.0, "4": -1.0, "die": None, "hang": None}
+    assert [results[i]["score"] for i in range(len(answers))] == [expected[answer] for answer in answers]
+    assert 1 <= len(children(scores._graders)) <= scores.MAX_GRADERS
+
+
+def test_an_answer_that_hangs_does_not_starve_its_neighbours_in_an_event_loop(fake_math_verify, monkeypatch):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 3.0)
+
+    async def main():
+        hanging = [
+            asyncio.ensure_future(scores.compute_score_fapo("x", "\\boxed{hang}", "1", verifier="math_verify")) for _ in range(40)
+        ]
+        await asyncio.sleep(0.1)
+        # to_thread's threads also look up host names for requests to the judge
+        harmless = [asyncio.to_thread(int)] + [scores.compute_score_fapo("x", "\\boxed{2}", "1") for _ in range(100)]
+        await asyncio.wait_for(asyncio.gather(*harmless), 2.5)
+        assert not any(result.done() for result in hanging)
+        for result in hanging[4:]:
+            result.cancel()
+        assert [(await result)["score"] for result in hanging[:4]] == [None] * 4
+
+    asyncio.run(main())
+
+
+def test_graders_end_with_their_parent(fake_math_verify):
+    fake_math_verify(FAKE_MATH_VERIFY)
+    code = "import os, compute_score as s; s.compute_score('x', '\\\\boxed{1}', '1', verifier='math_verify')\n"
+    code += "print(s._graders.get().pid, flush=True); os.kill(os.getpid(), 9)"
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(scores.__file__).parent)
+    grader = Path(f"/proc/{int(process.stdout)}")
+    deadline = time.monotonic() + 20
+    while grader.exists() and "State:\tZ" not in (grader / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not grader.exists() or "State:\tZ" in (grader / "status").read_text()
+
+
+def test_math_verify_in_a_file_that_was_loaded_under_another_name(fake_math_verify, tmp_path):
+    """As verl loads a user's copy."""
+    fake_math_verify(FAKE_MATH_VERIFY)
+    copy = tmp_path / "my_reward.py"
+    copy.write_text(Path(scores.__file__).read_text())
+    spec = importlib.util.spec_from_file_location("custom_module", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.compute_score("x", "\\boxed{1}", "1", verifier="math_verify")["score"] == 1.0
+    module._graders.get().kill()
 
 
 def test_math_verify_missing(fake_math_verify):
@@ -543,5 +751,6 @@ def test_math_verify_missing(fake_math_verify):
 def test_math_verify_itself():
     assert verified("\\frac{1}{2}", "0.5")["acc"] and verified("84/2", "42")["acc"]
     assert not verified("\\frac{1}{3}", "0.5")["acc"]
-    assert not verified("9^{9^{9^{9^{9}}}}", "2")["acc"]  # neither an exception nor a hang
+    assert verified("9^{9^{9^{9^{9}}}}", "2") == failed("9^{9^{9^{9^{9}}}}")  # its own time limit
+    assert verified("@@{{}}", "2")["score"] == -1.0
     assert verified("3", "3")["acc"]

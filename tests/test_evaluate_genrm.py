@@ -4,11 +4,13 @@ import asyncio
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_compute_score import Judge
+from test_compute_score import Judge, completion
 
 from evaluate_genrm import (
     Config,
@@ -141,6 +143,31 @@ def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     assert "{'http_error': 6} of 18" in report(rows) and "\n0 rows are left out" in report(rows)
 
 
+def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_path):
+    def long(request):
+        return completion("\\boxed{-1} and so", "length") if problem_of(request) == 0 else answer(request)
+
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, chat_kwargs='{"enable_thinking": false}')
+    judge = Judge(long)
+    rows = run(judge, config)
+    assert [row["prediction"] for row in rows] == [None, 1, 2, -1, 2, None]
+    assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "unparsable: 33.3 % of the critiques, 33.3 % of the rows" in report(rows) and "INCOMPLETE" not in report(rows)
+    judge = Judge(answer)
+    assert run(judge, config) == rows and judge.requests == []
+
+
+@pytest.mark.parametrize("setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}, {}])
+def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, setting):
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
+    run(Judge(answer), config)
+    if not setting:  # the file is there under the same name, with as many rows
+        rows = pq.read_table(bench).to_pylist()
+        pq.write_table(pa.Table.from_pylist(rows[::-1]), bench)
+    with pytest.raises(ValueError, match="--out: .*c.jsonl is from a run with other settings or data"):
+        run(Judge(answer), replace(config, **setting))
+
+
 def test_limit_and_bad_files(bench, tmp_path):
     assert len(read_judge_rows(bench, limit=2)) == 2
     prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
@@ -161,6 +188,18 @@ def test_command_line(bench, tmp_path):
         async with Judge(answer).running() as judge:
             code, out, err = await call(*arguments, "--router-address", judge.address)
         assert (code, "FlawedPositiveBench" in out) == (0, True), err
+        refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))  # every time, such as a long prompt
+        other = ["--data", str(bench), "--out", str(tmp_path / "d.parquet"), "--n", "1", "--router-address"]
+        async with refused.running():
+            code, out, err = await call(*other, refused.address)
+            assert (code, "INCOMPLETE" in out) == (1, True), err
+            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.15")
+            assert (code, "INCOMPLETE" in out) == (1, True), err
+            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.2")  # one of six, not of the one asked
+            assert (code, "--max-error-rate" in out) == (0, True), err
+            assert len(refused.requests) == 6 + 1 + 1
+        code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")
+        assert (code, err) == (2, "error: --chat-kwargs: '[1]' is not a JSON object\n")
         return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
 
     code, out, err = asyncio.run(main())

@@ -106,7 +106,8 @@ def test_gpqa(tmp_path):
     for i, row in enumerate(rows):
         letter = row["reward_model"]["ground_truth"]
         question, *choices, empty, ask = row["prompt"][0]["content"].split("\n")
-        assert (question, empty, row["extra_info"]["question"]) == (f"Question {i}?", "", f"Question {i}?")
+        assert (question, empty) == (f"Question {i}?", "")
+        assert row["extra_info"]["question"] == "\n".join([question, *choices])  # a judge must see what the letter stands for
         assert ask == "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{}."
         assert [choice[:3] for choice in choices] == ["A. ", "B. ", "C. ", "D. "]
         assert choices["ABCD".index(letter)] == f"{letter}. right"
@@ -307,7 +308,8 @@ def edited(row: dict, field: str, value: object) -> dict:
         ("gsm8k_test", "reward_model.ground_truth", 5), ("gsm8k_test", "extra_info.split", "dev"),
         ("gsm8k_test", "extra_info.index", "0"), ("gsm8k_test", "extra_info.question", None),
         ("fapo_critic_train", "reward_model.ground_truth", "1"), ("fapo_critic_train", "reward_model.ground_truth", -2),
-        ("fapo_critic_train", "extra_info.total_steps", 0),
+        ("fapo_critic_train", "extra_info.total_steps", 0), ("gsm8k_test", "prompt", ["text"]), ("gsm8k_test", "extra_info", []),
+        ("gsm8k_test", "extra_info.index", True), ("gsm8k_test", "extra_info.index", 1.5),  # Arrow would write 1
     ],
 )  # fmt: skip
 def test_validate_rows(real, file, field, value):
