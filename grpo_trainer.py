@@ -377,7 +377,7 @@ class Trainer:
                 return Path(self.source)
             self.start(stack)
             try:
-                if not state["step"]:
+                if not self.log.history:
                     self.log.metrics({"step": 0})
                 self.evaluate(state["step"])  # also where a run was stopped in an evaluation
                 while state["step"] < config.total_steps:
@@ -436,7 +436,7 @@ class Trainer:
         """Whether there is no evaluation after this step, or it is done: then its metrics stand in the step's line."""
         config = self.config
         due = step == 0 or step == config.total_steps or config.val_every and step % config.val_every == 0
-        return not self.val_rows or not due or any(key.startswith("val/") for key in self.log.history[-1])
+        return not self.val_rows or not due or any(key.startswith("val/") for line in self.log.history[-1:] for key in line)
 
     def evaluate(self, step: int) -> None:
         """The evaluation after this step, if there is one, added to the step's line of metrics."""

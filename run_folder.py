@@ -19,6 +19,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (here, not in plot(): an interrupt in the middle of its import would break both)
 
 # -------------------------------------------------------------------------------------------------- the folder and its config
 
@@ -268,11 +272,6 @@ class Log:
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
         seen = sorted({key for metrics in self.history for key in metrics})
         held_out = [key for key in seen if key.startswith("val/") and "/mean@" in key and key.count("/") == 2]
         flawed = [key for key in seen if "flawed_positive_rate" in key and "greedy" not in key]

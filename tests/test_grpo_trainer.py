@@ -269,7 +269,7 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError("no memory for the update")
 
-    monkeypatch.setattr(grpo_trainer.Policy, "score", out_of_memory)  # called first in an update, after step 2's evaluation
+    monkeypatch.setattr(grpo_trainer.Policy, "update", out_of_memory)  # in step 3, after step 2's evaluation
     assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) or out_of_memory())
@@ -289,13 +289,14 @@ def test_checkpoints_are_written_now_and_then_by_default():
 @pytest.mark.slow
 def test_an_evaluation_can_be_interrupted_at_once(workshop):
     """It may be of thousands of samples: only update, weights and log are held together."""
-    config = run_config(workshop, "long_evaluation", val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=200)
+    config = run_config(workshop, "long_evaluation", val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=2000)
     process = start_run(config)
     patience = time.monotonic() + 120
     while "Ray: " not in Path(f"{config.out_dir}.log").read_text():
         assert process.poll() is None and time.monotonic() < patience
         time.sleep(0.05)
-    wait_for_step(config, process, 0)
+    while '{"step": 0' not in (workshop / "long_evaluation/metrics.jsonl").read_text():  # written before the evaluation begins
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     begun = time.monotonic()
     assert process.wait(60) == 130 and time.monotonic() - begun < 30, Path(f"{config.out_dir}.log").read_text()
