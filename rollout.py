@@ -174,12 +174,15 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
     body |= dict(stop_token_ids=sorted(eos_ids), ignore_eos=True)  # the trainer's end tokens, and no others
 
     async def generate_one(session, sample):
-        for attempt in (1, 2, 3):
-            async with session.post("/v1/completions", json=body | {"prompt": sample.prompt_ids}) as answer:
-                status, text = answer.status, await answer.text()
-            if status < 500 or attempt == 3:
+        for pause in (1, 2, 4, 8, 16, None):
+            try:
+                async with session.post("/v1/completions", json=body | {"prompt": sample.prompt_ids}) as answer:
+                    status, text = answer.status, await answer.text()
+            except (aiohttp.ClientError, OSError) as error:  # cut in the middle: the server died, or its router
+                status, text = 502, f"{type(error).__name__}: {error}"
+            if status < 500 or pause is None:
                 break
-            await asyncio.sleep(5)  # a dying engine: the router holds the next attempt until a server is back
+            await asyncio.sleep(pause)  # the router holds the next attempt until a server is back
         if status != 200:
             raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
         choice = json.loads(text)["choices"][0]

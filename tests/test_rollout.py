@@ -1,8 +1,13 @@
 """Sampling: in this process against transformers, on real vLLM servers against the trainer, and the servers' weights."""
 
+import asyncio
+import json
 import math
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +102,45 @@ def test_sampling_follows_the_distribution_and_top_p():
 
 
 # ----------------------------------------------------------------------------------------------------------- on vLLM servers
+
+
+@pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1)])
+def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(script, tries, monkeypatch):
+    """A real HTTP server that plays a script: half an answer, an error, an answer."""
+    asked, left = [], list(script)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            act = left.pop(0)
+            self.send_response(200 if act in ("cut", "fine") else int(act))
+            choice = {"finish_reason": "stop", "token_ids": [4, 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+            answer = json.dumps({"choices": [choice]}).encode()
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer[: len(answer) // 2] if act == "cut" else answer)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sleep = asyncio.sleep
+    monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
+    config = SimpleNamespace(api_key="")
+    servers = SimpleNamespace(servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config))
+    (sample,), settings = samples_of([[5, 6]], 1), dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1)
+    try:
+        if script == ["400"]:
+            with pytest.raises(RuntimeError, match="HTTP 400"):
+                rollout.rollout_vllm(servers, [sample], **settings)
+        else:
+            rollout.rollout_vllm(servers, [sample], **settings)
+            assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
+        assert len(asked) == tries and asked[0]["prompt"] == [5, 6] and asked[0]["max_tokens"] == 9
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def tied_policy(tokenizer):
