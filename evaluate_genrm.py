@@ -130,7 +130,8 @@ def report(rows: list[dict]) -> str:
     unparsable = _share([critique["index"] is None for critique in ok])
     lines.append(f"unparsable: {percent(unparsable).strip()} % of the critiques, "
                  f"{percent(_share([row['prediction'] is None for row in answered])).strip()} % of the rows")  # fmt: skip
-    lines.append(f"mean tokens per critique: {sum(c['tokens'] for c in ok) / len(ok) if ok else float('nan'):.1f}")
+    cut = percent(_share([critique["status"] == "truncated" for critique in ok])).strip()
+    lines.append(f"cut off: {cut} %; mean tokens per critique: {sum(c['tokens'] for c in ok) / max(1, len(ok)):.1f}")
     bad = [critique for critique in critiques if critique["status"] not in ANSWERED]
     if bad:
         lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in bad))} of {len(critiques)}, one with: "

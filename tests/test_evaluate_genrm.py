@@ -152,7 +152,8 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
     rows = run(judge, config)
     assert [row["prediction"] for row in rows] == [None, 1, 2, -1, 2, None]
     assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert "unparsable: 33.3 % of the critiques, 33.3 % of the rows" in report(rows) and "INCOMPLETE" not in report(rows)
+    assert "unparsable: 33.3 % of the critiques, 33.3 % of the rows\ncut off: 16.7 %;" in report(rows)
+    assert "INCOMPLETE" not in report(rows)
     judge = Judge(answer)
     assert run(judge, config) == rows and judge.requests == []
 
