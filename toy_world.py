@@ -479,10 +479,10 @@ def build(out_dir: Path, seed: int = 0, models: tuple[str, ...] = ("policy", "ju
 @dataclass
 class Config:
     runs: Path
-    """Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one. Gets report.md and report.png."""
+    """Folder of the finished runs: baseline/ and fapo/, papo/ and judge/ if there were any. Gets report.md and report.png."""
 
 
-COLOURS = {"baseline": "tab:red", "fapo": "tab:green"}
+RUNS = {"baseline": ("rule only", "tab:red"), "fapo": ("FAPO", "tab:green"), "papo": ("PAPO", "tab:blue")}
 PANELS = (  # title, metric of the rollouts, metric of the held-out problems after "val/toy"
     ("answer accuracy", "acc", ""),
     ("flawed positives by the oracle\n(share of right answers)", "oracle_flawed_positive_rate", "/oracle_flawed_positive_rate"),
@@ -515,11 +515,12 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
             points = [(m["step"], m[f"reward/{key}"]) for m in metrics if f"reward/{key}" in m]
             steps, values = zip(*points) if points else ((), ())
             smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-            axis.plot(steps, values, color=COLOURS[name], alpha=0.25)
-            axis.plot(steps, smooth, color=COLOURS[name], linewidth=2, label={"baseline": "rule only", "fapo": "FAPO"}[name])
+            label, colour = RUNS[name]
+            axis.plot(steps, values, color=colour, alpha=0.25)
+            axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
             held_out = [(m["step"], m[f"val/toy{val_key}/mean@1"]) for m in metrics if f"val/toy{val_key}/mean@1" in m]
             if held_out:
-                axis.plot(*zip(*held_out), "o", color=COLOURS[name])
+                axis.plot(*zip(*held_out), "o", color=colour)
         axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")
@@ -528,7 +529,7 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """Held-out numbers before, after the rule-only run and after FAPO, as Markdown."""
+    """Held-out numbers before and after each run, as Markdown."""
     columns = []
     for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
         columns += [
@@ -537,7 +538,7 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
             (f"truly correct, {label}", f"val/toy/truly_correct/{way}"),
             (f'"How many?" accuracy, {label}', f"val/toy_total/{way}"),
         ]
-    rows = {"before": runs["baseline"][0], "rule only": runs["baseline"][-1], "FAPO": runs["fapo"][-1]}
+    rows = {"before": runs["baseline"][0]} | {RUNS[name][0]: metrics[-1] for name, metrics in runs.items()}
     lines = ["| 512 held-out problems | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, metrics in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{metrics[key]:.3f}" if key in metrics else "-" for _, key in columns) + " |")
@@ -561,7 +562,7 @@ def judge_table(metrics: list[dict]) -> str:
 
 def report(runs: Path) -> str:
     """Draws report.png and writes report.md into `runs`; returns the text. Raises OSError or ValueError for unfinished runs."""
-    policies = {name: read_metrics(runs / name) for name in ("baseline", "fapo")}
+    policies = {name: read_metrics(runs / name) for name in RUNS if name != "papo" or (runs / name).is_dir()}
     draw_runs(policies, runs / "report.png")
     tables = [policy_table(policies)]
     if (runs / "judge").is_dir():
