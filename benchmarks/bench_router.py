@@ -271,7 +271,7 @@ async def time_policy(policy: str, slownesses: list[float], times: list[float]) 
         await web.TCPSite(runner, "127.0.0.1", port).start()
         runners.append(runner)
         urls.append(f"http://127.0.0.1:{port}")
-    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy))
+    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy, forward=("/",)))
     port = await router.start()
     waiting = iter(times)
 
