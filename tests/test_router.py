@@ -631,7 +631,7 @@ def make_fuzzed(rng):
     kind = rng.random()
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
-    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"/..", b"/._")  # which is refused
+    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"/..", b"/._")  # refused
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
