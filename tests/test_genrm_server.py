@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 import genrm_server
-from genrm_server import Config, ModelServers, RewardModelManager, http, share
+import vllm_server
+from genrm_server import Config, ModelServers, RewardModelManager, http
 from rollout import PolicyServers
 from tiny import policy_of
+from vllm_server import share
 
 ROOT = Path(__file__).parent.parent
 
@@ -272,6 +274,7 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
         assert "the router hangs; restarting it" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers:
         host, _, port = servers.router_address.partition(":")
@@ -314,7 +317,7 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert http("GET", servers.server_urls[0] + "/v1/args")[0] == 401
         assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
         seen = told(servers)
-        assert seen["argv"][seen["argv"].index("--middleware") + 1] == "genrm_server.KeyGuard"
+        assert seen["argv"][seen["argv"].index("--middleware") + 1] == "vllm_server.KeyGuard"
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
         processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
         assert str(stand_in) in processes and key not in processes
@@ -331,7 +334,7 @@ def ask_guard(scope_type, path, *headers):
     async def send(message):
         sent.append(message.get("status", message["type"]))
 
-    asyncio.run(genrm_server.KeyGuard(app)(dict(type=scope_type, path=path, headers=headers), None, send))
+    asyncio.run(vllm_server.KeyGuard(app)(dict(type=scope_type, path=path, headers=headers), None, send))
     return sent[0]
 
 
@@ -344,7 +347,7 @@ def test_the_key_guard(monkeypatch):
     assert ask_guard("websocket", "/v1/realtime") == "websocket.close"
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
-        genrm_server.KeyGuard(None)
+        vllm_server.KeyGuard(None)
 
 
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
@@ -379,7 +382,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was
         for number in range(2):
-            calls = [call for call in told(servers.servers, number)["calls"] if call.startswith(("/collective_rpc", "/reset_prefix_cache"))]
+            calls = [call for call in told(servers.servers, number)["calls"] if call.startswith(("/collective", "/reset"))]
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
         os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
         until(lambda: servers.servers.restarts == 1 and len(router_workers(servers.servers)) == 2)
@@ -651,6 +654,49 @@ def test_named_models_in_ray(stand_in):
     finally:
         driver.kill()
         driver.wait()
+
+
+NODES = """
+import sys, time
+import ray
+from ray.cluster_utils import Cluster
+import genrm_server
+genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+node = cluster.add_node(num_cpus=1)
+config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
+manager = genrm_server.RewardModelManager({"genrm": config})
+slot = manager.models["genrm"].slots[0]
+def ask():
+    return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+print("host", slot.url, ask(), flush=True)
+cluster.remove_node(node)
+wait_for(lambda: not slot.joined)
+time.sleep(8)  # no node has room: nothing is counted, nothing given up
+print("alone", slot.joined, slot.given_up, flush=True)
+cluster.add_node(num_cpus=1)
+wait_for(lambda: slot.joined)
+print("back", slot.url, ask(), slot.given_up, flush=True)
+manager.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
+    driver = subprocess.run([sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))]
+    assert [line[0] for line in lines] == ["host", "alone", "back"], driver.stdout + driver.stderr
+    (_, before, *first), (_, *alone), (_, after, *last) = lines
+    assert first == ["200"] and alone == ["0", "False"] and last == ["200", "False"] and after != before
+    assert "127.0.0.1" not in before + after  # on another node than the router
 
 
 @pytest.mark.slow
