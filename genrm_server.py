@@ -215,7 +215,7 @@ class ModelServers:
         print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 5.0) -> tuple[int, str]:
-        return http(method, f"http://{self.router_address}{path}", body, self.config.api_key, timeout)
+        return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, timeout)
 
     def keep_router(self) -> None:
         """The router's thread: starts it, and again when it dies or hangs. Servers join the new one by themselves."""
@@ -387,6 +387,7 @@ class ModelServers:
                 thread.start()
             for thread in stops + [thread for thread in self.threads if thread.ident]:
                 thread.join(15)
+        self.reserved.close()
 
 
 def complete(config: Config) -> Config:

@@ -8,12 +8,12 @@ server's work. What is not among --forward is refused: control calls such as /sl
 router's own endpoints:
     GET /health                 200 while at least one server is healthy, else 503; never asks for a key
     GET /workers                the servers and their state
-    POST /workers {"url": U}    adds a server (or brings back one that is draining)
-    DELETE /workers?url=U       takes a server out of the rotation; it is forgotten when its last request has ended
+    POST /workers {"url": U}    adds a server (or brings back one that is draining); asks for the servers' key, if there is one
+    DELETE /workers?url=U       takes a server out of the rotation; it is forgotten when its last request has ended; the same
     GET /metrics                Prometheus text
 
 How an attempt is judged:
-    an answer, also 500         passed on, never retried
+    an answer, also 500         passed on, never retried (at a 500 the router looks at /health)
     502-504, a cut connection   counts against the server, and another one is asked, but none twice; after --unhealthy-after
                                 in a row the server leaves, unless it is the last one: a poisonous prompt cannot empty
                                 the rotation
@@ -156,6 +156,7 @@ class Worker:
     in_flight: int = 0
     failed_in_a_row: int = 0  # requests
     polls_failed: int = 0  # looks at /health, in a row
+    look: asyncio.Task | None = None  # at /health, out of turn
     requests: int = 0
     failures: int = 0
     retries: int = 0  # attempts that this server got because another attempt had failed
@@ -291,8 +292,10 @@ class Router:
             healthy = sum(worker.healthy and not worker.draining for worker in self.workers.values())
             return web.json_response({"status": "ok" if healthy else "no healthy server", "healthy": healthy,
                                       "servers": len(self.workers), "waiting": self.waiting}, status=200 if healthy else 503)
-        if self.api_key and not hmac.compare_digest(
-                request.headers.get("Authorization", "").encode("utf-8", "surrogateescape"), b"Bearer " + self.api_key.encode()):
+        # Who may name a server may have the servers' key sent there.
+        key = self.server_key if self.server_key and path == "/workers" and request.method != "GET" else self.api_key
+        if key and not hmac.compare_digest(
+                request.headers.get("Authorization", "").encode("utf-8", "surrogateescape"), b"Bearer " + key.encode()):
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'", WWW_Authenticate="Bearer")
         if path == "/metrics":
             return self.get_metrics()
@@ -391,6 +394,8 @@ class Router:
                         async for chunk in answer.content.iter_any():
                             await response.write(chunk)
                         await response.write_eof()
+                if answer.status == 500 and (worker.look is None or worker.look.done()):
+                    worker.look = asyncio.create_task(self.look_at(worker))  # its engine may be dead
                 if not failed:
                     worker.failed_in_a_row = 0
                     worker.room += 1

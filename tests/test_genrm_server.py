@@ -316,6 +316,7 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert http("GET", servers.server_urls[0] + "/health")[0] == 200
         assert http("GET", servers.server_urls[0] + "/v1/args")[0] == 401
         assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
+        assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
         seen = told(servers)
         assert seen["argv"][seen["argv"].index("--middleware") + 1] == "vllm_server.KeyGuard"
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
@@ -348,6 +349,28 @@ def test_the_key_guard(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
         vllm_server.KeyGuard(None)
+
+
+def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
+    import ray
+    with running(settings(stand_in)) as servers:
+        patience = iter([ray.exceptions.GetTimeoutError()] * 5)
+
+        class Actor:
+            class start:
+                remote = staticmethod(lambda: "reference")
+
+        def get(reference, timeout):
+            assert reference == "reference"  # of the one call that was made
+            for error in patience:
+                raise error
+            return "http://host:1"
+
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "get", get)
+        slot = genrm_server.Slot(Actor, 7, stand_in)
+        assert servers.call(slot, "start") == "http://host:1"
+        assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
 
 
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):

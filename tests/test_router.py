@@ -288,6 +288,19 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
     run(test(Upstream(poisoned), Upstream(poisoned)))
 
 
+def test_a_server_whose_engine_is_dead_leaves_though_it_answers():
+    async def test():
+        async with Upstream(answers(500)) as dead, Upstream() as good, Running(dead, good) as it:
+            dead.health = 503
+            for _ in range(20):
+                if not it.worker(dead).healthy:
+                    break
+                await it.ask("POST", "/")
+                await asyncio.sleep(0.05)
+            assert 3 <= len(dead.seen) <= 5 and not it.worker(dead).healthy and it.worker(dead).failures == 0
+    run(test())
+
+
 @pytest.mark.parametrize("play", [answers(503), reset])
 def test_a_request_is_never_asked_twice_of_the_server_that_failed(play):
     async def test():
@@ -599,6 +612,10 @@ def test_the_servers_key_is_sent_in_place_of_the_clients():
             for headers in ({}, {"Authorization": "Bearer mine"}):
                 assert (await it.ask("POST", "/", headers=headers))[0] == 200
             assert [request.headers.getall("Authorization") for request in up.seen] == [["Bearer theirs"]] * 2
+            for headers, status in (({}, 401), ({"Authorization": "Bearer theirs"}, 200)):
+                assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
+            assert (await it.ask("DELETE", f"/workers?url={up.url}"))[0] == 401  # or anybody could have the key sent to himself
+            assert (await it.ask("GET", "/workers"))[0] == 200
     run(test())
 
 
