@@ -491,14 +491,17 @@ def read_addresses(process):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(stand_in, number):
     process = start_command(stand_in, "--num-servers", "2", "--", "--max-num-seqs", "9")
-    router, urls = read_addresses(process)
-    assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
-    pids = descendants(process.pid)
-    assert len(pids) == 5  # the router, two servers, their engines
-    process.send_signal(number)
-    process.wait(30)
-    assert process.returncode == (-9 if number == signal.SIGKILL else 0)
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    try:
+        router, urls = read_addresses(process)
+        assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
+        pids = descendants(process.pid)
+        assert len(pids) == 5  # the router, two servers, their engines
+        process.send_signal(number)
+        process.wait(30)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 0)
+        until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    finally:
+        process.kill()
 
 
 def test_exit_codes(stand_in):
