@@ -6,40 +6,40 @@
 
 Each server has GPUs of its own (--tensor-parallel-size each, from --gpus) or a share of the CPU cores, and a log of its
 own. A server that dies leaves the router, is restarted with back-off and comes back when it is healthy; after MAX_DEATHS
-deaths in a row it is given up, loudly. The router is watched too. When this process ends, by Ctrl-C, SIGTERM, a crash or
-SIGKILL, no process and no port of its servers stays behind (see GUARD).
+deaths in a row it is given up, loudly. A router that dies or hangs is restarted at its address. When this process ends, by
+Ctrl-C, SIGTERM, a crash or SIGKILL, no process and no port of its servers stays behind (see GUARD in vllm_server.py).
+
+The servers always ask for a key, on every path but /health (KeyGuard); the router sends it along with what it passes on.
+It is the router's own key, where one is set (ROUTER_API_KEY), else a random one that only router and manager know.
 
 Inside a Ray program `RewardModelManager({"genrm": Config(...), "rm": Config(...)})` does the same with each server in an
 actor, placed over the nodes of the cluster, and each model's router beside the driver.
 
-Sleep and wake, for servers that share their GPU with a trainer: --sleep-mode, then POST /sleep and POST /wake_up to the
-router, or sleep() and wake_up() of the manager. vLLM has this on GPU only. Environment variables reach the servers, such
-as VLLM_CPU_KVCACHE_SPACE (GiB per server on CPU, 1 if unset).
+Sleep and wake, for servers that share their GPU with a trainer: --sleep-mode, then sleep() and wake_up() of the manager. vLLM
+has this on GPU only. How much of the GPU a judge takes is vLLM's --gpu-memory-utilization. Environment variables reach the
+servers, such as VLLM_CPU_KVCACHE_SPACE (GiB per server on CPU, 1 if unset).
 
 Left out: Windows and macOS, one server over several nodes, scaling the number of servers up and down, other engines.
 """
 
 import atexit
 import contextlib
-import json
 import os
-import re
+import secrets
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-import traceback
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import requests
 import tyro
 
 import router
+from vllm_server import Process, VllmServer, parse_ids, reserve
 
 
 @dataclass
@@ -71,17 +71,19 @@ class Config:
     max_model_len: int = 0
     """Tokens of prompt plus answer; 0: the model's own limit."""
     sleep_mode: bool = False
-    """Make sleep and wake possible (GPU only). Opens vLLM's control endpoints: trusted clients only."""
+    """Make sleep and wake possible (GPU only)."""
     control: bool = False
-    """Open the control endpoints without sleep mode (/collective_rpc, /reset_prefix_cache ...): trusted clients only."""
+    """Have vLLM's control endpoints (/collective_rpc, /reset_prefix_cache ...), which sleep mode has as well. Only who knows
+    the servers' key can call them, and not through the router."""
     seed: int = 0
     """Server number i samples with seed + i: with one seed two servers would give the same answers to the same prompts."""
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
     """The router's policy."""
     queue_timeout: float = 180.0
     """Seconds that the router holds a request while no server is healthy; a restart takes a minute or more."""
-    api_key: str = ""
-    """Key asked by router and servers. Empty: the environment variable ROUTER_API_KEY, which is the better place."""
+    api_key: str = field(default="", repr=False)
+    """Key that router and servers ask for. Empty: the environment variable ROUTER_API_KEY, which is the better place; without
+    either the router asks for none and the servers for a random one."""
     log_dir: Path = Path("outputs/genrm_logs")
     """Folder of the logs: server_0.log, ..., router.log."""
     startup_timeout: float = 1800.0
@@ -90,6 +92,7 @@ class Config:
     """CPUs that a server's actor reserves in Ray. Small, so that a laptop fits trainer, workers and judges."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """Arguments for vLLM's server; on the command line whatever follows a lone --."""
+    server_key: Annotated[str, tyro.conf.Suppress] = field(default="", repr=False)  # filled in by complete()
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
@@ -108,159 +111,41 @@ class Config:
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
-def parse_ids(text: str, name: str) -> list[int]:
-    """"0,2" -> [0, 2]. ValueError naming the field."""
-    if text and not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{name} {text}: write numbers separated by commas, such as 0,1")
-    return [int(part) for part in text.split(",")] if text else []
-
-
-def share(things: list, count: int) -> list[list]:
-    """Deals `things` (cores) evenly to `count` servers; when there are fewer things than servers, some share one."""
-    n = len(things)
-    return [things[i * n // count:(i + 1) * n // count] or [things[i % n]] for i in range(count)]
-
-
 def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout: float = 5.0) -> tuple[int, str]:
     """One small request. Returns (status, text), and (0, what went wrong) when there was no answer."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers, method=method)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy of the environment
-    try:
-        with opener.open(request, timeout=timeout) as answer:
-            return answer.status, answer.read().decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode("utf-8", "replace")
-    except OSError as error:
-        return 0, str(error)
-
-
-# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch reads a pipe
-# that only this program holds open; when that ends, this program is gone, however it went, and the watch kills the group.
-# It is forked twice, so that it is nobody's child: neither Ray, which kills its workers' children, nor vLLM meets it.
-GUARD = """
-import os, signal, sys
-if os.fork() == 0:
-    if os.fork() == 0:
-        os.read(0, 1)
-        os.kill(0, signal.SIGKILL)
-    os._exit(0)
-os.wait()
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-class Process:
-    """A child in a process group of its own, with a log file; the whole group ends with it, and with this program."""
-
-    def __init__(self, log: Path):
-        self.log, self.child = log, None
-
-    def launch(self, command: list[str], env: dict[str, str]) -> None:
-        self.stop(patience=0)  # an engine can outlive its API server
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as file:
-            self.log_start = file.tell()
-            self.child = subprocess.Popen([sys.executable, "-S", "-c", GUARD, *command], env=env, stdin=subprocess.PIPE,
-                                          stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def alive(self) -> bool:
-        return self.child is not None and self.child.poll() is None
-
-    def stop(self, patience: float = 5.0) -> None:
-        """SIGTERM, `patience` seconds later SIGKILL, to the whole group (vLLM's engine is a process of its own)."""
-        if self.child is None:
-            return
-        self.child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-        self.child.stdin.close()
-        self.child = None
-
-    def last_lines(self) -> str:
-        """The end of what the child has written."""
-        output = self.log.read_bytes()[self.log_start:] if self.child else b""  # none in an actor that Ray has restarted
-        return "\n".join(output.decode("utf-8", "replace").splitlines()[-25:]) or "(nothing)"
-
-
-class VllmServer(Process):
-    """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
-
-    On CPU it gets the `part`-th of `parts` shares of the cores, else `gpus` (None: CUDA_VISIBLE_DEVICES is right already).
-    One that is not `local` listens on its machine's own address, where a router elsewhere can reach it.
-    """
-
-    def __init__(self, config: Config, index: int, part: int, parts: int, gpus: list[str] | None = None, local: bool = True):
-        super().__init__(config.log_dir / f"server_{index}.log")
-        self.config, self.index, self.part, self.parts, self.gpus, self.host = config, index, part, parts, gpus, "127.0.0.1"
-        if not local:
-            import ray
-            self.host = ray.util.get_node_ip_address()
-        # Bound, never listening, kept for good: with SO_REUSEADDR the server can bind the same port, and nobody else
-        # gets it, neither while the server starts (20 s before it binds) nor while it restarts.
-        self.reserved = socket.socket()
-        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.reserved.bind((self.host, 0))
-
-    def start(self) -> str:
-        """Starts the process (again) and returns its URL."""
-        config, port = self.config, self.reserved.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
-                   "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
-                   "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
-                   "--seed", str(config.seed + self.index),
-                   "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
-        env = dict(os.environ, VLLM_NO_USAGE_STATS="1")
-        if config.api_key:
-            env["VLLM_API_KEY"] = config.api_key
-        if os.path.exists(config.model):
-            env["HF_HUB_OFFLINE"] = "1"
-        if config.device == "cpu":
-            command += ["--enforce-eager"]
-            cores = parse_ids(config.cpus, "--cpus") or sorted(os.sched_getaffinity(0))
-            ranks = share(share(cores, self.parts)[self.part], config.tensor_parallel_size)
-            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
-            env["OMP_NUM_THREADS"] = str(len(ranks[0]))
-        elif config.sleep_mode:
-            command += ["--enable-sleep-mode"]
-        if config.control or config.sleep_mode:
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
-        if self.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        if config.task == "classify":
-            command += ["--runner", "pooling"]
-        if config.max_model_len:
-            command += ["--max-model-len", str(config.max_model_len)]
-        self.launch([*command, *config.vllm_args], env)
-        return f"http://{self.host}:{port}"
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy, and no key from ~/.netrc
+        try:
+            headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+            answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
+            return answer.status_code, answer.content.decode("utf-8", "replace")
+        except requests.RequestException as error:
+            return 0, str(error)
 
 
 WATCH_EVERY = 0.5  # seconds between two looks at a server
 HEALTH_TIMEOUT = 2.0  # seconds; one that is late is only counted out after
 HANG_SECONDS = 180.0  # without an answer of /health: then it is killed and restarted
+ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do that takes long
 MAX_DEATHS = 5  # in a row, after which a server is given up; GOOD_SECONDS without one set the count back
 GOOD_SECONDS = 300.0
-RESTART_DELAY = 1.0  # seconds before the first restart; doubled with each death in a row, 60 at most
+RESTART_DELAY = 1.0  # seconds before the first restart; doubled with each one in a row, 60 at most
+CALL_SECONDS = 600.0  # for a control call: reading weights takes a while, and so do the requests that end before sleep
+SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """One server and what the watcher knows about it."""
+    """One server and what its thread knows about it."""
 
     server: object  # VllmServer, or the handle of an actor of it
     number: int
     log: Path
-    state: str = "down"  # down -> starting -> ready -> down ...; at the end "given up"
     url: str = ""
-    since: float = 0.0  # when it entered the state
-    restart_at: float = 0.0
-    seen: float = 0.0  # last answer of /health
-    deaths: int = 0  # in a row
+    joined: int = 0  # the start of the router that it has joined; 0: not in the router
+    since: float = 0.0  # when it joined
+    restarts: int = 0
+    given_up: bool = False
 
 
 class ModelServers:
@@ -271,26 +156,36 @@ class ModelServers:
     the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
     `before_joining(slot)` is called, if set, when a server that was restarted is healthy and not yet asked anything; it
     stays out while that is false.
+
+    The router and each server have a thread of their own and do not wait for one another. A server that joins holds the
+    `lock`, and so does who calls all of them (ask_all): none joins in the middle of that.
     """
 
     before_joining = None
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True):
-        self.config = complete(config)
+        self.config = config = complete(config)
         self.label = f"[{name}] " if name else ""
-        self.slots = [Slot(server, number, self.config.log_dir / f"server_{number}.log")
-                      for number, server in enumerate(servers or local_servers(self.config))]
-        self.router_process = Process(self.config.log_dir / "router.log")
+        self.slots = [Slot(server, number, config.log_dir / f"server_{number}.log")
+                      for number, server in enumerate(servers or local_servers(config))]
+        self.router_process, self.router_starts = Process(config.log_dir / "router.log"), 0
         self.failure = ""  # why the start failed
-        self.restarts = 0
         self.asleep = self.said_no_sleep = False
-        self.all_ready, self.stopping = threading.Event(), threading.Event()
-        self.lock = threading.RLock()  # the watcher against sleep, wake_up and shutdown
+        self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
-            self.start_router()
-            for slot in self.slots:
-                self.start_server(slot)
-            threading.Thread(target=self.watch, daemon=True).start()
+            self.reserved = reserve(config.host, config.port)  # should the router die, it comes back there
+        except OSError as error:
+            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
+                          "choose another one") from None
+        config.port = self.reserved.getsockname()[1]
+        self.router_address = f"{config.host}:{config.port}"
+        if warning := router.warn_if_open(config.host, config.api_key):
+            self.say(warning)
+        self.threads = [threading.Thread(target=self.keep_router, daemon=True)]
+        self.threads += [threading.Thread(target=self.keep_server, args=(slot,), daemon=True) for slot in self.slots]
+        try:
+            for thread in self.threads:
+                thread.start()
             if wait:
                 self.wait_ready()
         except BaseException:
@@ -301,116 +196,167 @@ class ModelServers:
         """Blocks until all servers are ready. RuntimeError when one fails to start."""
         while not self.all_ready.wait(0.1):
             if self.failure:
-                raise RuntimeError(self.failure)
+                raise RuntimeError(self.label + self.failure)
         self.say(f"router ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     @property
     def server_urls(self) -> list[str]:
         return [slot.url for slot in self.slots]
 
+    @property
+    def restarts(self) -> int:
+        return sum(slot.restarts for slot in self.slots)
+
+    def given_up(self) -> bool:
+        """True when no server is left that could come back."""
+        return all(slot.given_up for slot in self.slots)
+
     def say(self, text: str) -> None:
         print(self.label + text, flush=True)
 
-    def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 15.0) -> tuple[int, str]:
-        return http(method, f"http://{self.router_address}{path}", body, self.config.api_key, timeout)
+    def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 5.0) -> tuple[int, str]:
+        return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, timeout)
 
-    def start_router(self) -> None:
+    def keep_router(self) -> None:
+        """The router's thread: starts it, and again when it dies or hangs. Servers join the new one by themselves."""
         config, process = self.config, self.router_process
         command = [sys.executable, router.__file__, "--host", config.host, "--port", str(config.port), "--allow-empty",
                    "--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
-        process.launch(command, dict(os.environ, ROUTER_API_KEY=config.api_key))
-        while not (found := re.search(r"router listening at http://(\S+:(\d+)) ", process.last_lines())):
-            if not process.alive():
-                reason = process.last_lines().splitlines()[-1].removeprefix("error: ")
-                raise OSError(f"the router did not start: {reason} (log: {process.log})")
-            time.sleep(0.05)
-        self.router_address, config.port = found[1], int(found[2])  # should it die, it comes back there
+        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
+        answered, tries = 0.0, 0  # when it last did, or was started; how often in a row
+        while not self.stopping.is_set():
+            alive, now = process.alive(), time.monotonic()
+            if alive and '"servers"' in self.call_router("GET", "/health", timeout=HEALTH_TIMEOUT)[1]:
+                answered, tries = now, 0
+            elif not alive or now - answered > ROUTER_HANG_SECONDS:
+                if self.router_starts:
+                    what = "hangs" if alive else f"died ({process.last_lines().splitlines()[-1].removeprefix('error: ')})"
+                    if not self.all_ready.is_set():
+                        self.failure = f"the router {what} while starting (log: {process.log})"
+                    self.say(f"the router {what}; restarting it (log: {process.log})")
+                    self.stopping.wait(min(10.0, RESTART_DELAY * tries))  # a foreign program may have taken its port
+                try:
+                    process.launch(command, env)
+                except OSError as error:  # such as a full disk, which may have room again in an hour
+                    self.say(f"the router cannot be started: {error}")
+                self.router_starts, answered, tries = self.router_starts + 1, time.monotonic(), tries + 1
+            self.stopping.wait(WATCH_EVERY)
 
-    def watch(self) -> None:
-        """The thread that looks at the router and every server, again and again."""
-        while not self.stopping.wait(WATCH_EVERY):
-            with self.lock:
+    def keep_server(self, slot: Slot) -> None:
+        """A server's thread: runs it, and again when it has died. After MAX_DEATHS in a row it is given up."""
+        tries = deaths = 0
+        while True:
+            try:
+                what = self.run_server(slot)
                 if self.stopping.is_set():
                     return
-                try:
-                    if not self.router_process.alive():
-                        self.say(f"the router died; restarting it (log: {self.router_process.log})")
-                        self.start_router()
-                        for slot in self.slots:
-                            if slot.state == "ready":
-                                self.call_router("POST", "/workers", {"url": slot.url})
-                    for slot in self.slots:
-                        self.look_at(slot)
-                except Exception:  # say a full disk, which may have room again in an hour: the watch goes on
-                    self.failure = f"the watcher failed: {traceback.format_exc()}"
-                    self.say(self.failure)
-                if all(slot.state == "ready" for slot in self.slots):
-                    self.all_ready.set()
+                end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
+                self.call(slot, "stop", 0)
+                died = not self.asleep  # while the others sleep the trainer may have the memory that this one needs to start
+            except Exception as error:  # not its own doing: a full disk, a node that is gone. That is waited for, not counted
+                what, end, died = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}", False
+            if self.stopping.is_set():
+                return
+            if not self.all_ready.is_set():
+                self.failure = f"server {slot.number} {what} while starting; {end}"
+                return
+            if slot.since and time.monotonic() - slot.since > GOOD_SECONDS:
+                tries = deaths = 0
+            tries, deaths, slot.since = tries + 1, deaths + died, 0.0
+            if deaths >= MAX_DEATHS:
+                slot.given_up = True
+                self.say(f"GIVING UP on server {slot.number}: it {what}, the {deaths}th time in a row; {end}")
+                return
+            delay = min(60.0, RESTART_DELAY * 2 ** (tries - 1))
+            self.say(f"server {slot.number} {what}; restarting in {delay:g} s (log: {slot.log})")
+            if self.stopping.wait(delay):
+                return
+            slot.restarts += 1
 
-    def look_at(self, slot: Slot) -> None:
-        now = time.monotonic()
-        if slot.state == "down" and now >= slot.restart_at:
-            self.restarts += 1
-            self.start_server(slot)
-        if slot.state not in ("starting", "ready"):
-            return
-        if not self.call(slot, "alive"):
-            self.mourn(slot, "died")
-        elif http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200:
-            slot.seen = now
-            if slot.state == "starting":
-                if self.asleep:  # it must not take the memory that the others left to the trainer
-                    http("POST", slot.url + "/sleep?level=1", api_key=self.config.api_key, timeout=120)
-                if self.before_joining and not self.before_joining(slot):
-                    return
-                if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
-                    self.say(f"server {slot.number} ready at {slot.url} after {now - slot.since:.0f} s (log: {slot.log})")
-                    slot.state, slot.since = "ready", now
-            elif now - slot.since > GOOD_SECONDS:
-                slot.deaths = 0
-        elif slot.state == "starting" and now - slot.since > self.config.startup_timeout:
-            self.mourn(slot, f"was not ready after {self.config.startup_timeout:g} s (--startup-timeout)")
-        elif slot.state == "ready" and now - slot.seen > HANG_SECONDS:
-            self.mourn(slot, f"did not answer /health for {HANG_SECONDS:g} s")
+    def run_server(self, slot: Slot) -> str:
+        """Starts a server, has it join the router when it is healthy, and returns when it is dead or hangs: in which way."""
+        slot.url = self.call(slot, "start")
+        started = seen = time.monotonic()
+        try:
+            while not self.stopping.wait(WATCH_EVERY):
+                if http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200:
+                    seen = time.monotonic()
+                    if slot.joined != self.router_starts and self.join(slot) and not slot.since:
+                        slot.since = seen
+                        self.say(f"server {slot.number} ready at {slot.url} after {seen - started:.0f} s (log: {slot.log})")
+                elif not self.call(slot, "alive"):
+                    return "died"
+                elif not slot.since and time.monotonic() - started > self.config.startup_timeout:
+                    return f"was not ready after {self.config.startup_timeout:g} s (--startup-timeout)"
+                elif slot.since and time.monotonic() - seen > HANG_SECONDS:
+                    return f"did not answer /health for {HANG_SECONDS:g} s"
+                if all(other.joined for other in self.slots):
+                    self.all_ready.set()
+            return "was stopped"
+        finally:
+            self.leave(slot)
+
+    def join(self, slot: Slot) -> bool:
+        """Lets a healthy server into the router, and into a new router again."""
+        with self.lock if not slot.joined else contextlib.nullcontext():
+            if not slot.joined and self.asleep:  # it must not take the memory that the others left to the trainer
+                self.ask(slot, SLEEP)
+            if not slot.joined and self.before_joining and not self.before_joining(slot):
+                return False
+            start = self.router_starts
+            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
+                slot.joined = start
+            return slot.joined == start
+
+    def leave(self, slot: Slot) -> None:
+        if slot.joined:
+            slot.joined = 0
+            self.call_router("DELETE", f"/workers?url={slot.url}")
 
     def call(self, slot: Slot, method: str, *args):
-        """A method of the server, here or in its actor. An actor that cannot be reached counts as a dead server (None)."""
+        """A method of the server, here or in its actor. An actor may take minutes: no node has room, or it is set up."""
         if isinstance(slot.server, VllmServer):
             return getattr(slot.server, method)(*args)
         import ray
         if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
-            return None
-        try:
-            return ray.get(getattr(slot.server, method).remote(*args), timeout=60)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return None
+            raise RuntimeError("Ray was shut down")
+        answer = getattr(slot.server, method).remote(*args)
+        while True:
+            try:
+                return ray.get(answer, timeout=20)
+            except ray.exceptions.GetTimeoutError:
+                if self.stopping.is_set():
+                    raise
+                self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
 
-    def start_server(self, slot: Slot) -> None:
-        slot.url = self.call(slot, "start") or slot.url
-        slot.state, slot.since = "starting", time.monotonic()
+    def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
+        """A control call to one server. RuntimeError where it does not say 200."""
+        status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
+        if status != 200:
+            raise RuntimeError(f"{self.label}server {slot.number}: POST {path} failed ({status}): {text[:300]}")
 
-    def mourn(self, slot: Slot, what: str) -> None:
-        """A server is dead or as good as dead: out of the router, and plan its restart."""
-        self.call_router("DELETE", f"/workers?url={slot.url}")
-        end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
-        self.call(slot, "stop", 0)
-        slot.deaths += 1
-        slot.state = "given up"
-        if not self.all_ready.is_set():
-            self.failure = f"{self.label}server {slot.number} {what} while starting; {end}"
-        elif slot.deaths >= MAX_DEATHS:
-            self.say(f"GIVING UP on server {slot.number}: it {what}, the {slot.deaths}th time in a row; {end}")
-        else:
-            delay = min(60.0, RESTART_DELAY * 2 ** (slot.deaths - 1))
-            slot.state, slot.restart_at = "down", time.monotonic() + delay
-            self.say(f"server {slot.number} {what}; restarting in {delay:g} s (log: {slot.log})")
+    def ask_all(self, path: str, body: dict | None = None) -> None:
+        """One control call to all servers in the router, at the same time; the caller holds the lock.
 
-    def given_up(self) -> bool:
-        """True when no server is left that could come back."""
-        return all(slot.state == "given up" for slot in self.slots)
+        One that dies of it, or fails where others do not, is restarted and joins as they are then. RuntimeError where all
+        refuse, or none is left that could come back.
+        """
+        with ThreadPoolExecutor(64) as pool:
+            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
+        failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
+        for slot, error in failed.items():
+            if len(failed) == len(asked) and http("GET", slot.url + "/health")[0] == 200:
+                raise error
+        if self.given_up():
+            raise RuntimeError(f"{self.label}every server was given up")
+        for slot, error in failed.items():
+            if slot.joined:  # else its thread knows
+                self.say(f"{error}; it is restarted")
+                self.call(slot, "stop", 0)
+                self.leave(slot)
 
-    def sleep(self, path: str = "/sleep?level=1") -> bool:
-        """Frees the servers' GPU memory. False where that is not possible, which is said once."""
+    def sleep(self, asleep: bool = True) -> bool:
+        """Frees the servers' GPU memory, when what they are at has ended. False where that is not possible, said once."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             if not self.said_no_sleep:
                 why = "vLLM cannot on CPU" if self.config.device == "cpu" else "started without sleep_mode"
@@ -418,26 +364,30 @@ class ModelServers:
             self.said_no_sleep = True
             return False
         with self.lock:
-            status, text = self.call_router("POST", path, timeout=300)
-            if status != 200:
-                raise RuntimeError(f"{self.label}POST {path} to the servers failed ({status}): {text[:500]}")
-            self.asleep = path != "/wake_up"
+            self.asleep = asleep
+            self.ask_all(SLEEP if asleep else "/wake_up")
         return True
 
     def wake_up(self) -> bool:
         """The opposite of sleep()."""
-        return self.sleep("/wake_up")
+        return self.sleep(False)
 
     def shutdown(self) -> None:
         """Ends router and servers. May be called twice."""
         self.stopping.set()
-        with self.lock:
+
+        def stop(slot):
+            with contextlib.suppress(Exception):  # an actor that is gone
+                self.call(slot, "stop")
+
+        for _ in range(2):  # a thread may just have been starting something
             self.router_process.stop(patience=10)
-            threads = [threading.Thread(target=self.call, args=(slot, "stop")) for slot in self.slots]
-            for thread in threads:
+            stops = [threading.Thread(target=stop, args=(slot,)) for slot in self.slots]  # a pool has no more threads at the exit
+            for thread in stops:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            for thread in stops + [thread for thread in self.threads if thread.ident]:
+                thread.join(15)
+        self.reserved.close()
 
 
 def complete(config: Config) -> Config:
@@ -448,7 +398,8 @@ def complete(config: Config) -> Config:
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(config.model).expanduser().resolve()
-    return replace(config, device=device, api_key=config.api_key or os.environ.get("ROUTER_API_KEY", ""),
+    api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
+    return replace(config, device=device, api_key=api_key, server_key=api_key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
                    log_dir=Path(config.log_dir).expanduser().absolute())
 
@@ -489,7 +440,8 @@ class RewardModelManager:
         atexit.register(self.shutdown)
         try:
             if not ray.is_initialized():
-                ray.init(include_dashboard=False, logging_level="warning")
+                cluster = ray.init(include_dashboard=False, logging_level="warning").address_info["gcs_address"]
+                print(f"Ray: the cluster at {cluster}; RAY_ADDRESS=local starts one of your own", flush=True)
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
             unreachable = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
             configs = [complete(replace(config, device=device if config.device == "auto" else config.device,
@@ -523,7 +475,7 @@ class RewardModelManager:
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, number)
             options = dict(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1, scheduling_strategy=strategy)
             self.actors.append(ray.remote(VllmServer).options(**options).remote(
-                config, index, part=nodes[:number].count(node), parts=nodes.count(node), local=node == driver))
+                config, index, part=nodes[:number].count(node), parts=nodes.count(node), driver_node=driver))
 
     def sleep(self) -> bool:
         """Frees the GPU memory of all models. False where some cannot."""
@@ -537,12 +489,14 @@ class RewardModelManager:
         """Ends everything. Idempotent; also runs at the end of the program."""
         import ray
         for servers in self.models.values():
-            servers.shutdown()
+            servers.stopping.set()
         if ray.is_initialized():
-            for actor in self.actors:
+            for actor in self.actors:  # its server ends with it, and no thread waits any more for one that is on no node
                 ray.kill(actor)
             if self.group is not None:
                 ray.util.remove_placement_group(self.group)
+        for servers in self.models.values():
+            servers.shutdown()
         self.actors, self.group = [], None
         atexit.unregister(self.shutdown)
 

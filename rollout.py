@@ -202,6 +202,7 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
 
 
 RESET_PREFIX_CACHE = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every vLLM
+RELOAD = (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE,))  # the weights, and no keys of the old ones
 
 
 class PolicyServers:
@@ -255,31 +256,19 @@ class PolicyServers:
         """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
         if self.transfer == "nccl":
             return not self.members or slot.server.child.pid in self.members
-        self.load(slot.url)
+        for call in RELOAD:
+            self.servers.ask(slot, *call)
         return True
 
-    def load(self, url: str | None = None) -> None:
-        """One server (without `url` all in the router) reads the weights again and forgets keys and values of the old ones."""
-        for path, body in (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE, {})):
-            if url:
-                status, text = http("POST", url + path, body, self.servers.config.api_key, timeout=600)
-            else:
-                status, text = self.servers.call_router("POST", path, body, timeout=600)
-            answers = json.loads(text)["servers"] if status and not url else {url or "router": {"status": status, "body": text}}
-            for server, answer in answers.items():
-                if answer["status"] != 200:
-                    raise RuntimeError(f"policy server {server}: POST {path} failed ({answer['status']}): {answer['body'][:300]}")
-
     def sync(self, policy: Policy) -> None:
-        """The policy's weights to all servers. Nothing may be generating."""
+        """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when it is restarted."""
         if self.transfer == "nccl":
             return self.broadcast(policy)
         new = self.write(policy)
         with self.servers.lock:  # no server can join between the new file and the reload
             new.replace(self.folder / "model.safetensors")
-            for slot in self.servers.slots:  # one that has just died is to be restarted, not asked
-                self.servers.look_at(slot)
-            self.load()
+            for call in RELOAD:
+                self.servers.ask_all(*call)
 
     def broadcast(self, policy: Policy) -> None:
         """`sync` by NCCL: this process is rank 0 and sends; each server's `tensor_parallel_size` processes have the next ranks.
@@ -300,13 +289,11 @@ class PolicyServers:
             slots, size, device = healthy(), self.servers.config.tensor_parallel_size, policy.device
 
             def ask(path, body=lambda number: {}):  # all at once: some calls answer only when this process has done its part
-                return [pool.submit(http, "POST", slot.url + path, body(number), self.servers.config.api_key, 600)
-                        for number, slot in enumerate(slots)]
+                return [pool.submit(self.servers.ask, slot, path, body(number)) for number, slot in enumerate(slots)]
 
             def wait(answers):
-                for slot, (status, text) in zip(slots, [answer.result() for answer in answers]):
-                    if status != 200:
-                        raise RuntimeError(f"policy server {slot.url}: new weights failed ({status}): {text[:300]}")
+                for answer in answers:
+                    answer.result()
 
             members = [slot.server.child.pid for slot in slots]
             if members != self.members:  # a group cannot take back a server that was restarted: make a new one

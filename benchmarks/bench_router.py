@@ -18,7 +18,9 @@ Left out: TLS, streams, real models, routers on several cores.
 
 import asyncio
 import os
+import platform
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -230,7 +232,7 @@ async def compare_routers(config: Config) -> None:
                 server.terminate()
                 server.wait()
     print(f"{config.connections} connections, {config.body_bytes} bytes, {config.rounds} rounds of {config.seconds:g} s, "
-          f"{os.cpu_count()} cores, uvloop {'yes' if uvloop else 'no'}\n")
+          f"uvloop {'yes' if uvloop else 'no'}\n")
     print("| router | requests/s | p50 ms | p99 ms | failures | CPU ms per request |\n| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, rounds in rows.items():
         figures = []
@@ -271,7 +273,7 @@ async def time_policy(policy: str, slownesses: list[float], times: list[float]) 
         await web.TCPSite(runner, "127.0.0.1", port).start()
         runners.append(runner)
         urls.append(f"http://127.0.0.1:{port}")
-    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy))
+    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy, forward=("/",)))
     port = await router.start()
     waiting = iter(times)
 
@@ -312,7 +314,16 @@ async def compare_policies(config: Config) -> None:
               f"{spent['round_robin'] / spent['least_loaded']:.2f} |", flush=True)
 
 
+def machine() -> str:
+    """The processor: cores, name, and which of the vector units that decide speed here."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"model name\s*: (.*)", text)
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{unit}\b", text)]
+    return f"{os.cpu_count()} cores, {name[1] if name else platform.machine()}, {' '.join(units) or 'no AVX2'}"
+
+
 async def measure(config: Config) -> None:
+    print(machine())
     await compare_routers(config)
     if config.skew_requests:
         await compare_policies(config)

@@ -1,8 +1,10 @@
 """genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server in real processes), slow ones with vLLM on CPU."""
 
+import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +17,11 @@ from pathlib import Path
 import pytest
 
 import genrm_server
-from genrm_server import Config, ModelServers, RewardModelManager, http, share
+import vllm_server
+from genrm_server import Config, ModelServers, RewardModelManager, http
 from rollout import PolicyServers
 from tiny import policy_of
+from vllm_server import share
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,15 +39,27 @@ calls = []
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
+        if self.path != "/health" and self.headers.get("Authorization") != "Bearer " + os.environ["VLLM_API_KEY"]:
+            return self.answer(401, {"error": "no key"})
         calls.append(self.path)
+        if told(die := "die_of" + self.path.partition("?")[0].replace("/", "_")):
+            try:
+                os.unlink(os.path.join(argument("--model"), die))  # one server, once
+                os._exit(1)
+            except FileNotFoundError:
+                pass
+        if told("refuse" + self.path.partition("?")[0].replace("/", "_")):
+            return self.answer(400, {"error": "will not"})
         while self.path == "/health" and told("hang"):
             time.sleep(0.05)
-        if self.path == "/slow":
+        if self.path == "/v1/slow":
             time.sleep(0.5)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP"))}
-        body = json.dumps({"argv": sys.argv[1:], "env": env, "pids": [os.getpid(), engine.pid], "calls": calls}).encode()
-        self.send_response(200)
+        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHONPATH"))}
+        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": [os.getpid(), engine.pid], "calls": calls})
+    def answer(self, status, body):
+        body = json.dumps(body).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -86,14 +102,21 @@ def running(config, **more):
         servers.shutdown()
 
 
-def ask(url, path="/args", api_key=""):
+def ask(url, path="/v1/args", api_key=""):
+    """What the stand-in says of itself; `url`: the router's, or a server's with its key."""
     status, text = http("GET", url + path, api_key=api_key, timeout=30)
     assert status == 200, (status, text)
     return json.loads(text)
 
 
+def told(servers, number=0):
+    """What one of the servers says of itself, asked directly."""
+    return ask(servers.server_urls[number], api_key=servers.config.server_key)
+
+
 def router_workers(servers):
-    return json.loads(servers.call_router("GET", "/workers")[1])["workers"]
+    status, text = servers.call_router("GET", "/workers")
+    return json.loads(text)["workers"] if status == 200 else []  # it may just be away
 
 
 def until(condition, limit=30):
@@ -113,8 +136,9 @@ def alive(pid):
 
 def descendants(pid):
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *descendants(int(child))]
+    for task in Path(f"/proc/{pid}/task").iterdir():  # a child belongs to the thread that started it
+        for child in (task / "children").read_text().split():
+            found += [int(child), *descendants(int(child))]
     return found
 
 
@@ -143,8 +167,8 @@ def test_cpu_servers(stand_in, monkeypatch):
                       vllm_args=("--max-num-seqs", "7"))
     with running(config) as servers:
         assert http("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
-        for number, url in enumerate(servers.server_urls):
-            seen = ask(url)
+        for number in range(2):
+            seen = told(servers, number)
             line = " ".join(seen["argv"])
             assert f"--model {stand_in} --host 127.0.0.1" in line and "--served-model-name judge" in line
             assert "--dtype float32 --enforce-eager" in line and "--max-model-len 512" in line and "--runner" not in line
@@ -153,14 +177,14 @@ def test_cpu_servers(stand_in, monkeypatch):
             assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(number) and env["OMP_NUM_THREADS"] == "1"
             assert env["VLLM_API_KEY"] == "s3cret" and env["HF_HUB_OFFLINE"] == "1" and "VLLM_SERVER_DEV_MODE" not in env
         assert {ask(f"http://{servers.router_address}", api_key="s3cret")["pids"][0] for _ in range(2)} == \
-            {ask(url)["pids"][0] for url in servers.server_urls}
+            {told(servers, number)["pids"][0] for number in range(2)}
 
 
 def test_gpu_servers_and_a_classifier(stand_in):
     config = settings(stand_in, num_servers=2, device="cuda", gpus="3,5,6,7", tensor_parallel_size=2, task="classify",
                       sleep_mode=True)
     with running(config) as servers:
-        seen = [ask(url) for url in servers.server_urls]
+        seen = [told(servers, number) for number in range(2)]
         assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "6,7"]
         assert "--runner pooling" in " ".join(seen[0]["argv"]) and "--enable-sleep-mode" in seen[0]["argv"]
         assert "--dtype auto" in " ".join(seen[0]["argv"]) and seen[0]["env"]["VLLM_SERVER_DEV_MODE"] == "1"
@@ -180,16 +204,16 @@ def test_bad_settings(stand_in, changes, expected):
 
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers, ThreadPoolExecutor(32) as pool:
-        victim = ask(servers.server_urls[0])["pids"]
-        asked = [pool.submit(ask, f"http://{servers.router_address}", "/slow") for _ in range(32)]
+        victim = told(servers)["pids"]
+        asked = [pool.submit(ask, f"http://{servers.router_address}", "/v1/slow") for _ in range(32)]
         until(lambda: sum(worker["in_flight"] for worker in router_workers(servers)) == 32)
         os.kill(victim[0], signal.SIGKILL)
         assert len([one.result() for one in asked]) == 32
-        until(lambda: servers.restarts == 1 and all(slot.state == "ready" for slot in servers.slots))
-        new = ask(servers.server_urls[0])["pids"]
+        until(lambda: servers.restarts == 1 and all(slot.joined for slot in servers.slots))
+        new = told(servers)["pids"]
         assert new != victim and not alive(victim[1])  # its engine was not left behind
         assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
-            {new[0], ask(servers.server_urls[1])["pids"][0]}
+            {new[0], told(servers, 1)["pids"][0]}
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
     until(lambda: not any(map(alive, pids)) and all(map(port_is_free, servers.server_urls)), limit=5)
     servers.shutdown()  # a second time does nothing
@@ -200,20 +224,19 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
 def test_a_hanging_server_is_restarted(stand_in, monkeypatch):
     monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
     with running(settings(stand_in)) as servers:
-        victim = ask(servers.server_urls[0])["pids"]
+        victim = told(servers)["pids"]
         (stand_in / "hang").touch()
-        until(lambda: servers.slots[0].deaths)
+        until(lambda: not any(map(alive, victim)))
         (stand_in / "hang").unlink()
-        assert not any(map(alive, victim))
-        until(lambda: servers.slots[0].state == "ready")
+        until(lambda: servers.slots[0].joined)
 
 
 def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(stand_in, capfd, monkeypatch):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in, num_servers=2)) as servers:
         (stand_in / "die_at_start").touch()
-        os.kill(ask(servers.server_urls[0])["pids"][0], signal.SIGKILL)
-        until(lambda: servers.slots[0].state == "given up")
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: servers.slots[0].given_up)
         assert not servers.given_up() and ask(f"http://{servers.router_address}")
         assert len(router_workers(servers)) == 1
         assert re.search(r"GIVING UP on server 0.*\n.*these weights do not fit", capfd.readouterr().out)
@@ -240,7 +263,124 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         assert servers.router_address == address and ask(f"http://{address}")
 
 
-def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer, monkeypatch):
+def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
+    monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
+    with running(settings(stand_in, num_servers=2)) as servers:
+        hanging = servers.router_process.child.pid
+        os.kill(hanging, signal.SIGSTOP)
+        until(lambda: not alive(hanging))
+        until(lambda: all(worker["healthy"] for worker in router_workers(servers)) and len(router_workers(servers)) == 2)
+        assert ask(f"http://{servers.router_address}") and servers.restarts == 0
+        assert "the router hangs; restarting it" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd):
+    with running(settings(stand_in, num_servers=2)) as servers:
+        host, _, port = servers.router_address.partition(":")
+        servers.router_process.child.kill()
+        servers.router_process.child.wait()
+        with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
+            os.kill(told(servers)["pids"][0], signal.SIGKILL)
+            until(lambda: servers.restarts == 1)
+            until(lambda: servers.slots[0].url and http("GET", servers.server_urls[0] + "/health")[0] == 200)
+            until(lambda: "cannot listen there" in capfd.readouterr().out)
+        until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
+        until(lambda: len(router_workers(servers)) == 2)
+        assert ask(f"http://{servers.router_address}")
+
+
+def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
+    with running(settings(stand_in, num_servers=2)) as servers:
+        logs = servers.config.log_dir
+        shutil.rmtree(logs)
+        victims = told(servers)["pids"][0], servers.router_process.child.pid
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        until(lambda: servers.restarts == 1 and all(slot.joined == servers.router_starts == 2 for slot in servers.slots))
+        assert (logs / "server_0.log").is_file() and (logs / "router.log").is_file()
+        shutil.rmtree(logs)
+        logs.touch()  # and now there cannot be one, which is no death of the server
+        os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
+        until(lambda: servers.slots[1].restarts == 3)
+        assert not servers.slots[1].given_up and "cannot be run (FileExistsError" in capfd.readouterr().out
+        logs.unlink()
+        until(lambda: servers.slots[1].joined)
+
+
+def test_the_servers_have_a_key_that_nobody_sees(stand_in):
+    with running(settings(stand_in)) as servers:
+        key = servers.config.server_key
+        assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
+        assert http("GET", servers.server_urls[0] + "/health")[0] == 200
+        assert http("GET", servers.server_urls[0] + "/v1/args")[0] == 401
+        assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
+        assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
+        seen = told(servers)
+        assert seen["argv"][seen["argv"].index("--middleware") + 1] == "vllm_server.KeyGuard"
+        assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
+        processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+        assert str(stand_in) in processes and key not in processes
+        assert not any(key in log.read_text() for log in servers.config.log_dir.iterdir())
+
+
+def ask_guard(scope_type, path, *headers):
+    """What comes back through KeyGuard: b"in" from the app behind it."""
+    sent = []
+
+    async def app(scope, receive, send):
+        sent.append("in")
+
+    async def send(message):
+        sent.append(message.get("status", message["type"]))
+
+    asyncio.run(vllm_server.KeyGuard(app)(dict(type=scope_type, path=path, headers=headers), None, send))
+    return sent[0]
+
+
+def test_the_key_guard(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    right, wrong = (b"authorization", b"Bearer k"), (b"authorization", b"Bearer kk")
+    assert ask_guard("http", "/health") == ask_guard("http", "/sleep", right) == ask_guard("websocket", "/x", right) == "in"
+    for path in ("/sleep", "/v1/models", "/health/", "/Health", "", "/metrics"):
+        assert ask_guard("http", path) == ask_guard("http", path, wrong) == ask_guard("http", path, (b"x", b"Bearer k")) == 401
+    assert ask_guard("websocket", "/v1/realtime") == "websocket.close"
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(KeyError):  # rather no server than an open one
+        vllm_server.KeyGuard(None)
+
+
+def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
+    import ray
+    with running(settings(stand_in)) as servers:
+        patience = iter([ray.exceptions.GetTimeoutError()] * 5)
+
+        class Actor:
+            class start:
+                remote = staticmethod(lambda: "reference")
+
+        def get(reference, timeout):
+            assert reference == "reference"  # of the one call that was made
+            for error in patience:
+                raise error
+            return "http://host:1"
+
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "get", get)
+        slot = genrm_server.Slot(Actor, 7, stand_in)
+        assert servers.call(slot, "start") == "http://host:1"
+        assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
+
+
+def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
+    with running(settings(stand_in, host="0.0.0.0")):
+        assert "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
+    with running(settings(stand_in, host="0.0.0.0", api_key="k")):
+        assert "WARNING" not in capfd.readouterr().out
+
+
+def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer):
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
@@ -253,10 +393,10 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     model = policy.model
     servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, seed=5))
     try:
-        for number, url in enumerate(servers.servers.server_urls):
-            told = ask(url)
-            assert f"--seed {5 + number} " in " ".join(told["argv"]) and told["env"]["VLLM_SERVER_DEV_MODE"] == "1"
-            assert not any(call.startswith("/collective_rpc") for call in told["calls"])
+        for number in range(2):
+            seen = told(servers.servers, number)
+            assert f"--seed {5 + number} " in " ".join(seen["argv"]) and seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+            assert not any(call.startswith("/collective_rpc") for call in seen["calls"])
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync(policy)
@@ -264,17 +404,24 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
         assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was
-        for url in servers.servers.server_urls:
-            calls = [call for call in ask(url)["calls"] if call.startswith(("/collective_rpc", "/reset_prefix_cache"))]
+        for number in range(2):
+            calls = [call for call in told(servers.servers, number)["calls"] if call.startswith(("/collective", "/reset"))]
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
-        os.kill(ask(servers.servers.server_urls[0])["pids"][0], signal.SIGKILL)
+        os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
         until(lambda: servers.servers.restarts == 1 and len(router_workers(servers.servers)) == 2)
-        assert "/collective_rpc" in ask(servers.servers.server_urls[0])["calls"]  # before it joined: weights may have changed
-        monkeypatch.setattr(servers.servers, "call_router", lambda *_, **__: (0, "refused"))
-        with pytest.raises(RuntimeError, match="policy server router: POST /collective_rpc failed .0.: refused"):
+        assert "/collective_rpc" in told(servers.servers)["calls"]  # before it joined: weights may have changed
+        (servers.folder / "die_of_collective_rpc").touch()
+        servers.sync(policy)  # one of them dies of it
+        assert len(router_workers(servers.servers)) == 1  # with the new weights; the other one has the old ones or none
+        until(lambda: servers.servers.restarts == 2 and all(slot.joined for slot in servers.servers.slots))
+        assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
+        (servers.folder / "refuse_collective_rpc").touch()
+        with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
             servers.sync(policy)
+        (servers.folder / "refuse_collective_rpc").unlink()
+        (servers.folder / "die_of_collective_rpc").touch()
+        servers.sync(policy)
     finally:
-        monkeypatch.undo()
         servers.shutdown()
     assert not servers.folder.exists()
 
@@ -285,13 +432,40 @@ def test_sleep_and_wake(stand_in, capfd):
         assert capfd.readouterr().out.count("sleep and wake do nothing here: vLLM cannot on CPU") == 1
     with running(settings(stand_in, num_servers=2, device="cuda", gpus="0,1", sleep_mode=True)) as servers:
         assert servers.sleep()
-        assert all("/sleep?level=1" in ask(url)["calls"] for url in servers.server_urls)
-        os.kill(ask(servers.server_urls[0])["pids"][0], signal.SIGKILL)
-        until(lambda: servers.restarts == 1 and servers.slots[0].state == "ready")
-        assert "/sleep?level=1" in ask(servers.server_urls[0])["calls"]  # it must not take the trainer's memory
+        assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: servers.restarts == 1 and servers.slots[0].joined)
+        assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
         assert servers.wake_up()
-        assert all("/wake_up" in ask(url)["calls"] for url in servers.server_urls)
-        assert http("POST", f"http://{servers.router_address}/sleep")[0] == 200  # the same from outside
+        assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
+        assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404  # not for whoever knows the router
+
+
+def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkeypatch, capfd):
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
+    with running(settings(stand_in, num_servers=2, device="cuda", gpus="0,1", sleep_mode=True)) as servers:
+        def all_joined():
+            return all(slot.joined for slot in servers.slots)
+
+        (stand_in / "die_of_sleep").touch()
+        assert servers.sleep()
+        assert not all_joined()
+        until(all_joined)
+        assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        assert servers.wake_up()
+        until(lambda: servers.restarts == 2 and all_joined())
+        assert genrm_server.SLEEP not in told(servers)["calls"] and "/wake_up" in told(servers, 1)["calls"]
+        assert servers.sleep()
+        (stand_in / "die_at_start").touch()  # as without memory for it, which the trainer has meanwhile
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: servers.slots[0].restarts == 5)
+        (stand_in / "die_at_start").unlink()
+        until(all_joined)
+        (stand_in / "refuse_wake_up").touch()
+        with pytest.raises(RuntimeError, match="server 0: POST /wake_up failed .400.: .*will not"):
+            servers.wake_up()
+        assert not any(slot.given_up for slot in servers.slots)
 
 
 # ---- the command line --------------------------------------------------------------------------------------------------------
@@ -317,14 +491,17 @@ def read_addresses(process):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(stand_in, number):
     process = start_command(stand_in, "--num-servers", "2", "--", "--max-num-seqs", "9")
-    router, urls = read_addresses(process)
-    assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
-    pids = descendants(process.pid)
-    assert len(pids) == 5  # the router, two servers, their engines
-    process.send_signal(number)
-    process.wait(30)
-    assert process.returncode == (-9 if number == signal.SIGKILL else 0)
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    try:
+        router, urls = read_addresses(process)
+        assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
+        pids = descendants(process.pid)
+        assert len(pids) == 5  # the router, two servers, their engines
+        process.send_signal(number)
+        process.wait(30)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 0)
+        until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    finally:
+        process.kill()
 
 
 def test_exit_codes(stand_in):
@@ -399,6 +576,27 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     assert status == 200, text
     assert [one["probs"][0] for one in json.loads(text)["data"]] == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
+
+
+@pytest.mark.slow
+def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
+    process, router, urls, manager = vllm
+    classifier, key = manager.models["rm"].server_urls[0], manager.models["rm"].config.server_key
+    for url in (*urls, classifier):
+        assert http("GET", url + "/health")[0] == 200
+        for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/classify"), ("GET", "/metrics"),
+                             ("POST", "/collective_rpc"), ("GET", "/docs"), ("OPTIONS", "/v1/models"), ("GET", "/health/")):
+            assert http(method, url + path)[0] == 401
+            assert http(method, url + path, api_key="wrong")[0] == 401
+    assert http("GET", classifier + "/v1/models", api_key=key)[0] == 200
+    assert http("POST", classifier + "/tokenize", {"prompt": "x"}, api_key=key)[0] == 200
+    assert http("POST", router + "/tokenize", {"prompt": "x"})[0] == 200
+    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "ignore_eos": True, "stream": True}
+    status, text = http("POST", router + "/v1/chat/completions", body, timeout=60)
+    assert status == 200 and text.count("data: ") > 2 and text.endswith("data: [DONE]\n\n")
+    everything = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+    assert urls[0].rpartition(":")[2] in everything and key not in everything
+    assert not any(key in log.read_text() for log in manager.models["rm"].config.log_dir.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -482,6 +680,49 @@ def test_named_models_in_ray(stand_in):
     finally:
         driver.kill()
         driver.wait()
+
+
+NODES = """
+import sys, time
+import ray
+from ray.cluster_utils import Cluster
+import genrm_server
+genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+node = cluster.add_node(num_cpus=1)
+config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
+manager = genrm_server.RewardModelManager({"genrm": config})
+slot = manager.models["genrm"].slots[0]
+def ask():
+    return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+print("host", slot.url, ask(), flush=True)
+cluster.remove_node(node)
+wait_for(lambda: not slot.joined)
+time.sleep(8)  # no node has room: nothing is counted, nothing given up
+print("alone", slot.joined, slot.given_up, flush=True)
+cluster.add_node(num_cpus=1)
+wait_for(lambda: slot.joined)
+print("back", slot.url, ask(), slot.given_up, flush=True)
+manager.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
+    driver = subprocess.run([sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))]
+    assert [line[0] for line in lines] == ["host", "alone", "back"], driver.stdout + driver.stderr
+    (_, before, *first), (_, *alone), (_, after, *last) = lines
+    assert first == ["200"] and alone == ["0", "False"] and last == ["200", "False"] and after != before
+    assert "127.0.0.1" not in before + after  # on another node than the router
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_t
             time.sleep(0.5)
         move(policy, 0.02)
         servers.sync(policy)  # a new group, with both
-        while servers.servers.slots[1].state != "ready":
+        while not servers.servers.slots[1].joined:
             assert time.monotonic() < until
             time.sleep(0.1)
         assert len(servers.members) == 2 and served_difference(servers, policy) < 1e-5

@@ -1,6 +1,7 @@
 """router.py against real HTTP servers that play a script: errors, deaths, hangs, slow streams, large and broken input."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -93,7 +94,7 @@ class Running:
     """A router in this process over the given upstreams, and a client to it."""
 
     def __init__(self, *upstreams, **settings):
-        settings = dict(port=0, health_interval=30.0, allow_empty=True) | settings
+        settings = dict(port=0, health_interval=30.0, allow_empty=True, forward=("/",)) | settings
         self.router = Router(Config(workers=tuple(getattr(u, "url", u) for u in upstreams), **settings))
 
     async def __aenter__(self):
@@ -230,7 +231,7 @@ def test_expect_100_continue():
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 501])
 def test_answers_that_are_not_failures_pass_once(status):
     async def test():
         async with Upstream(answers(status, X_Why="w")) as one, Upstream(answers(status)) as two, Running(one, two) as it:
@@ -240,7 +241,7 @@ def test_answers_that_are_not_failures_pass_once(status):
     run(test())
 
 
-@pytest.mark.parametrize("play", [*map(answers, (500, 502, 503, 504)), reset], ids=["500", "502", "503", "504", "reset"])
+@pytest.mark.parametrize("play", [*map(answers, (502, 503, 504)), reset], ids=["502", "503", "504", "reset"])
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
     async def test():
@@ -256,14 +257,57 @@ def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
     run(test())
 
 
-def test_a_poisonous_request_is_asked_once_per_server_and_empties_nothing():
+@pytest.mark.parametrize("play, status", [(answers(500, "boom"), 500), (answers(502, "boom"), 502), (reset, 503)])
+def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(play, status):
+    async def poisoned(request, upstream):
+        if request.raw_path == "/poison":
+            return await play(request, upstream)
+        await asyncio.sleep(0.005)
+        return await say_name(request, upstream)
+
+    async def test(*upstreams):
+        async with contextlib.AsyncExitStack() as stack:
+            for upstream in upstreams:
+                await stack.enter_async_context(upstream)
+            it = await stack.enter_async_context(Running(*upstreams, queue_timeout=20))
+            paths = ["/poison" if i % 32 == 0 else "/harmless" for i in range(165)]
+            results = await asyncio.gather(*(it.ask("POST", path, data=b"x") for path in paths))
+            assert [result[0] for result in results] == [status if path == "/poison" else 200 for path in paths]
+            asked = [sum(request.raw_path == "/poison" for request in upstream.seen) for upstream in upstreams]
+            assert sum(asked) == 6 if status == 500 else all(1 <= times <= 6 for times in asked)
+            assert any(it.worker(upstream).healthy for upstream in upstreams)
+            assert status != 500 or all(it.worker(upstream).healthy for upstream in upstreams)
+            for upstream in upstreams:  # as a client that tries again and again, with nothing else in between
+                it.worker(upstream).healthy = True
+            before = sum(len(upstream.seen) for upstream in upstreams)
+            for _ in range(5):
+                assert (await it.ask("POST", "/poison"))[0] == status
+            assert sum(len(upstream.seen) for upstream in upstreams) <= before + 5 * len(upstreams)
+            assert (await it.ask("POST", "/harmless"))[0] == 200
+    run(test(Upstream(poisoned)))
+    run(test(Upstream(poisoned), Upstream(poisoned)))
+
+
+def test_a_server_whose_engine_is_dead_leaves_though_it_answers():
     async def test():
-        async with Upstream(answers(500, "boom")) as one, Upstream(answers(500, "boom")) as two, \
-                Running(one, two, queue_timeout=20) as it:
-            for i in range(1, 6):
-                assert (await it.ask("POST", "/"))[:2] == (500, b"boom")
-                assert len(one.seen) == len(two.seen) == i
-            assert it.worker(one).healthy and it.worker(two).healthy
+        async with Upstream(answers(500)) as dead, Upstream() as good, Running(dead, good) as it:
+            dead.health = 503
+            for _ in range(20):
+                if not it.worker(dead).healthy:
+                    break
+                await it.ask("POST", "/")
+                await asyncio.sleep(0.05)
+            assert 3 <= len(dead.seen) <= 5 and not it.worker(dead).healthy and it.worker(dead).failures == 0
+    run(test())
+
+
+@pytest.mark.parametrize("play", [answers(503), reset])
+def test_a_request_is_never_asked_twice_of_the_server_that_failed(play):
+    async def test():
+        async with Upstream(play) as up, Running(up, queue_timeout=20, max_attempts=4) as it:
+            for i in range(1, 7):
+                assert (await it.ask("POST", "/", data=b"{}"))[0] == 503
+                assert len(up.seen) == i
     run(test())
 
 
@@ -357,6 +401,53 @@ def test_servers_that_all_refuse_give_503_and_leave():
             status, text, headers = await it.ask("GET", "/")
             assert status == 503 and "Retry-After" in headers and up.url in json.loads(text)["error"]["message"]
             assert not it.worker(up).healthy
+    run(test())
+
+
+def test_requests_that_found_no_server_wait_until_one_is_back():
+    async def test():
+        async with Upstream() as up, Running(up, queue_timeout=20, health_interval=0.05) as it:
+            await up.die()
+            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(50)]
+            await until(lambda: it.router.waiting == 50)
+            assert json.loads((await it.ask("GET", "/health"))[1])["waiting"] == 50
+            gone = asked.pop(25)
+            gone.cancel()
+            await until(lambda: it.router.waiting == 49)
+            await up.open(up.port)
+            assert [(await task)[0] for task in asked] == [200] * 49 and len(up.seen) == 49
+    run(test())
+
+
+def test_the_line_is_shared_by_the_servers_that_come_back():
+    async def work(request, upstream):
+        await asyncio.sleep(0.2)
+        return await say_name(request, upstream)
+
+    async def test():
+        async with Upstream(work) as one, Upstream(work) as two, Running(queue_timeout=20) as it:
+            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(400)]
+            await until(lambda: it.router.waiting == 400)
+            for up in (one, two):  # one after the other
+                await it.ask("POST", "/workers", json={"url": up.url})
+                await until(lambda: up.seen)
+            assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
+            assert len(one.seen) > 100 and len(two.seen) > 100
+            several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))  # nobody waits while servers are healthy
+            await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
+            await several
+    run(test())
+
+
+def test_waiting_takes_no_cpu_and_ends_in_time():
+    async def test():
+        it = Router(Config(allow_empty=True, queue_timeout=1.5))
+        waiting = [asyncio.create_task(it.choose([])) for _ in range(8000)]
+        await asyncio.sleep(0.2)
+        begun = time.process_time()
+        await asyncio.sleep(1)
+        assert time.process_time() - begun < 0.2
+        assert await asyncio.gather(*waiting) == [None] * 8000
     run(test())
 
 
@@ -515,16 +606,38 @@ def test_api_key():
     run(test())
 
 
-def test_control_calls_go_to_every_server():
+def test_the_servers_key_is_sent_in_place_of_the_clients():
     async def test():
-        async with Upstream() as one, Upstream(answers(409, "no")) as two, Running(one, two) as it:
-            status, text, _ = await it.ask("POST", "/sleep?level=1", data=b"{}")
-            assert status == 409 and json.loads(text)["servers"][two.url] == {"status": 409, "body": "no"}
-            assert one.seen[0].raw_path == two.seen[0].raw_path == "/sleep?level=1"
-            await two.die()
-            assert (await it.ask("POST", "/wake_up"))[0] == 502
-            await it.ask("DELETE", f"/workers?url={two.url}")
-            assert (await it.ask("POST", "/wake_up"))[0] == 200
+        async with Upstream() as up, Running(up, server_key="theirs") as it:
+            for headers in ({}, {"Authorization": "Bearer mine"}):
+                assert (await it.ask("POST", "/", headers=headers))[0] == 200
+            assert [request.headers.getall("Authorization") for request in up.seen] == [["Bearer theirs"]] * 2
+            for headers, status in (({}, 401), ({"Authorization": "Bearer theirs"}, 200)):
+                assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
+            assert (await it.ask("DELETE", f"/workers?url={up.url}"))[0] == 401  # or anybody could have the key sent to himself
+            assert (await it.ask("GET", "/workers"))[0] == 200
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up?level=1", "/collective_rpc", "/pause", "/reset_prefix_cache", "/shutdown",
+                                  "//sleep", "/v1/../sleep", "/v1/%2e%2e/sleep", "/v1/..%2Fsleep", "/v11/x", "/classify.x", "/"])
+def test_what_controls_a_server_is_not_forwarded(path):
+    async def test():
+        async with Upstream() as up, Running(up, forward=Config.forward) as it:
+            for method in ("GET", "POST"):
+                status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
+                assert status == 404 and "--forward" in json.loads(text)["error"]["message"]
+            assert not up.seen
+            for fine in ("/v1", "/v1/chat/completions", "/classify", "/v1/models/a..b", "/tokenize?x=/../"):
+                assert (await it.ask("POST", fine))[0] == 200
+    run(test())
+
+
+@pytest.mark.parametrize("host, key, warned", [("0.0.0.0", "", True), ("0.0.0.0", "k", False), ("127.0.0.1", "", False)])
+def test_a_router_open_to_the_network_without_a_key_says_so(host, key, warned, capfd):
+    async def test():
+        async with Running(host=host, api_key=key):
+            assert ("no key is asked for; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
     run(test())
 
 
@@ -535,7 +648,7 @@ def make_fuzzed(rng):
     kind = rng.random()
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
-    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30)))
+    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"/..", b"/._")  # refused
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
@@ -652,7 +765,7 @@ def test_a_signal_drains_and_ends(number):
                                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             try:
                 url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-                asked = asyncio.create_task(client.get(url))
+                asked = asyncio.create_task(client.get(url + "/v1/x"))
                 await until(lambda: up.seen)
                 process.send_signal(number)
                 async with asyncio.timeout(5):
@@ -679,7 +792,7 @@ def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
             process = await asyncio.create_subprocess_exec(*command("--port", "0", "--workers", up.url),
                                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-            asked = asyncio.create_task(client.get(url))
+            asked = asyncio.create_task(client.get(url + "/v1/x"))
             await until(lambda: up.seen)
             begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
@@ -703,7 +816,7 @@ def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
                 "sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command("--port", "0", "--workers", up.url),
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-            asked = [asyncio.create_task(client.post(url)) for _ in range(100)]
+            asked = [asyncio.create_task(client.post(url + "/v1/x")) for _ in range(100)]
             await until(lambda: len(up.seen) == 100)
             release.set()
             assert [(await task).status for task in asked] == [200] * 100
