@@ -10,7 +10,7 @@ Read `Trainer.one_step` first: it is the algorithm, and the rest of the file is 
     Trainer    one_step, then its parts in the order in which a sample passes them, then the run as a whole
 
 The formulas are in algorithm.py, the model and its update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what
-is refused before the first step in preflight.py, and what a run writes in run_folder.py. No tensor is touched here.
+is refused before the first step in preflight.py, and what a run writes in run_folder.py. The model's tensors live in Policy.
 
 What is left out: several GPUs for the policy's update, a critic model, prompts with images, turns and tools.
 
@@ -225,29 +225,29 @@ class Trainer:
         With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
         """
         config, drawn = self.config, self.state["prompts_drawn"]
-        everything, kept, dropped, times = [], [], Counter(), Counter()
-        for refill in range(1 + config.max_refills * config.dynamic_sampling):
+        rounds, kept, dropped, times = [], [], Counter(), Counter()
+        while not rounds or len(kept) < config.train_batch_size and len(rounds) <= config.max_refills * config.dynamic_sampling:
             rows = draw(self.train_rows, drawn, config.train_batch_size - len(kept), config.seed)
             drawn += len(rows)
             if config.replay:
                 samples = read_rollouts(config.replay, step)
             else:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(config.group_size)]
-                seed = config.seed * 1_000_003 + step + (refill << 40)
+                seed = config.seed * 1_000_003 + step + (len(rounds) << 40)
                 times += self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
-            everything += samples
-            self.check_verdicts(step, everything)
+            rounds.append(samples)
             for group in groups_of(samples, config.group_size):
                 reason = why_useless(group)
                 dropped.update([reason] if reason else [])
                 if not (reason and config.dynamic_sampling):
                     kept.append(group)
-            if len(kept) == config.train_batch_size or config.replay:
-                break
+            self.check_verdicts(step, sum(rounds, []))
+        everything = sum(rounds, [])
         self.log.samples(step, "train", everything)
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
-            kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in group]]
-        training = [sample for group in kept for sample in group]
+            last = everything[-config.group_size :]
+            kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in last]]
+        training = sum(kept, [])
         if config.save_rollouts:
             write_rollouts(config.out_dir, step, training)
         lengths, groups = [len(sample.response_ids) for sample in everything], len(everything) // config.group_size
@@ -259,7 +259,7 @@ class Trainer:
             "perf/tokens": sum(lengths),
         }
         if config.dynamic_sampling:
-            metrics |= {"dynamic/prompts": groups, "dynamic/refills": refill, "dynamic/kept": groups - dropped.total()}
+            metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in ("all_right", "all_wrong", "equal_scores", "no_verdict")}
         return training, metrics, drawn
 
@@ -314,7 +314,7 @@ class Trainer:
             return torch.tensor([math.nan if s.reward is None else value_of(s) for s in samples]).view(-1, self.config.group_size)
 
         if self.config.advantage == "papo":
-            advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process))
+            advantages_P_G = compute_process_aware_advantages(process_P_G=tensor_P_G(process), outcome_P_G=tensor_P_G(outcome))
         else:
             advantages_P_G = compute_advantages(tensor_P_G(lambda sample: sample.reward))
         for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
@@ -492,7 +492,10 @@ def outcome(sample: Sample) -> float:
 
 def process(sample: Sample) -> float:
     """PAPO's quality of the reasoning: 0 where the judge found a wrong step, NaN where it said nothing of a right answer."""
-    flawed = sample.result["reward_extra_info"]["flawed_positive"]
+    info = sample.result["reward_extra_info"]
+    if not {"acc", "flawed_positive"} <= info.keys():
+        raise RuntimeError(f"advantage: papo needs acc and flawed_positive from the reward function, which gives {', '.join(info)}")
+    flawed = info["flawed_positive"]
     return math.nan if flawed is None else 1.0 - flawed
 
 

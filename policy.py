@@ -272,9 +272,12 @@ def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradi
     return tuple(torch.zeros(mask.shape, device=device).masked_scatter(mask, values) for values in (logprobs_N, entropy_N))
 
 
-def precision(device):
-    """On a GPU the matrix products run in bf16; the weights that they use stay float32, and on CPU everything does."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+def precision(device, keep_casts=False):
+    """On a GPU the matrix products run in bf16; the weights that they use stay float32, and on CPU everything does.
+
+    keep_casts: each weight is cast once, and the copies (2 bytes a parameter) live as long as the context.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=keep_casts)
 
 
 def temper(logits, temperature):

@@ -147,9 +147,11 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
         kept = cache = None
     numbers = {"weights": weights, "gradients": weights, "Adam": weights and 2 * weights}
     numbers |= {"reference model": weights} if config.kl_coef else {}
-    numbers |= {"bf16 copies of the weights": weights and weights / 2} if device == "cuda" else {}
     numbers["update: activations of a micro-batch"] = kept
     numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
+    copies = weights and weights / 2  # in bf16: kept for the backward pass, and from token to token
+    numbers |= {"update: weights in bf16": copies} if device == "cuda" and not config.gradient_checkpointing else {}
+    numbers |= {"rollout: weights in bf16": copies} if device == "cuda" and config.rollout == "hf" else {}
     return {name: count and 4e-9 * count for name, count in numbers.items()}  # float32
 
 

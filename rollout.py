@@ -65,7 +65,7 @@ def generate(model, alive, max_response_length, temperature, top_p, stop_ids, ge
     rows, (ids, attended, positions) = torch.tensor(rows, device=device), left_padded(list(distinct), device)
     cache = DynamicCache(config=model.config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    with precision(device):  # one context for all tokens of the batch: a GPU casts the weights once
+    with precision(device, keep_casts=True):  # one context for all tokens of the batch
         logits = next_logits(model, ids, attended, positions, cache)
         cache.reorder_cache(rows)
         attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]

@@ -3,7 +3,7 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here: 7.6 B parameters in float32 with AdamW take about 122 GB before activations (one H200).
+# The policy lives on one GPU here: 7.6 B parameters in float32 with AdamW take 122 GB, an update 142 by --dry-run: one H200, just.
 # One node with eight GPUs: judges on the first four (Ray deals them out), rollouts on 4 to 6, the policy's update on the last.
 # First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
 

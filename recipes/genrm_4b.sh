@@ -3,7 +3,7 @@
 # Data: python prepare_data.py --tasks critic --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here: 4 B parameters in float32 with AdamW take about 65 GB before activations.
+# The policy lives on one GPU here: 4 B parameters in float32 with AdamW take 65 GB, an update 81 by --dry-run.
 # One node with eight GPUs: rollouts on the first seven, the policy's update on the last.
 
 python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir outputs/genrm_4b \

@@ -347,6 +347,8 @@ def test_papo_normalises_answer_and_reasoning_apart(workshop):
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
     trainer.set_advantages(long)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
+    with pytest.raises(RuntimeError, match="papo needs acc and flawed_positive from the reward function, which gives score, acc"):
+        trainer.set_advantages([scored(1.0, acc=True)] * 4)
 
 
 @pytest.mark.parametrize(
