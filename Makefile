@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
-.PHONY: setup demo demo-quick test test-quick clean
+.PHONY: setup demo demo-quick test test-quick check-gpu clean
 
 setup: .venv/.ready
 
@@ -45,6 +45,10 @@ test: setup
 
 test-quick: setup
 	$(BIN)/python -m pytest -m "not slow"
+
+# What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.
+check-gpu:
+	$(if $(wildcard .venv/.ready),$(BIN)/python,$(PYTHON)) benchmarks/check_gpu.py $(ARGS)
 
 clean:
 	rm -rf .venv data/toy outputs

@@ -1,0 +1,86 @@
+"""The checks for a GPU, as far as a CPU can run them: that they run, and what the table says of one that fails or hangs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import check_gpu
+import policy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check_gpu")
+    (folder / "config.json").write_text(json.dumps({"size": "small", "model": ""}))
+    assert [holds for _, holds, _ in check_gpu.make_models(folder, CPU)] == [True]
+    return folder
+
+
+def in_bf16(device):
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_the_update_in_bf16_beside_float32(work, monkeypatch):
+    monkeypatch.setattr(policy, "check_logprobs", lambda model, name: None)  # a CPU's bound is float32's
+    monkeypatch.setattr(policy, "precision", in_bf16)
+    rows = list(check_gpu.check_precision(work, CPU, length=8))
+    assert len(rows) == 5 and all(holds for _, holds, _ in rows), rows
+    assert " 0.0000 nats" not in rows[0][2] and "cosine 1.00000" != rows[3][2]  # the two are not the same
+
+
+def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
+    """What a check is for: a model that computes something else in bf16 is seen."""
+    right = policy.logits_of
+
+    def wrong(model, output, hidden):
+        return right(model, output, hidden) * (1.5 if policy.precision is in_bf16 else 1.0)
+
+    monkeypatch.setattr(policy, "check_logprobs", lambda model, name: None)
+    monkeypatch.setattr(policy, "precision", in_bf16)
+    monkeypatch.setattr(policy, "logits_of", wrong)
+    failed = [what for what, holds, _ in check_gpu.check_precision(work, CPU, length=4) if not holds]
+    assert "bf16 and float32: log-probabilities" in failed and "bf16 and float32: actor/grad_norm" in failed
+
+
+def test_rollouts_in_process(work):
+    rows = list(check_gpu.check_rollouts(work, CPU, length=4))
+    assert [holds for _, holds, _ in rows] == [True, True] and "0.0000 nats" in rows[0][2], rows
+
+
+def test_update(work, monkeypatch):
+    monkeypatch.setitem(check_gpu.PEAK, "CPU", 1e12)
+    speed, memory = check_gpu.check_update(work, CPU, length=8)
+    assert speed[1] and "% of 1 TFLOP/s (1 M weights)" in speed[2] and memory[1], (speed, memory)
+
+
+def test_weights_by_nccl_are_skipped_with_less_than_two_gpus(work, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert list(check_gpu.check_servers(work, transfer="nccl")) == [("weights by NCCL", None, "needs 2 GPUs, torch sees 1")]
+
+
+def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeypatch):
+    def raises(work):
+        yield "the first", True, "1 s"
+        raise RuntimeError("no\nroom")
+
+    monkeypatch.setattr(check_gpu, "WORK", tmp_path)
+    monkeypatch.setitem(check_gpu.CHECKS, "raises", (raises, 1, False))
+    check_gpu.work_on("raises")
+    rows = [json.loads(line) for line in (tmp_path / "raises.jsonl").read_text().splitlines()]
+    assert rows == [["the first", True, "1 s"], ["raises", False, "RuntimeError: no room"]]
+    assert check_gpu.in_child("models", 0.1) == [("models", False, f"not done after 0.1 s; see {tmp_path}/models.log")]
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_says_so_and_ends_with_2():
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, check_gpu.__file__], capture_output=True, text=True, env=hidden)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "no NVIDIA GPU: nothing to check\n", "")
