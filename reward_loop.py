@@ -2,23 +2,22 @@
 
 You write one function (`FILE:NAME`, sync or async; see "Writing your own reward function" in the README); the loop calls it:
 
-    python reward_loop.py --data responses.parquet --out scored.parquet \\
-        --reward-fn compute_score.py:compute_score_fapo --router-address 127.0.0.1:30000 --num-workers 2
+    with contextlib.ExitStack() as stack:
+        manager = start_rewards(RewardOptions(reward_fn="compute_score.py:compute_score_fapo", genrm=("PATH",)), stack)
+        future = manager.submit(sample)             # standalone: as each rollout ends, from any thread; never waits
+        result = await manager.score_one(sample)    # the same for an event loop
+        results = manager.score_batch(samples)      # colocate: the reward models wake up, everything is scored, they sleep again
 
-    manager = RewardLoopManager(reward_fn="compute_score.py:compute_score")
-    future = manager.submit(sample)                 # standalone: as each rollout ends, from any thread; never waits
-    result = await manager.score_one(sample)        # the same for an event loop
-    results = manager.score_batch(samples)          # colocate: the reward models wake up, everything is scored, they sleep again
-
-A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" | "timeout" | "error"}.
-A failure is a status, never a number: whatever the function does (raise, hang, return NaN, kill its process), its sample
-has `reward_score: None`, and no other sample is touched.
+(`score_file.py` does it for a file.) A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" |
+"no_verdict" | "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does (raise,
+hang, return NaN, kill its process), its sample has `reward_score: None`, and no other sample is touched.
 
   RewardLoopManager   in the driver. A thread with an event loop deals samples out to the least busy worker and holds every
                       limit (each one for the whole cluster). A worker's answer to a standing `collect` call brings what has
                       been scored since the last. A dead worker is replaced and its samples are dealt out again.
-  RewardLoopWorker    a Ray actor. Runs async functions in its event loop, and gives sync ones to grading processes.
-  grading process     forked from a small process that has loaded the function; one sample at a time, killed when overdue.
+  RewardLoopWorker    a Ray actor. Runs async functions in its event loop, and gives sync ones to grading processes. `collect`
+                      has a thread of its own, which also sees who blocks the event loop.
+  grading process     a child of the worker that has loaded the function; one sample at a time, killed when overdue.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a container (a
 grading process has the rights of the user who started it). The function's file must be readable under the same path on
@@ -42,11 +41,11 @@ import os
 import pickle
 import random
 import re
+import resource
+import select
 import shlex
 import signal
-import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -61,13 +60,17 @@ import tyro
 HERE = Path(__file__).resolve().parent
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
-RATE_WINDOW_S = 60.0  # --max-rpm and --max-tpm hold over any window of this length
+IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow; the rest waits without a clock
 GATHER_S = 0.01  # a worker gathers results for this long before it hands them over: fewer messages
 HEARTBEAT_S = 5.0  # a worker with nothing to say answers `collect` at least this often
-WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: its event loop is blocked
-MAX_WORKER_DEATHS = 4  # a sample that was in the hands of this many workers when they died is given up: status "error"
-ISOLATE_AFTER_DEATHS = 2  # from this many deaths on it runs alone in a grading process, which shows who the killer is
-SLOW_S = 1.0  # a grading process busy for so long with one sample gets a helper
+SLOW_S = 1.0  # between two looks of a worker at itself: is the event loop late, does a grading process only wait
+BLOCKED_S = 5.0  # an event loop that stood still for so long is worth a warning
+WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
+START_S = 300.0  # for a worker, and for a grading process, to load the function (a busy node, a heavy import)
+ISOLATE_AFTER = 2  # a sample that so many hand-overs have lost runs in a grading process, which shows whether it is a killer
+GIVE_UP_AFTER = 10  # and after so many its status is "error"
+
+RAY_WENT = "Ray was shut down while the reward loop was in use: start another one"
 
 log = logging.getLogger("reward_loop")
 
@@ -79,16 +82,11 @@ class Overlong(NamedTuple):
     buffer: int
     factor: float = 1.0
 
+    def penalty(self, length: int) -> float:
+        """What a response of `length` tokens loses (<= 0). ValueError for a buffer that makes no sense."""
+        from algorithm import overlong_penalty  # with torch, and so in the driver only
 
-def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """The penalty (<= 0) of a response of `length` tokens: 0 up to max_length - buffer, then linear, -factor at max_length.
-
-    Source: DAPO (arXiv:2503.14476), equation 13, without its cut at max_length: a response cannot be longer than that.
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"overlong buffer is {buffer}: it must be between 1 and max_length ({max_length})")
-    exceed = length - (max_length - buffer)
-    return min(-exceed / buffer * factor, 0.0)
+        return overlong_penalty(length, *self)
 
 
 # ---- What the user sets
@@ -249,6 +247,41 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     return Job(spec, common, tokenizer, "step" in parameters, is_async, options.timeout, options.sync_processes)
 
 
+def read_rows(path: Path, needed: list[str]) -> list[dict]:
+    """The rows of a parquet or JSONL file of the row schema, each with the columns `needed` (a null will do for extra_info).
+
+    Raises ValueError naming the file, the row and what is wrong with it.
+    """
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"{path}: the name must end with .parquet or .jsonl")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    rows = []
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
+                rows.append(dict(json.loads(line)))
+    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
+        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else ": cannot be read as parquet"
+        raise ValueError(f"{path}{place} ({error})") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    for number, row in enumerate(rows):
+        for column in needed:
+            if row.get(column) is None and (column not in row or column != "extra_info"):
+                raise ValueError(f"{path} row {number}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
+        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
+            text = f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth"
+            raise ValueError(f'{text} ("" where the reward function needs none)')
+        if not isinstance(row.get("response", ""), str):
+            raise ValueError(f"{path} row {number}: response is {row['response']!r}; it must be a string")
+    return rows
+
+
 # ---- Calling the function. This part runs in the workers and in the grading processes.
 
 
@@ -274,13 +307,12 @@ def load_function(spec: str | None):
 
 def load_call(job: Job):
     """The function of a run with all that is the same for every sample. Raises ValueError."""
-    function = load_function(job.function)
-    common = dict(job.kwargs)
+    function, common = load_function(job.function), dict(job.kwargs)
     if job.tokenizer:
         from transformers import AutoTokenizer
 
         common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-        # Transformers 5 returns a dict where 4 returned token ids; functions written for either get the ids.
+        # Transformers 5 returns a dict where 4 returned token ids; functions written for verl expect the ids.
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     if job.takes_step:
         return functools.partial(function, **common)
@@ -288,18 +320,22 @@ def load_call(job: Job):
 
 
 async def evaluate(function, payload: bytes) -> bytes:
-    """Scores one pickled sample -> JSON of [score or None, extra info, status, retry delay or None]. Never raises.
+    """Scores one pickled sample by an async function -> JSON of [score or None, extra info, status, retry delay or None].
 
-    JSON, as an object of the user's could break the message that also carries other samples' results.
+    Never raises; SystemExit neither, as a function that calls sys.exit() must not end the worker.
     """
     try:
-        arguments = pickle.loads(payload)  # made by our own manager: each sample its own bytes, so its own extra_info
-        value = function(**arguments)
-        if inspect.isawaitable(value):
-            value = await value
-        outcome = [*read_outcome(value), None]  # arrays become lists below, what JSON does not know its repr
-        return json.dumps(outcome, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)).encode()
-    except BaseException as error:  # SystemExit too: a function that calls sys.exit() must not end the worker
+        return outcome(await function(**pickle.loads(payload)))  # made by our own manager: each sample has its own extra_info
+    except BaseException as error:
+        return failure("error", describe(error), retry_delay(error))
+
+
+def evaluate_sync(function, payload: bytes, runner: asyncio.Runner) -> bytes:
+    """The same by any function, called outside of an event loop: it may have one of its own (asyncio.run)."""
+    try:
+        value = function(**pickle.loads(payload))
+        return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
+    except BaseException as error:
         return failure("error", describe(error), retry_delay(error))
 
 
@@ -308,20 +344,23 @@ def failure(status: str, message: str, retry: float | None = None) -> bytes:
     return json.dumps([None, {"error": message}, status, retry]).encode()
 
 
-def read_outcome(value) -> tuple[float | None, dict, str]:
-    """What the function returned -> (score, extra info, status)."""
+def outcome(value) -> bytes:
+    """What the function returned, as JSON: an object of the user's could break the message that carries others' results, too."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
+    score, status = extra.get("score"), "ok"
     if "score" not in extra:
-        return None, extra | {"error": f"the function's dict has no 'score', only {sorted(map(str, extra))}"}, "error"
-    score = extra["score"]
-    if score is None:
-        return None, extra, "no_verdict"
-    if not hasattr(type(score), "__float__"):  # float() would take "1"; a string is a mistake, not a score
-        return None, extra | {"score": None, "error": f"the score is {score!r:.80}, not a number"}, "error"
-    score = float(score)
-    if not math.isfinite(score):
-        return None, extra | {"score": None, "error": f"the score is {score}"}, "error"
-    return score, extra | {"score": score}, "ok"
+        status, extra["error"] = "error", f"the function's dict has no 'score', only {sorted(map(str, extra))}"
+    elif score is None:
+        status = "no_verdict"
+    elif not hasattr(type(score), "__float__"):  # float() would take "1"; a string is a mistake, not a score
+        status, extra["error"] = "error", f"the score is {score!r:.80}, not a number"
+    elif not math.isfinite(score):
+        status, extra["error"] = "error", f"the score is {score}"
+    score = float(score) if status == "ok" else None
+    if "score" in extra:
+        extra["score"] = score
+    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
+    return json.dumps([score, extra, status, None], default=default).encode()
 
 
 def describe(error: BaseException) -> str:
@@ -351,6 +390,12 @@ def retry_delay(error: BaseException) -> float | None:
     return 0.0
 
 
+def bearer() -> dict[str, str]:
+    """The header that a judge behind a key asks for; never in a setting, a log or a result."""
+    key = os.environ.get("ROUTER_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 _classify_session = None
 
 
@@ -364,7 +409,7 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     import aiohttp
 
     _classify_session = _classify_session or aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True, headers=bearer()
     )
     text = reward_model_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": solution_str}], tokenize=False)
     body = {"input": text, "add_special_tokens": False, "use_activation": False}
@@ -375,45 +420,30 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
     return scores[0]
 
 
-# ---- Grading processes: where sync functions run, and any sample that is suspected of killing workers.
-
-
-def fork_server(control_fd: int) -> None:
-    """Main of the process that grading processes are forked from: it has one thread and has loaded the function.
-
-    For each socket that comes over `control_fd` it forks a process that serves that socket. When the worker goes away, however
-    it died, the control socket ends, and everything that was forked is killed.
-    """
-    if os.fork():  # a grandchild of the worker: Ray kills a worker's children with it, and then nobody could clear up
-        os._exit(0)
-    control = socket.socket(fileno=control_fd)
-    with control.makefile("rb") as stream:
-        setup = pickle.load(stream)
-    function = load_call(Job(**setup))
-    control.send(b"\0")  # ready
-    children = set()
-    while descriptors := socket.recv_fds(control, 1, 1)[1]:
-        children = {pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)}
-        pid = os.fork()
-        if pid == 0:
-            os.setpgid(0, 0)  # a group of its own: what the function starts dies with it
-            control.close()
-            asyncio.run(serve_samples(socket.socket(fileno=descriptors[0]), function))
-            os._exit(0)
-        os.close(descriptors[0])
-        children.add(pid)
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
-async def serve_samples(connection: socket.socket, function) -> None:
-    """Main of a grading process: reads a sample, writes its result, one at a time (it may block), until the socket ends."""
-    connection.sendall(b"%d\n" % os.getpid())
-    stream = connection.makefile("rb")
-    while header := stream.read(4):
-        result = await evaluate(function, stream.read(*struct.unpack("<I", header)))
-        connection.sendall(result + b"\n")  # JSON: there is no other line end in it
+def grade() -> None:
+    """Main of a grading process: on stdin the job, then samples; on stdout what is wrong with the job or null, then results."""
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what uvloop and Ray leave open, the pipes' other names too
+    samples, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the function reads or prints must not get among them
+    os.dup2(2, 1)
+    if os.fork() == 0:  # kills this process group, and so what the function started, when the worker has gone, however it went
+        results.close()
+        poll = select.poll()
+        poll.register(samples, 0)  # reports the end only
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+    complaint = None
+    try:
+        function = load_call(Job(**json.loads(samples.readline())))
+    except Exception as error:
+        complaint = " ".join(str(error).split())
+    results.write(json.dumps(complaint).encode() + b"\n")
+    results.flush()
+    with asyncio.Runner() as runner:
+        while header := samples.read(4):
+            result = evaluate_sync(function, samples.read(*struct.unpack("<I", header)), runner)
+            results.write(result + b"\n")  # JSON: there is no other line end in it
+            results.flush()
 
 
 # ---- The worker
@@ -423,48 +453,92 @@ class RewardLoopWorker:
     """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`.
 
     Async functions run in its event loop. Others, and samples that are suspected of killing workers, are queued for tasks that
-    have a grading process each and restart it when it dies or is overdue. For each process that has been busy with one sample
-    for SLOW_S there is one more (up to 4 x sync_processes in all), so that no sample waits for the end of a hanging neighbour.
+    have a grading process each and restart it when it dies or is overdue. There are `sync_processes` of them, and one more for
+    each that has been on one sample for SLOW_S without using its core (up to 4 x): it hangs, or waits for somebody else.
     """
 
     def __init__(self, job: Job):
         self.job = job
-        self.done = []  # (ticket, result, seconds) since the last collect
-        self.news = asyncio.Event()
+        self.done, self.taken = [], 0  # (ticket, result, seconds); how many the manager had before these
+        self.news = threading.Event()
+        self.culprit = None, 0.0  # the sample that blocks the event loop, and since when that is known
         self.running = {}  # ticket -> (task, the timer that cuts it off), of an async function
         self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it), for grading processes
-        self.graders = []  # the tasks that have one
-        self.slow = set()  # those whose process has been busy for more than SLOW_S
-        self.control = None  # the socket to the fork server
+        self.graders, self.allowed = set(), job.sync_processes  # the tasks that have one, and how many there may be
+        self.busy = {}  # task -> (pid, since when), while it waits for a result
 
-    async def prepare(self) -> str | None:
+    async def prepare(self, api_key: str) -> str | None:
         """Loads the function -> one line about what is wrong with it, or None."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # 1,024 connections are few
+        if api_key:
+            os.environ["ROUTER_API_KEY"] = api_key
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))  # a few asyncio.to_thread that hang end nothing
+        self.tick, self.stood_still = time.monotonic(), 0.0
+        self._tick()
         try:
-            self.function = load_call(self.job)
-            if not self.job.is_async:
-                self._start_fork_server()
-        except (ValueError, OSError) as error:
+            if self.job.is_async:
+                self.function = load_call(self.job)
+            else:
+                self._add_grader(await self._start_process())
+        except Exception as error:
             return " ".join(str(error).split())
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (ticket, isolated, payload); returns at once."""
-        loop = asyncio.get_running_loop()
         for ticket, isolated, payload in batch:
             if self.job.is_async and not isolated:
-                timer = loop.call_later(self.job.timeout, self._cut_off, ticket)
-                self.running[ticket] = loop.create_task(self._run(ticket, payload)), timer
+                timer = self.loop.call_later(self.job.timeout, self._cut_off, ticket, self.stood_still)
+                self.running[ticket] = self.loop.create_task(self._run(ticket, payload)), timer
             else:
-                self.queue.put_nowait((ticket, payload, 0))
-                self._add_graders()
+                self._enqueue(ticket, payload)
 
-    async def collect(self) -> list[tuple[int, bytes, float]]:
-        """Everything scored since the last call; waits for the first result, at most HEARTBEAT_S."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.news.wait(), HEARTBEAT_S)
-            await asyncio.sleep(GATHER_S)
+    def collect(self, taken: int) -> tuple[list[tuple[int, bytes, float]], str, bool]:
+        """(results from number `taken` on, a complaint or "", whether this worker is of no use any more).
+
+        Waits for the first result, at most HEARTBEAT_S. Results are kept until the next call says that they have arrived. Ray
+        runs this in a thread of its own (a concurrency group), so that a function that blocks the event loop is found out.
+        """
+        if self.news.wait(HEARTBEAT_S):
+            time.sleep(GATHER_S)
         self.news.clear()
-        done, self.done = self.done, []
-        return done
+        del self.done[: taken - self.taken]
+        self.taken = taken
+        now = time.monotonic()
+        if now - self.tick - SLOW_S < BLOCKED_S:
+            self.culprit = None, now
+            return self.done.copy(), "", False
+        ticket, place = self._who_blocks()
+        if ticket != self.culprit[0]:  # one after the other, perhaps
+            self.culprit = ticket, now
+        is_useless = ticket is not None and now - self.culprit[1] > self.job.timeout
+        if is_useless:
+            message = f"no result within {self.job.timeout:g} s, blocked at {place}"
+            self._report(ticket, failure("timeout", message), self.culprit[1])
+        complaint = f"an async function blocks the event loop of its worker at {place}, where nothing else is scored meanwhile: "
+        return self.done.copy(), complaint + "`await` what waits, or write `def` instead of `async def`", is_useless
+
+    def _who_blocks(self) -> tuple[int | None, str]:
+        """The sample that holds the event loop up, and the place in the function's file where it does."""
+        frame, ticket, place = sys._current_frames().get(self.thread), None, ""
+        while frame:
+            if not place and frame.f_code.co_filename == (self.job.function or "").rpartition(":")[0]:
+                place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+            if frame.f_code is RewardLoopWorker._run.__code__:
+                ticket = frame.f_locals["ticket"]
+            frame = frame.f_back
+        return ticket, place or "an unknown place"
+
+    def _tick(self) -> None:
+        """Every SLOW_S: how late is the event loop, and how many grading processes only wait?"""
+        now = time.monotonic()
+        self.stood_still += max(0.0, now - self.tick - SLOW_S)
+        self.tick = now
+        waiting = sum(now - since > SLOW_S and process_sleeps(pid) for pid, since in self.busy.values())
+        self.allowed = min(self.job.sync_processes + waiting, 4 * self.job.sync_processes)
+        self._add_graders()
+        self.loop.call_later(SLOW_S, self._tick)
 
     def _report(self, ticket: int, result: bytes, started: float) -> None:
         self.done.append((ticket, result, time.monotonic() - started))
@@ -477,73 +551,96 @@ class RewardLoopWorker:
             entry[1].cancel()
             self._report(ticket, result, started)
 
-    def _cut_off(self, ticket: int) -> None:
-        self.running.pop(ticket)[0].cancel()  # it may refuse: nobody waits for it
+    def _cut_off(self, ticket: int, stood_still: float) -> None:
+        task, _ = self.running.pop(ticket)
+        if (lost := self.stood_still - stood_still) > 0.1:  # a neighbour blocked the event loop: that time is given back
+            timer = self.loop.call_later(lost, self._cut_off, ticket, self.stood_still)
+            self.running[ticket] = task, timer
+            return
+        task.cancel()  # it may refuse: nobody waits for it
         message = f"no result within {self.job.timeout:g} s"
         self._report(ticket, failure("timeout", message), time.monotonic() - self.job.timeout)
 
-    def _add_graders(self, *slow: asyncio.Task) -> None:
-        self.slow.update(slow)
-        size = self.job.sync_processes
-        while len(self.graders) < min(size + len(self.slow), 4 * size):
-            self.graders.append(asyncio.create_task(self._grade()))
+    def _enqueue(self, ticket: int, payload: bytes, deaths: int = 0) -> None:
+        self.queue.put_nowait((ticket, payload, deaths))
+        self._add_graders()
 
-    async def _grade(self) -> None:
+    def _add_graders(self) -> None:
+        while len(self.graders) < self.allowed and len(self.graders) - len(self.busy) < self.queue.qsize():
+            self._add_grader()
+
+    def _add_grader(self, process=None) -> None:
+        self.graders.add(self.loop.create_task(self._grade(process)))
+
+    async def _grade(self, process=None) -> None:
         """Has samples graded by one grading process and its successors."""
-        process, task = None, asyncio.current_task()
-        while True:
+        task = asyncio.current_task()
+        while len(self.graders) <= self.allowed:
             ticket, payload, deaths = await self.queue.get()
-            timer = asyncio.get_running_loop().call_later(SLOW_S, self._add_graders, task)
             started = time.monotonic()
             try:
-                process = process or await self._fork()
-                reader, writer, pid = process
-                writer.write(struct.pack("<I", len(payload)) + payload)
+                self.busy[task] = 0, started
+                process = process or await self._start_process()
+                started = time.monotonic()
+                self.busy[task] = process.pid, started
+                process.stdin.write(struct.pack("<I", len(payload)) + payload)
                 async with asyncio.timeout(self.job.timeout):
-                    result = await reader.readuntil(b"\n")
+                    result = await process.stdout.readuntil(b"\n")
                 self._report(ticket, result, started)
                 continue
             except TimeoutError:
                 self._report(ticket, failure("timeout", f"no result within {self.job.timeout:g} s: process killed"), started)
-            except (OSError, EOFError, subprocess.SubprocessError) as error:
+            except (OSError, EOFError) as error:
                 if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
-                    self.queue.put_nowait((ticket, payload, 1))
+                    self._enqueue(ticket, payload, 1)
                 else:
                     message = f"the grading process died on this sample, twice ({describe(error)})"
                     self._report(ticket, failure("error", message), started)
+            except Exception as error:
+                self._report(ticket, failure("error", describe(error)), started)
             finally:
-                timer.cancel()
-                self.slow.discard(task)
+                del self.busy[task]
             if process:
-                writer.close()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(process)
             process = None
+        self.graders.discard(task)
+        if process:
+            kill_group(process)
 
-    async def _fork(self):
-        """A new grading process -> (reader, writer, pid)."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                if self.control is None:
-                    self._start_fork_server()
-                socket.send_fds(self.control, [b"\0"], [theirs.fileno()])
-            except OSError:
-                self.control = None
-                raise
-        reader, writer = await asyncio.open_connection(sock=ours, limit=2**30)
-        return reader, writer, int(await reader.readuntil(b"\n"))
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        """A grading process that has loaded the function. OSError if it does not get that far, ValueError if that fails."""
+        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.grade()"
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdin=pipe, stdout=pipe, limit=2**30, start_new_session=True
+        )
+        try:
+            process.stdin.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
+            async with asyncio.timeout(START_S):
+                complaint = json.loads(await process.stdout.readuntil(b"\n"))
+        except (TimeoutError, EOFError) as error:
+            kill_group(process)
+            why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "ended at once; see the worker's log"
+            raise OSError(f"the process that loads the function for grading {why}") from None
+        if complaint:
+            kill_group(process)
+            raise ValueError(complaint)
+        return process
 
-    def _start_fork_server(self) -> None:
-        """Returns when it has loaded the function; raises OSError."""
-        control, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.fork_server({theirs.fileno()})"
-        with theirs:
-            subprocess.run([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True, check=True)
-        control.sendall(pickle.dumps(dataclasses.asdict(self.job)))
-        if not control.recv(1):
-            raise OSError("the process that loads the function for grading ended at once; the worker's log says why")
-        self.control = control
+
+def kill_group(process: asyncio.subprocess.Process) -> None:
+    """Ends a grading process and whatever the function has started in it."""
+    process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def process_sleeps(pid: int) -> bool:
+    """Whether a process waits for something and so leaves its core to others."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except OSError:
+        return False
 
 
 # ---- The manager
@@ -557,7 +654,7 @@ class Ticket:
     payload: bytes
     penalty: float  # overlong
     future: concurrent.futures.Future
-    deaths: int = 0  # workers that died with it in their hands
+    lost: int = 0  # hand-overs that came to nothing: the worker died, or Ray lost the call
     tries: int = 0  # failed HTTP tries
 
 
@@ -574,7 +671,7 @@ class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
     Raises ValueError (a missing function, an option that makes no sense) before anything is scored. `start_rewards` makes one
-    from options alone, with the models of options.genrm; here they are handed over:
+    from options alone; here the models of options.genrm are handed over as
     reward_models: a genrm_server.RewardModelManager; gives the addresses, and is woken and put to sleep by score_batch.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
@@ -582,45 +679,41 @@ class RewardLoopManager:
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
         self.job = options.check_rewards(reward_models and reward_models.router_addresses)
         if overlong:
-            overlong_penalty(0, *overlong)  # raises on bad settings
+            overlong.penalty(0)  # raises on bad settings
 
         import ray
 
         self._ray = ray
         self._started_ray = connect_ray()
+        self._driver = ray.get_runtime_context().get_worker_id()  # of this connection to Ray
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        num_workers = options.num_workers
-        self.job.sync_processes = options.sync_processes or max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
-        self.reward_models, self.overlong, self.http_retries = reward_models, overlong, options.http_retries
-        self.max_in_flight = min(options.max_in_flight or 2048, options.max_concurrency or math.inf)
+        self.options, self.reward_models, self.overlong = options, reward_models, overlong
+        self._addresses = reward_models.router_addresses if reward_models else named("router_address", options.router_address)
+        self.max_in_flight = options.max_in_flight or 2048
 
         self._queue = collections.deque()  # filled from any thread
         self._open = set()  # the futures without a result; from any thread
         self._numbers = itertools.count()
-        self._dispatch_is_due = False
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
-        self._rate = RateLimit(min(options.max_rpm or math.inf, (options.max_tpm or math.inf) / options.tokens_per_call))
-        self._timer = None  # dispatches when the rate limit allows
-        self._slots = [Slot(index) for index in range(num_workers)]
-        self._tasks = []  # one per worker, taking its results
-        self._warnings_left = 3
+        self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
+        self._slots = [Slot(index) for index in range(options.num_workers)]
+        self._tasks = set()
+        self._said, self._warnings_left = set(), 3
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException as error:
+        except BaseException:
             self.shutdown()
-            if isinstance(error, ray.exceptions.RayError):
-                raise RuntimeError(f"a reward worker died while it was starting: {' '.join(str(error).split())}") from error
             raise
 
     # ---- for callers, in their own threads
 
     def submit(self, sample: dict) -> concurrent.futures.Future:
-        """Hands over one row of the schema plus `response` (str) [and `response_length`, tokens] -> the future of its result."""
+        """Takes one row of the schema plus `response` (str) [and `response_length` in tokens, `step`] -> its result's future."""
         try:
             arguments = dict(data_source=sample["data_source"], solution_str=sample["response"])
             arguments |= dict(ground_truth=sample["reward_model"]["ground_truth"], extra_info=sample.get("extra_info") or {})
@@ -628,15 +721,15 @@ class RewardLoopManager:
                 arguments["prompt"] = sample["prompt"]
             if "step" in sample:
                 arguments |= {"step": sample["step"], "extra_info": arguments["extra_info"] | {"step": sample["step"]}}
-            penalty = overlong_penalty(sample["response_length"], *self.overlong) if self.overlong else 0.0
+            penalty = self.overlong.penalty(sample["response_length"]) if self.overlong else 0.0
         except KeyError as error:
             raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
         future = concurrent.futures.Future()
         ticket = Ticket(next(self._numbers), pickle.dumps(arguments, protocol=5), penalty, future)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        if self._closed:  # asked only now: whoever closes either sees this future or is seen here
-            raise RuntimeError(self._closed)
+        if self._closed or not self._ray_is_up():  # asked only now: whoever closes either sees this future or is seen here
+            raise RuntimeError(self._closed or RAY_WENT)
         self._put(ticket)
         return future
 
@@ -680,70 +773,178 @@ class RewardLoopManager:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            if self._started_ray:
+            if self._started_ray and self._ray_is_up():
                 self._ray.shutdown()
 
     def _put(self, ticket: Ticket) -> None:
         self._queue.append(ticket)
-        if not self._dispatch_is_due:  # one wake-up of the loop's thread for many samples
-            self._dispatch_is_due = True
-            self._loop.call_soon_threadsafe(self._dispatch)
+        if not self._wake_is_due:  # one wake-up of the loop's thread for many samples
+            self._wake_is_due = True
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _ray_is_up(self) -> bool:
+        """Whether Ray is the one of the start: a call to an actor of one that has gone waits for ever, or starts another Ray."""
+        return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
 
     # ---- in the loop's thread
 
-    def _dispatch(self) -> None:
-        """Deals waiting samples out to the least busy workers, as far as the limits allow."""
-        self._dispatch_is_due = False  # first: a sample from now on asks for another dispatch
-        ready = [slot for slot in self._slots if slot.worker]
-        free = self.max_in_flight - sum(len(slot.pending) for slot in self._slots)
-        outgoing = collections.defaultdict(list)
-        while self._queue and ready and free > 0:
-            if (wait := self._rate.wait()) > 0:
-                if self._timer:
-                    self._timer.cancel()
-                self._timer = self._loop.call_later(wait, self._dispatch)
-                break
-            ticket = self._queue.popleft()
-            if ticket.future.done():  # its caller has gone
-                continue
-            self._rate.take()
-            slot = min(ready, key=lambda slot: len(slot.pending))
-            slot.pending[ticket.number] = ticket
-            outgoing[slot.worker].append((ticket.number, ticket.deaths >= ISOLATE_AFTER_DEATHS, ticket.payload))
-            free -= 1
-        for worker, batch in outgoing.items():
-            worker.submit.remote(batch)
-
     async def _start(self) -> None:
         await asyncio.gather(*map(self._start_worker, self._slots))
-        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
+        if self._addresses and not self.options.max_in_flight:
+            self._spawn(self._follow_servers())
+        for slot in self._slots:
+            self._spawn(self._serve(slot))
+        self._spawn(self._deal_out())
+
+    def _spawn(self, coroutine) -> None:
+        """Runs something in the background. What it raises ends the manager: nobody shall wait for what will never come."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._closed:
+            self._spawn(self._stop(str(error) if isinstance(error, RuntimeError) else f"the reward loop failed: {describe(error)}"))
+
+    async def _deal_out(self) -> None:
+        """Deals waiting samples out to the least busy workers, as far as the limits allow."""
+        options, next_call = self.options, 0.0
+        per_minute = min(options.max_rpm or math.inf, (options.max_tpm or math.inf) / options.tokens_per_call)
+        while await self._wake.wait():
+            self._wake.clear()
+            self._wake_is_due = False  # first: a sample from now on wakes this again
+            ready = [slot for slot in self._slots if slot.worker]
+            limit = min(self.max_in_flight, options.max_concurrency or math.inf)
+            free = limit - sum(len(slot.pending) for slot in self._slots)
+            outgoing, pause = collections.defaultdict(list), 0.0
+            while self._queue and ready and free > 0 and (pause := next_call - time.monotonic()) <= 0:
+                ticket = self._queue.popleft()
+                if ticket.future.done():  # its caller has gone
+                    continue
+                next_call = max(next_call, time.monotonic()) + 60 / per_minute
+                slot = min(ready, key=lambda slot: len(slot.pending))
+                slot.pending[ticket.number] = ticket
+                outgoing[slot.index].append(ticket)
+                free -= 1
+            if not self._ray_is_up():
+                raise RuntimeError(RAY_WENT)
+            for index, tickets in outgoing.items():
+                slot = self._slots[index]
+                batch = [(ticket.number, ticket.lost >= ISOLATE_AFTER, ticket.payload) for ticket in tickets]
+                self._spawn(self._confirm(slot, slot.worker, tickets, slot.worker.submit.remote(batch)))
+            if pause > 0:
+                await asyncio.sleep(pause)
+                self._wake.set()
+
+    async def _confirm(self, slot: Slot, worker, tickets: list[Ticket], call) -> None:
+        """Waits until a worker has its samples. If Ray has lost the call they are queued again; a dead worker is seen in _serve."""
+        try:
+            await call
+        except self._ray.exceptions.ActorUnavailableError:
+            if slot.worker is worker:
+                self._requeue(slot, tickets)
+        except self._ray.exceptions.RayActorError:
+            pass
+
+    def _requeue(self, slot: Slot, tickets: list[Ticket], lost: int = 1) -> None:
+        """Samples that no result will come for go to the front of the queue."""
+        for ticket in reversed(tickets):
+            if slot.pending.pop(ticket.number, None):
+                ticket.lost += lost
+                if ticket.lost < GIVE_UP_AFTER:
+                    self._queue.appendleft(ticket)
+                else:
+                    self._finish(ticket, failure("error", f"{ticket.lost} reward workers died with this sample"), 0.0)
+        self._wake.set()
 
     async def _start_worker(self, slot: Slot) -> None:
         """A new actor in this slot, on the next living node in turn (another one, should that be gone meanwhile)."""
-        ray = self._ray
-        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[slot.index % len(nodes)], soft=True)
-        actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy)(RewardLoopWorker)
-        worker = actor.remote(self.job)
-        if complaint := await asyncio.wait_for(worker.prepare.remote(), 300):
-            raise ValueError(complaint)
-        slot.worker = worker
+        ray, reason = self._ray, ""
+        for attempt in range(5):
+            await asyncio.sleep(2**attempt if attempt else 0)
+            while not (nodes := self._nodes()):
+                self._say("the Ray cluster has no living node with CPUs: the reward loop waits for one")
+                await asyncio.sleep(1)
+            number = slot.index % len(nodes)
+            neighbours = len(range(number, len(self._slots), len(nodes)))  # on the same node, itself included
+            processes = self.options.sync_processes or max(1, int(nodes[number]["Resources"]["CPU"]) // neighbours)
+            strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[number]["NodeID"], soft=True)
+            actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy, concurrency_groups={"collect": 2})
+            worker = actor(RewardLoopWorker).remote(dataclasses.replace(self.job, sync_processes=processes))
+            try:
+                # The key goes as an argument: a cluster that was started in another shell does not have it.
+                call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", ""))
+                complaint = await self._answer(call, START_S + WEDGED_S)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                reason = f"reward worker {slot.index} cannot be started: {describe(error)}"
+                ray.kill(worker)
+                continue
+            if complaint:
+                raise ValueError(complaint)
+            slot.worker = worker
+            return
+        raise RuntimeError(" ".join(reason.split()))
+
+    def _nodes(self) -> list[dict]:
+        """The living nodes for workers. ValueError where a reward model's address means another machine there than here."""
+        if not self._ray_is_up():
+            raise RuntimeError(RAY_WENT)
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        nodes = sorted((node for node in alive if node["Resources"].get("CPU", 0) > 0), key=lambda node: node["NodeID"])
+        here = self._ray.get_runtime_context().get_node_id()
+        machines = {node["NodeManagerAddress"] for node in alive if node in nodes or node["NodeID"] == here}
+        for name, address in self._addresses.items():
+            if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
+                raise ValueError(
+                    f"the reward model {name} is at {address}, which workers on other nodes cannot reach: start it with --host "
+                    "0.0.0.0 (and a ROUTER_API_KEY) and give this machine's own address"
+                )
+        return nodes
+
+    async def _answer(self, call, limit: float):
+        """What an actor answers. TimeoutError after `limit` seconds; RuntimeError if Ray is shut down, as no answer comes then."""
+        call, deadline = asyncio.ensure_future(call), time.monotonic() + limit
+        try:
+            while not (await asyncio.wait({call}, timeout=HEARTBEAT_S))[0]:
+                if not self._ray_is_up():
+                    raise RuntimeError(RAY_WENT)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer within {limit:g} s")
+            return call.result()
+        finally:
+            call.cancel()
 
     async def _serve(self, slot: Slot) -> None:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
-        while not self._closed:
+        errors, taken = self._ray.exceptions, 0
+        while True:
+            lost = 0
             try:
-                results = await asyncio.wait_for(slot.worker.collect.remote(), self.job.timeout + WEDGED_S)
-            except (self._ray.exceptions.RayError, TimeoutError) as error:
-                await self._replace(slot, wedged=isinstance(error, TimeoutError))
+                call = slot.worker.collect.options(concurrency_group="collect").remote(taken)
+                results, complaint, is_useless = await self._answer(call, self.job.timeout + WEDGED_S)
+            except errors.ActorUnavailableError:  # Ray lost the call: the same again
+                await asyncio.sleep(0.1)
                 continue
+            except (errors.RayActorError, TimeoutError) as error:
+                wedged = isinstance(error, TimeoutError)
+                results, is_useless, lost = [], True, ISOLATE_AFTER if wedged else 1
+                complaint = f"reward worker {slot.index} {'is wedged' if wedged else 'died'}; a new one takes over"
             for number, result, seconds in results:
-                self._finish(slot.pending.pop(number), result, seconds)
-            self._dispatch()
+                if ticket := slot.pending.pop(number, None):  # else it is a second result: the first was only thought lost
+                    self._finish(ticket, result, seconds)
+            taken += len(results)
+            self._say(complaint)
+            if is_useless:
+                self._ray.kill(slot.worker)
+                slot.worker, taken = None, 0
+                self._requeue(slot, list(slot.pending.values()), lost)
+                await self._start_worker(slot)
+            self._wake.set()
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
         score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # a NaN in extra info: null
-        if retry_after is not None and ticket.tries < self.http_retries:
+        if retry_after is not None and ticket.tries < self.options.http_retries:
             pause = max(retry_after, min(2.0**ticket.tries, 10.0) * random.uniform(0.75, 1.25))
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
@@ -755,35 +956,33 @@ class RewardLoopManager:
             extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
         reward = None if score is None else score + ticket.penalty
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
-            outcome = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
-            ticket.future.set_result(outcome)
+            values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
+            ticket.future.set_result(values)
 
-    async def _replace(self, slot: Slot, wedged: bool) -> None:
-        """The slot's worker is dead, or wedged and now killed: its samples go to the queue's front, a new one starts."""
-        log.warning("reward worker %d %s; a new one takes over", slot.index, "is wedged" if wedged else "died")
-        self._ray.kill(slot.worker)
-        slot.worker = None
-        for ticket in reversed(slot.pending.values()):
-            ticket.deaths += ISOLATE_AFTER_DEATHS if wedged else 1
-            if ticket.deaths < MAX_WORKER_DEATHS:
-                self._queue.appendleft(ticket)
-            else:
-                self._finish(ticket, failure("error", f"{ticket.deaths} reward workers died with this sample"), 0.0)
-        slot.pending.clear()
-        self._dispatch()
-        for attempt in range(5):
-            try:
-                await self._start_worker(slot)
-                return self._dispatch()
-            except (ValueError, self._ray.exceptions.RayError, TimeoutError) as error:
-                reason = f"reward worker {slot.index} cannot be started again: {describe(error)}"
-            await asyncio.sleep(2**attempt)
-        await self._stop(reason)
+    def _say(self, text: str) -> None:
+        """Warns, once with the same words."""
+        if text and text not in self._said:
+            self._said.add(text)
+            log.warning(text)
+
+    async def _follow_servers(self) -> None:
+        """Keeps `max_in_flight` in step with the servers behind the main router: a slow judge is to be slow, not overdue."""
+        import aiohttp
+
+        address, count = next(iter(self._addresses.values())), 1  # 1: an address that is no router of ours
+        async with aiohttp.ClientSession(headers=bearer(), timeout=aiohttp.ClientTimeout(total=10)) as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+                    async with session.get(f"http://{address}/workers") as response:
+                        count = len((await response.json())["workers"])
+                self.max_in_flight = IN_FLIGHT_PER_SERVER * max(1, count)
+                self._wake.set()
+                await asyncio.sleep(30)
 
     async def _stop(self, reason: str) -> None:
         self._closed = self._closed or reason
         for slot in self._slots:
-            if slot.worker:
+            if slot.worker and self._ray_is_up():
                 self._ray.kill(slot.worker)
             slot.worker = None
         for future in list(self._open):
@@ -793,6 +992,22 @@ class RewardLoopManager:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def with_equal_keys(results: list[dict]) -> list[dict]:
+    """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
+    empty = {key: None for result in results for key in result["reward_extra_info"]}
+    return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
+
+
+def needed_verdict(result: dict) -> bool:
+    """False for a sample that has a score and whose function says that the judge was not asked (`genrm_status` "skipped")."""
+    return result["reward_score"] is None or result["reward_extra_info"].get("genrm_status") != "skipped"
+
+
+def no_verdict_rate(results: list[dict]) -> float:
+    """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
+    return sum(result["reward_score"] is None for result in results) / max(sum(map(needed_verdict, results)), 1)
 
 
 def connect_ray(gpus: str = "") -> bool:
@@ -841,13 +1056,13 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     """
     options.check_rewards()
     if overlong:
-        overlong_penalty(0, *overlong)  # raises on bad settings
+        overlong.penalty(0)  # raises on bad settings
+    if connect_ray(options.genrm_gpus):
+        stack.callback(sys.modules["ray"].shutdown)
     models = None
     if options.genrm:
         import genrm_server
 
-        if connect_ray(options.genrm_gpus):
-            stack.callback(sys.modules["ray"].shutdown)
         models = genrm_server.RewardModelManager(options.server_configs(sleep_mode))
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
@@ -855,220 +1070,6 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     return manager
 
 
-def no_verdict_rate(results: list[dict]) -> float:
-    """Share without a score among the samples that needed a verdict: all but those whose function says that its judge was not
-    needed (`genrm_status` "skipped") and that have a score. 0.0 where none needed one."""
-    needed = [r for r in results if r["reward_score"] is None or r["reward_extra_info"].get("genrm_status") != "skipped"]
-    return sum(result["reward_score"] is None for result in needed) / max(len(needed), 1)
-
-
-class RateLimit:
-    """At most `per_minute` calls, counted for any window of RATE_WINDOW_S; where that is below one: one in a longer window."""
-
-    def __init__(self, per_minute: float):
-        self.window = max(RATE_WINDOW_S, 60 / per_minute)
-        self.allowed = per_minute * self.window / 60 + 1e-9
-        self.taken = collections.deque()
-
-    def wait(self) -> float:
-        """Seconds until the next call may be made; 0 = now."""
-        now = time.monotonic()
-        while self.taken and self.taken[0] <= now - self.window:
-            self.taken.popleft()
-        return 0.0 if len(self.taken) + 1 <= self.allowed else self.taken[0] + self.window - now
-
-    def take(self) -> None:
-        """Counts a call made now."""
-        if self.allowed < math.inf:
-            self.taken.append(time.monotonic())
-
-
-def with_equal_keys(results: list[dict]) -> list[dict]:
-    """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
-    empty = {key: None for result in results for key in result["reward_extra_info"]}
-    return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
-
-
-# ---- The command line: a file of responses in, the same file with rewards out
-
-
-@dataclasses.dataclass
-class Config(RewardOptions):
-    """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
-
-    data: Path
-    """Parquet or JSONL file to score; its rows have data_source, reward_model, extra_info and response."""
-    out: Path
-    """Parquet or JSONL file to write: the input's columns plus reward_score, status and reward_extra_info (JSON text)."""
-    max_response_length: int | None = None
-    """Longest response in tokens; given, overlong shaping is on and rows need a column response_length."""
-    overlong_buffer: int = 4096
-    """Tokens before --max-response-length over which the overlong penalty grows."""
-    overlong_factor: float = 1.0
-    """The overlong penalty at --max-response-length."""
-    resume: bool = False
-    """Go on with an interrupted run: what has a score is kept, the rest is scored."""
-
-
-def read_rows(path: Path, needed: list[str]) -> list[dict]:
-    """The rows of a parquet or JSONL file of the row schema, each with the columns `needed` (a null will do for extra_info).
-
-    Raises ValueError naming the file, the row and what is wrong with it.
-    """
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"{path}: the name must end with .parquet or .jsonl")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    rows = []
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
-                rows.append(dict(json.loads(line)))
-    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
-        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else ": cannot be read as parquet"
-        raise ValueError(f"{path}{place} ({error})") from None
-    if not rows:
-        raise ValueError(f"{path}: no rows")
-    for number, row in enumerate(rows):
-        for column in needed:
-            if row.get(column) is None and (column not in row or column != "extra_info"):
-                raise ValueError(f"{path} row {number}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
-        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
-            text = f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth"
-            raise ValueError(f'{text} ("" where the reward function needs none)')
-        if not isinstance(row.get("response", ""), str):
-            raise ValueError(f"{path} row {number}: response is {row['response']!r}; it must be a string")
-    return rows
-
-
-def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path) -> None:
-    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`."""
-    scored = []
-    for row, result in zip(rows, results):
-        info = json.dumps(result["reward_extra_info"])
-        scored.append(row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": info})
-    temporary = out.with_name(out.name + ".tmp")
-    if out.suffix == ".jsonl":
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in scored)
-    else:
-        import pyarrow.parquet
-
-        # Types that Python values do not show: the input's, and those of columns that may hold nothing but None.
-        types = {field.name: field.type for field in pyarrow.parquet.read_schema(data)} if data.suffix == ".parquet" else {}
-        types |= {"reward_score": pyarrow.float64(), "status": pyarrow.string(), "reward_extra_info": pyarrow.string()}
-        names = dict.fromkeys(name for row in scored for name in row)
-        columns = {name: pyarrow.array([row.get(name) for row in scored], types.get(name)) for name in names}
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
-    temporary.replace(out)
-
-
-def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
-    """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
-    if not partial.exists():
-        return {}
-    if not resume:
-        raise ValueError(f"{partial} is left from an interrupted run: add --resume to go on with it, or delete it")
-    first, *lines = partial.read_text().split("\n")
-    if first != header:
-        raise ValueError(f"{partial} belongs to another run ({first:.300}): delete it or use the same arguments")
-    done = {}
-    for line in lines:
-        with contextlib.suppress(ValueError):  # one may have been cut off
-            row, result = json.loads(line)
-            if result["reward_score"] is not None:
-                done[row] = result
-    return done
-
-
-def summary(results: list[dict], seconds: float, scored_now: int) -> str:
-    """What the run prints at its end."""
-
-    def share(values: list) -> str:
-        return f"{sum(map(bool, values)) / len(values):.4f} of {len(values):,}"
-
-    extras = [result["reward_extra_info"] for result in results]
-    scores = [result["reward_score"] for result in results if result["reward_score"] is not None]
-    accurate = [extra["acc"] for extra in extras if extra.get("acc") is not None]
-    flawed = [extra["flawed_positive"] for extra in extras if extra.get("acc") and extra.get("flawed_positive") is not None]
-    statuses = collections.Counter(result["status"] for result in results)
-    judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    lines = [
-        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)",
-        "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
-        f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score",
-        f"accuracy: {share(accurate)}" if accurate else "",
-        f"flawed positives: {share(flawed)} right answers with a verdict" if flawed else "",
-        "judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()) if judge else "",
-    ]
-    return "\n".join(filter(None, lines))
-
-
-def run(config: Config) -> None:
-    """The command line's work. Raises ValueError and OSError for what the user gave, RuntimeError when the run has to stop."""
-    needed = ["data_source", "reward_model", "response"] + ["response_length"] * (config.max_response_length is not None)
-    if config.reward_model_task[0] == "classify" and config.reward_fn is None:
-        needed.append("prompt")
-    rows = read_rows(config.data, needed)
-    if config.out.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"--out is {config.out}: the name must end with .parquet or .jsonl")
-    overlong = None
-    if config.max_response_length is not None:
-        overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-    config.check_rewards()
-    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
-    header = json.dumps([str(config.data.resolve()), len(rows), config.reward_fn, config.reward_kwargs])
-    done = scored_before(partial, header, config.resume)
-    left = [index for index in range(len(rows)) if index not in done]
-    counts = collections.Counter()
-
-    with contextlib.ExitStack() as stack:
-        manager = start_rewards(config, stack, overlong=overlong)
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(partial.open("a"))
-        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
-        if done:
-            print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
-
-        def on_result(position: int, result: dict) -> None:
-            file.write(json.dumps([left[position], result]) + "\n")
-            file.flush()
-            counts[result["status"]] += 1
-            failed = counts.total() - counts["ok"]
-            # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
-            if failed > config.max_no_verdict_rate * max(counts.total(), min(len(left), 1000)):
-                why = result["reward_extra_info"].get("error") or result["reward_extra_info"].get("genrm_status")
-                raise RuntimeError(
-                    f"{failed:,} of the first {counts.total():,} samples have no score ({dict(counts)}; the last: {why}), more "
-                    f"than --max-no-verdict-rate {config.max_no_verdict_rate} allows; mend it and go on with --resume"
-                )
-
-        started = time.monotonic()
-        done |= zip(left, manager.score_batch([rows[index] for index in left], on_result))
-        results = with_equal_keys([done[index] for index in range(len(rows))])
-        write_rows(rows, results, config.data, config.out)
-        partial.unlink()
-        print(summary(results, time.monotonic() - started, len(left)))
-        print(f"written to {config.out}")
-
-
-def main() -> int:
-    """Parses the command line and runs -> exit code: 0, 2 for a wrong argument or file, 1 for a run that had to stop."""
-    config = tyro.cli(Config)
-    try:
-        run(config)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError) else 2
-    except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume (results so far: {config.out}.partial.jsonl)", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print("scoring a file is a command of its own: python score_file.py, with the same flags", file=sys.stderr)
+    sys.exit(2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -17,7 +19,8 @@ import pytest
 from aiohttp import web
 
 import reward_loop
-from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate, overlong_penalty
+from algorithm import overlong_penalty
+from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate
 
 ROOT = Path(reward_loop.__file__).parent
 FUNCTIONS = Path(__file__).parent / "reward_functions"
@@ -57,7 +60,8 @@ class FakeServer:
     """A real HTTP server in a thread. handler(request) is an async function; `requests` has the JSON bodies that came."""
 
     def __init__(self, handler, port=0):
-        self.handler, self.requests, self.times, self.now, self.most = handler, [], [], 0, 0
+        self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
+        self.keys = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -77,12 +81,14 @@ class FakeServer:
         if request.can_read_body:
             self.requests.append(await request.json())
         self.times.append(time.monotonic())
-        self.now += 1
+        self.paths.append(request.path)
+        self.keys.add(request.headers.get("Authorization"))
+        self.now += request.path != "/workers"  # which the manager itself asks for
         self.most = max(self.most, self.now)
         try:
             return await self.handler(request)
         finally:
-            self.now -= 1
+            self.now -= request.path != "/workers"
 
     def stop(self):
         if self.thread.is_alive():
@@ -169,27 +175,6 @@ def test_retry_delay_of_http_errors():
     assert reward_loop.retry_delay(requests.ConnectionError()) == 0.0
     assert reward_loop.retry_delay(ConnectionRefusedError()) == 0.0
     assert reward_loop.retry_delay(ValueError()) is reward_loop.retry_delay(TimeoutError()) is None
-
-
-def test_rate_limit_holds_in_every_window(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(reward_loop.time, "monotonic", lambda: now[0])
-    limit = reward_loop.RateLimit(per_minute=3)
-    taken = []
-    while len(taken) < 12:
-        if (wait := limit.wait()) == 0:
-            limit.take()
-            taken.append(now[0])
-            now[0] += 7
-        else:
-            now[0] += wait
-    assert all(later - earlier >= 60 for earlier, later in zip(taken, taken[3:]))
-    assert taken[:4] == [1000.0, 1007.0, 1014.0, 1060.0]
-    rare = reward_loop.RateLimit(per_minute=0.3)  # one in 200 s
-    assert rare.wait() == 0
-    rare.take()
-    assert rare.wait() == pytest.approx(200)
-    assert reward_loop.RateLimit(math.inf).wait() == 0
 
 
 def outcome(score, **extra):
@@ -308,6 +293,41 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
     assert sorted(finished) == list(range(len(responses))) and set(finished[-2:]) == {50, 101}
 
 
+def test_what_computes_is_not_what_hangs(start, monkeypatch):
+    """Processes that use their cores get no company, however long they take: it would only make all of them slower."""
+    monkeypatch.setattr(reward_loop, "SLOW_S", 0.1)
+    manager = start(f"{FAULTS}:computes", sync_processes=2)
+    results = manager.score_batch([sample("0.5")] * 6)
+    assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
+
+
+@pytest.mark.parametrize("function", ["has_a_loop_of_its_own", "looks_sync"])
+def test_sync_functions_and_event_loops(start, function):
+    results = start(f"{FAULTS}:{function}").score_batch([sample("x")] * 3)
+    assert [result["status"] for result in results] == ["ok"] * 3
+    assert all(result["reward_extra_info"].get("loops", 1) == 1 for result in results)
+
+
+def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypatch):
+    """The file loads once; when its process has died, it does not any more."""
+    body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
+    body += f"def ask(solution_str, **_):\n    open('{tmp_path}/mark', 'w').close()\n    os._exit(1)\n"
+    function = write_function(tmp_path, body)
+    monkeypatch.setattr(reward_loop, "START_S", 5.0)
+    (result,) = start(function).score_batch([sample("x")])
+    assert result["status"] == "error" and "not ready within 5 s" in result["reward_extra_info"]["error"]
+
+
+@pytest.mark.parametrize("function", ["environment", "async_environment"])
+def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
+    """The cluster was started without the key: it comes from the manager's environment, and appears nowhere else."""
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
+    manager = start(f"{FAULTS}:{function}")
+    found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
+    assert found["key"] == "s3cret" and found["files"] == found["most_files"]
+    assert "s3cret" not in repr(manager.job) + repr(manager.options)
+
+
 def test_sync_function_that_ends_its_process(start):
     manager = start(f"{FAULTS}:sync_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30 + ["os_exit"]
@@ -345,7 +365,8 @@ def test_step_and_seconds(start, function):
 
 def test_overlong_shaping(start):
     manager = start(f"{FAULTS}:sync_fault", overlong=Overlong(100, 20, 1.0))
-    results = manager.score_batch([sample("one", response_length=80), sample("one", response_length=95), sample("none", response_length=95)])
+    lengths = [("one", 80), ("one", 95), ("none", 95)]
+    results = manager.score_batch([sample(response, response_length=length) for response, length in lengths])
     assert [result["reward_score"] for result in results] == [1.0, 0.25, None]
     assert [result["reward_extra_info"]["score"] for result in results] == [1.0, 1.0, None]
     assert [result["reward_extra_info"]["overlong"] for result in results] == [False, True, True]
@@ -486,10 +507,12 @@ async def classifier(request):
 
 
 @pytest.mark.slow
-def test_discriminative_model_without_a_function(start, serve, tokenizer):
+def test_discriminative_model_without_a_function(start, serve, tokenizer, monkeypatch):
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
     server = serve(classifier)
     options = {"router_address": (server.address,), "reward_model_task": ("classify",), "reward_model_tokenizer": tokenizer}
     results = start(None, **options).score_batch([sample("good"), sample("better")])
+    assert server.keys == {"Bearer s3cret"}
     assert [body["input"] for body in sorted(server.requests, key=str)] == [
         "<s>[user]1+0?[assistant]better",
         "<s>[user]1+0?[assistant]good",
@@ -497,6 +520,30 @@ def test_discriminative_model_without_a_function(start, serve, tokenizer):
     assert all(body["add_special_tokens"] is False and body["use_activation"] is False for body in server.requests)
     assert [result["reward_score"] for result in results] == [0.28, 0.3]
     assert [result["status"] for result in results] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_tokenizers_give_token_ids_as_functions_for_verl_expect(start, tokenizer, tmp_path):
+    body = "def ask(solution_str, reward_model_tokenizer, **_):\n"
+    body += "    ids = reward_model_tokenizer.apply_chat_template([{'role': 'user', 'content': solution_str}], tokenize=True)\n"
+    body += "    return {'score': 1.0, 'ids': ids}\n"
+    options = {"router_address": ("127.0.0.1:1",), "reward_model_tokenizer": tokenizer}
+    (result,) = start(write_function(tmp_path, body), **options).score_batch([sample("hello")])
+    assert result["reward_extra_info"]["ids"] == [0, 1]
+
+
+def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
+    servers = [{"url": "http://a:1"}] * 3
+
+    async def router(request):
+        return web.json_response({"workers": servers}) if request.path == "/workers" else web.Response(status=404)
+
+    manager = start(write_function(tmp_path, ASK), router_address=(serve(router).address,))
+    until(lambda: manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER)
+    manager = start(write_function(tmp_path, ASK), router_address=(serve(critic).address,))  # no router: one server
+    until(lambda: manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER)
+    assert start(f"{FAULTS}:sync_fault").max_in_flight == 2048
+    assert start(write_function(tmp_path, ASK), router_address=("h:1",), max_in_flight=7).max_in_flight == 7
 
 
 @pytest.mark.slow
@@ -566,19 +613,18 @@ def test_concurrency_is_limited_over_all_workers(start, serve, tmp_path):
 
 
 @pytest.mark.slow
-def test_requests_per_minute_are_limited_over_all_workers(start, serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_loop, "RATE_WINDOW_S", 0.5)  # 600 a minute = 5 in any half second
-
+def test_requests_per_minute_are_evenly_paced_over_all_workers(start, serve, tmp_path):
     async def quick(request):
         return web.Response(text="ok")
 
-    for limits in ({"max_rpm": 600}, {"max_tpm": 60_000, "tokens_per_call": 100}):
+    for limits in ({"max_rpm": 600}, {"max_tpm": 60_000, "tokens_per_call": 100}):  # one in 0.1 s
         server = serve(quick)
         manager = start(write_function(tmp_path, ASK), router_address=(server.address,), num_workers=2, **limits)
         results = manager.score_batch([sample("x")] * 13)
-        assert {result["status"] for result in results} == {"ok"} and len(server.times) == 13
-        # Calls 0 and 5 leave the manager 0.5 s apart; 0.25 s allows for a slow way to the server.
-        assert all(later - earlier > 0.25 for earlier, later in zip(server.times, server.times[5:]))
+        times = [moment for moment, path in zip(server.times, server.paths) if path == "/"]
+        assert {result["status"] for result in results} == {"ok"} and len(times) == 13
+        assert times[-1] - times[0] > 1.0  # 12 intervals; 0.2 s allow for the first one's slow way to the server
+        assert all(later - earlier > 0.2 for earlier, later in zip(times, times[4:]))  # no bursts
         manager.shutdown()
 
 
@@ -643,14 +689,100 @@ def test_nothing_is_left_running(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_blocked_event_loop_of_a_worker(start, monkeypatch):
-    """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit found alone."""
+@pytest.mark.parametrize("response", ["block", "block_all_threads"])
+def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
+    """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit is found."""
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
     monkeypatch.setattr(reward_loop, "HEARTBEAT_S", 1.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
-    responses = ["one"] * 10 + ["block"] + ["one"] * 10
+    responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
+    if response == "block":
+        assert "blocked at faults.py:" in results[10]["reward_extra_info"]["error"]
+    else:
+        assert "is wedged" in caplog.text
+
+
+def test_who_blocks_is_named_and_its_neighbours_keep_their_time(start, monkeypatch, caplog):
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(reward_loop, "HEARTBEAT_S", 0.5)
+    manager = start(f"{FAULTS}:blocks", timeout=4.0)
+    results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-3"] * 2])
+    assert [result["status"] for result in results] == ["ok"] * 12
+    assert "blocks the event loop" in caplog.text and "faults.py:" in caplog.text and "(blocks)" in caplog.text
+
+
+def run_script(body, **environment):
+    """Runs Python code in a process, and so in a Ray, of its own -> what it prints."""
+    body = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n" + textwrap.dedent(body)
+    command = [sys.executable, "-c", body]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, env=os.environ | environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["req_failure_prob", "resp_failure_prob"])
+def test_calls_that_ray_loses(lost):
+    """One call in ten of Ray's is lost on its way, or its answer is."""
+    fault = {"num_failures": -1, "req_failure_prob": 0, "resp_failure_prob": 0, "in_flight_failure_prob": 0, lost: 10}
+    said = run_script(
+        f"""
+        from test_reward_loop import *
+        manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=2)
+        for _ in range(15):
+            results = manager.score_batch([sample("one")] * 5)
+            assert [result["status"] for result in results] == ["ok"] * 5
+        manager.shutdown()
+        """,
+        RAY_testing_rpc_failure=json.dumps({"CoreWorkerService.grpc_client.PushTask": fault}),
+    )
+    assert "Ray: started a cluster for this run (" in said
+
+
+@pytest.mark.slow
+def test_ray_is_shut_down_under_the_manager():
+    said = run_script(
+        f"""
+        import ray
+        from test_reward_loop import *
+        manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=1)
+        slow = manager.submit(sample("hang"))
+        ray.shutdown()
+        for act in (lambda: manager.score_batch([sample("one")]), lambda: slow.result(30)):
+            try:
+                act()
+            except RuntimeError as error:
+                print("refused:", error)
+        assert not ray.is_initialized()
+        manager.shutdown()
+        """
+    )
+    assert said.count("refused: Ray was shut down") == 2
+
+
+@pytest.mark.slow
+def test_no_node_with_cpus_is_waited_for():
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        body = f"""
+            from test_reward_loop import *
+            manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=1)
+            print(manager.score_batch([sample("one")])[0]["status"])
+            """
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            said = pool.submit(run_script, body, RAY_ADDRESS=cluster.address)
+            time.sleep(10)
+            assert not said.done()
+            cluster.add_node(num_cpus=1)
+            said = said.result()
+        assert f"Ray: joined the cluster at {cluster.address} (0 CPUs" in said and said.endswith("ok\n")
+    finally:
+        cluster.shutdown()
 
 
 @pytest.mark.slow
@@ -718,136 +850,3 @@ def test_judge_is_down_for_20_seconds(start, serve, tmp_path, kind):
         assert {(result["reward_score"], result["status"]) for result in results} <= {(0.0, "ok"), (None, "no_verdict")}
         assert all(result["reward_extra_info"]["acc"] for result in results)
     assert manager.score_batch([sample("\\boxed{1}")])[0]["status"] == "ok"
-
-
-def write_responses(path, count, response="one"):
-    path.write_text("".join(json.dumps(sample(response, ground_truth=str(index))) + "\n" for index in range(count)))
-    return path
-
-
-def command_line(*arguments, **options):
-    """Runs the script as a user does -> CompletedProcess."""
-    command = [sys.executable, str(ROOT / "reward_loop.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, **options)
-
-
-def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
-    good = write_responses(tmp_path / "good.jsonl", 2)
-    (tmp_path / "no_response.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}}\n')
-    (tmp_path / "broken.jsonl").write_text("{}\n{\n")
-    (tmp_path / "no_truth.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": null}, "response": "r"}\n')
-    (tmp_path / "no_text.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}, "response": 5}\n')
-    (tmp_path / "fake.parquet").write_text("PAR?")
-    out = tmp_path / "out.jsonl"
-    cases = [  # in this process, as Ray need not start
-        (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
-        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no 'response'"),
-        (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
-        (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}; it must be a dict"),
-        (dict(data=tmp_path / "no_text.jsonl", out=out), "row 0: response is 5; it must be a string"),
-        (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
-        (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
-        (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
-        (dict(data=good, out=out, reward_kwargs="{"), "not JSON"),
-        (dict(data=good, out=out, reward_kwargs="[]"), "JSON object"),
-        (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
-        (dict(data=good, out=out, max_response_length=100), "'response_length'"),
-        (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
-    ]
-    for options, message in cases:
-        with pytest.raises((ValueError, OSError)) as caught:
-            reward_loop.run(reward_loop.Config(**options))
-        assert message in str(caught.value) and "\n" not in str(caught.value), options
-    for arguments in (("--data", tmp_path / "none.jsonl", "--out", out), ("--data", good, "--out", out, "--no-such-flag", 1)):
-        ended = command_line(*arguments)
-        assert ended.returncode == 2 and ended.stderr.strip() and not ended.stdout and "Traceback" not in ended.stderr
-    assert not out.exists()
-
-
-@pytest.mark.slow
-def test_command_line_scores_a_file(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    responses = ["acc", "other_keys", "raise", "none"] * 5
-    rows = [sample(response, score=1) for response in responses]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "responses.parquet")
-    arguments = ["--data", tmp_path / "responses.parquet", "--reward-fn", f"{FAULTS}:sync_fault", "--max-no-verdict-rate", "0.5"]
-    for name in ("scored.parquet", "scored.jsonl"):
-        ended = command_line(*arguments, "--out", tmp_path / name)
-        assert ended.returncode == 0, ended.stderr
-        assert "scored 20 samples" in ended.stdout and "ok 10, no_verdict 5, timeout 0, error 5" in ended.stdout
-        assert "mean reward: 0.75" in ended.stdout and "accuracy: 1.0000 of 5" in ended.stdout
-        assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name) == []
-    table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
-    assert table.column_names == [*rows[0], "reward_score", "status", "reward_extra_info"]
-    assert table.schema.field("reward_score").type == pyarrow.float64() and table["reward_score"].null_count == 10
-    written = table.to_pylist()
-    assert [row["reward_score"] for row in written] == [1.0, 0.5, None, None] * 5
-    assert [row["status"] for row in written] == ["ok", "ok", "error", "no_verdict"] * 5
-    assert [json.loads(row["reward_extra_info"]) for row in written[:2]] == [
-        {"score": 1.0, "acc": True, "pred": None, "error": None},
-        {"score": 0.5, "acc": None, "pred": "x", "error": None},
-    ]
-    assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
-
-
-@pytest.mark.slow
-def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):
-    port = free_port()
-    data = tmp_path / "responses.jsonl"
-    rows = [sample("\\boxed{1}" if index % 2 else "\\boxed{2}") for index in range(40)]  # every second one asks the judge
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "scored.jsonl"
-    arguments = ["--data", data, "--out", out, "--reward-fn", write_function(tmp_path, HALF), "--router-address", f"127.0.0.1:{port}"]
-    arguments += ["--http-retries", "0"]
-    ended = command_line(*arguments)
-    assert ended.returncode == 1 and "have no score" in ended.stderr and "--max-no-verdict-rate 0.2" in ended.stderr
-    assert not out.exists()
-    ended = command_line(*arguments)
-    assert ended.returncode == 2 and "--resume" in ended.stderr
-
-    # The run may have stopped before any of the samples that ask no judge was noted down; all that were are kept.
-    noted = [json.loads(line) for line in (tmp_path / "scored.jsonl.partial.jsonl").read_text().splitlines()[1:] if line]
-    kept = sum("-1.0" in json.dumps(line) for line in noted)
-    server = serve(critic, port)
-    ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 0, ended.stderr
-    assert (f"resuming: {kept} of 40" in ended.stdout) == (kept > 0) and len(server.requests) == 20
-    scored = [json.loads(line) for line in out.open()]
-    assert [row["reward_score"] for row in scored] == [-1.0, 1.0] * 20
-    assert {row["status"] for row in scored} == {"ok"}
-
-
-HALF = """
-async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_address):
-    if ground_truth not in solution_str:
-        return -1.0
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
-        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json={}) as response:
-            return 1.0
-"""
-
-
-@pytest.mark.slow
-def test_command_line_goes_on_after_a_kill(tmp_path):
-    data = write_responses(tmp_path / "responses.jsonl", 200, response="0.05")
-    out, marks = tmp_path / "scored.jsonl", tmp_path / "marks"
-    marks.mkdir()
-    arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:with_marks", "--reward-kwargs", json.dumps({"folder": str(marks)})]
-    running = subprocess.Popen([sys.executable, str(ROOT / "reward_loop.py"), *map(str, arguments)], start_new_session=True)
-    partial = tmp_path / "scored.jsonl.partial.jsonl"
-    until(lambda: partial.exists() and partial.read_text().count("\n") > 30, 60)
-    os.kill(running.pid, signal.SIGKILL)
-    running.wait()
-    with partial.open("a") as file:
-        file.write('[7, {"reward_sc')  # a line cut off by the kill
-    ended = command_line(*arguments, "--resume", "--reward-kwargs", json.dumps({"folder": str(tmp_path)}))
-    assert ended.returncode == 2 and "another run" in ended.stderr
-    ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 0, ended.stderr
-    assert "resuming" in ended.stdout
-    again = int(ended.stdout.split("scored ")[1].split()[0])
-    assert 0 < again <= 170  # the header and at least 30 results were on disk
-    assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
-    assert not partial.exists()

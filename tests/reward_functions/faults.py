@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 import threading
 import time
@@ -41,6 +42,8 @@ def act(response):
         os._exit(1)
     if response == "block":
         time.sleep(3600)
+    if response == "block_all_threads":  # a regular expression does not let go of the interpreter
+        re.match(r"(a+)+$", "a" * 60 + "b")
     if response == "helper":
         return helper_beside.answer()
     if response == "numpy":
@@ -101,3 +104,54 @@ async def async_takes_step(data_source, solution_str, ground_truth, extra_info, 
 def takes_anything(solution_str, extra_info, **others):
     time.sleep(float(solution_str))
     return {"score": 1.0, "seen": [others.get("step"), extra_info.get("step")]}
+
+
+def environment(data_source, solution_str, ground_truth, extra_info):
+    """What a function finds around it."""
+    import resource
+
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"score": 1.0, "key": os.environ.get("ROUTER_API_KEY"), "files": files, "most_files": most_files}
+
+
+async def async_environment(data_source, solution_str, ground_truth, extra_info):
+    return environment(data_source, solution_str, ground_truth, extra_info)
+
+
+def has_a_loop_of_its_own(data_source, solution_str, ground_truth, extra_info):
+    async def answer():
+        await asyncio.sleep(0)
+        return 1.0
+
+    return asyncio.run(answer())
+
+
+loops = set()
+
+
+def looks_sync(*args, **kwargs):
+    """An async function behind a decorator: it may keep things, such as an HTTP session, that belong to one event loop."""
+
+    async def answer():
+        loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(0)
+        return {"score": 1.0, "loops": len(loops)}
+
+    return answer()
+
+
+def computes(data_source, solution_str, ground_truth, extra_info):
+    """Uses a core for so many seconds."""
+    end = time.thread_time() + float(solution_str)
+    while time.thread_time() < end:
+        pass
+    return {"score": 1.0, "pid": os.getpid()}
+
+
+async def blocks(data_source, solution_str, ground_truth, extra_info):
+    """Waits for so many seconds: a positive number as it should, a negative one with the whole event loop."""
+    if float(solution_str) < 0:
+        time.sleep(-float(solution_str))
+    else:
+        await asyncio.sleep(float(solution_str))
+    return 1.0

@@ -1,0 +1,186 @@
+"""Scoring a file: the command line, its errors, and runs that are stopped, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_reward_loop import FAULTS, critic, free_port, sample, serve, until, write_function  # noqa: F401  (serve is a fixture)
+
+import score_file
+
+ROOT = Path(score_file.__file__).parent
+
+
+def write_responses(path, count, response="one"):
+    path.write_text("".join(json.dumps(sample(response, ground_truth=str(index))) + "\n" for index in range(count)))
+    return path
+
+
+def command_line(*arguments, **options):
+    """Runs the script as a user does -> CompletedProcess."""
+    command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, **options)
+
+
+def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
+    good = write_responses(tmp_path / "good.jsonl", 2)
+    (tmp_path / "no_response.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}}\n')
+    (tmp_path / "broken.jsonl").write_text("{}\n{\n")
+    (tmp_path / "no_truth.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": null}, "response": "r"}\n')
+    (tmp_path / "no_text.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}, "response": 5}\n')
+    (tmp_path / "fake.parquet").write_text("PAR?")
+    out = tmp_path / "out.jsonl"
+    cases = [  # in this process, as Ray need not start
+        (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
+        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no 'response'"),
+        (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
+        (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}; it must be a dict"),
+        (dict(data=tmp_path / "no_text.jsonl", out=out), "row 0: response is 5; it must be a string"),
+        (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
+        (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
+        (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
+        (dict(data=good, out=out, reward_kwargs="{"), "not JSON"),
+        (dict(data=good, out=out, reward_kwargs="[]"), "JSON object"),
+        (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
+        (dict(data=good, out=out, max_response_length=100), "'response_length'"),
+        (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
+    ]
+    for options, message in cases:
+        with pytest.raises((ValueError, OSError)) as caught:
+            score_file.run(score_file.Config(**options))
+        assert message in str(caught.value) and "\n" not in str(caught.value), options
+    for arguments in (("--data", tmp_path / "none.jsonl", "--out", out), ("--data", good, "--out", out, "--no-such-flag", 1)):
+        ended = command_line(*arguments)
+        assert ended.returncode == 2 and ended.stderr.strip() and not ended.stdout and "Traceback" not in ended.stderr
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_command_line_scores_a_file(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    responses = ["acc", "other_keys", "raise", "none"] * 5
+    rows = [sample(response, score=1) for response in responses]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "responses.parquet")
+    arguments = ["--data", tmp_path / "responses.parquet", "--reward-fn", f"{FAULTS}:sync_fault", "--max-no-verdict-rate", "0.5"]
+    for name in ("scored.parquet", "scored.jsonl"):
+        ended = command_line(*arguments, "--out", tmp_path / name)
+        assert ended.returncode == 0, ended.stderr
+        assert "scored 20 samples" in ended.stdout and "ok 10, no_verdict 5, timeout 0, error 5" in ended.stdout
+        assert "mean reward: 0.75" in ended.stdout and "accuracy: 1.0000 of 5" in ended.stdout
+        assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name) == []
+    table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
+    assert table.column_names == [*rows[0], "reward_score", "status", "reward_extra_info"]
+    assert table.schema.field("reward_score").type == pyarrow.float64() and table["reward_score"].null_count == 10
+    written = table.to_pylist()
+    assert [row["reward_score"] for row in written] == [1.0, 0.5, None, None] * 5
+    assert [row["status"] for row in written] == ["ok", "ok", "error", "no_verdict"] * 5
+    assert [json.loads(row["reward_extra_info"]) for row in written[:2]] == [
+        {"score": 1.0, "acc": True, "pred": None, "error": None},
+        {"score": 0.5, "acc": None, "pred": "x", "error": None},
+    ]
+    assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
+
+
+@pytest.mark.slow
+def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):
+    port = free_port()
+    data = tmp_path / "responses.jsonl"
+    rows = [sample("\\boxed{1}" if index % 2 else "\\boxed{2}") for index in range(40)]  # every second one asks the judge
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "scored.jsonl"
+    arguments = ["--data", data, "--out", out, "--reward-fn", write_function(tmp_path, HALF), "--router-address", f"127.0.0.1:{port}"]
+    arguments += ["--http-retries", "0"]
+    ended = command_line(*arguments)
+    assert ended.returncode == 1 and "have no score" in ended.stderr and "--max-no-verdict-rate 0.2" in ended.stderr
+    assert not out.exists()
+    ended = command_line(*arguments)
+    assert ended.returncode == 2 and "--resume" in ended.stderr
+
+    # The run may have stopped before any of the samples that ask no judge was noted down; all that were are kept.
+    noted = [json.loads(line) for line in (tmp_path / "scored.jsonl.partial.jsonl").read_text().splitlines()[1:] if line]
+    kept = sum("-1.0" in json.dumps(line) for line in noted)
+    server = serve(critic, port)
+    ended = command_line(*arguments, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert (f"resuming: {kept} of 40" in ended.stdout) == (kept > 0) and len(server.requests) == 20
+    scored = [json.loads(line) for line in out.open()]
+    assert [row["reward_score"] for row in scored] == [-1.0, 1.0] * 20
+    assert {row["status"] for row in scored} == {"ok"}
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_down_is_seen_also_when_few_answers_need_it(tmp_path):
+    """14 % right answers and no judge: all of those that needed it have no verdict, which is not 14 %."""
+    data = tmp_path / "responses.jsonl"
+    rows = [sample("\\boxed{1}" if index % 7 == 0 else "\\boxed{2}") for index in range(700)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--data", data, "--out", tmp_path / "scored.jsonl", "--reward-fn", "compute_score.py:compute_score_fapo"]
+    arguments += ["--router-address", f"127.0.0.1:{free_port()}", "--reward-kwargs", '{"genrm_timeout_s": 1}']
+    ended = command_line(*arguments, cwd=ROOT)
+    assert ended.returncode == 1 and "100 samples have no score" in ended.stderr and not (tmp_path / "scored.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
+    data, out = tmp_path / "responses.jsonl", tmp_path / "scored.jsonl"
+    rows = [sample("none" if index < 3 else "one", response_length=10) for index in range(100)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:sync_fault"]
+    ended = command_line(*arguments, "--max-no-verdict-rate", "0.01")
+    assert ended.returncode == 1 and "3 samples have no score" in ended.stderr
+    for other in (["--max-response-length", "100"], ["--reward-kwargs", '{"a": 1}']):
+        ended = command_line(*arguments, *other, "--resume")
+        assert ended.returncode == 2, ended.stderr
+    changed = rows[:-1] + [sample("acc", response_length=10)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    ended = command_line(*arguments, "--resume")
+    assert ended.returncode == 2 and "other data" in ended.stderr and not out.exists()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = command_line(*arguments, "--resume")  # again without a verdict, but 3 % of all are not too many
+    assert ended.returncode == 0 and "resuming: 97 of 100" in ended.stdout, ended.stderr
+    assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
+
+
+def test_the_old_command_says_where_it_has_gone():
+    ended = subprocess.run([sys.executable, str(ROOT / "reward_loop.py"), "--data", "x"], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("scoring a file is a command of its own: python score_file.py")
+
+
+HALF = """
+async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    if ground_truth not in solution_str:
+        return -1.0
+    async with aiohttp.ClientSession(raise_for_status=True) as session:
+        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json={}) as response:
+            return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_command_line_goes_on_after_a_kill(tmp_path):
+    data = write_responses(tmp_path / "responses.jsonl", 200, response="0.05")
+    out, marks = tmp_path / "scored.jsonl", tmp_path / "marks"
+    marks.mkdir()
+    arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:with_marks", "--reward-kwargs", json.dumps({"folder": str(marks)})]
+    running = subprocess.Popen([sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)], start_new_session=True)
+    partial = tmp_path / "scored.jsonl.partial.jsonl"
+    until(lambda: partial.exists() and partial.read_text().count("\n") > 30, 60)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    with partial.open("a") as file:
+        file.write('[7, {"reward_sc')  # a line cut off by the kill
+    ended = command_line(*arguments, "--resume", "--reward-kwargs", json.dumps({"folder": str(tmp_path)}))
+    assert ended.returncode == 2 and "another run" in ended.stderr
+    ended = command_line(*arguments, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert "resuming" in ended.stdout
+    again = int(ended.stdout.split("scored ")[1].split()[0])
+    assert 0 < again <= 170  # the header and at least 30 results were on disk
+    assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
+    assert not partial.exists()
