@@ -36,7 +36,6 @@ import huggingface_hub
 import torch
 import tyro
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import genrm_server
@@ -44,9 +43,9 @@ import reward_loop
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401  (tools look here)
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
-from preflight import check, deal_gpus, estimate_memory, load_rows, report, reward_function
+from preflight import check, check_sizes, load_rows, load_tokenizer, report, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
-from run_folder import Interrupts, Log, check_room, checkpoints_in, save_checkpoint, write_config
+from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
 from run_folder import mean, reward_metrics, validation_metrics
 
 
@@ -336,34 +335,18 @@ class Trainer:
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        device, rollout_gpus, genrm_gpus = deal_gpus(config, torch.cuda.device_count())
-        self.device, kind = torch.device(device), device.split(":")[0]
-        if config.weight_sync == "nccl" and kind != "cuda":
-            raise ValueError("weight_sync: nccl sends from GPU to GPU, and the policy is on the CPU; take file")
-        budget = config.max_tokens_per_micro_batch or {"cuda": 16384, "cpu": 2048}[kind]
-        self.config = config = dataclasses.replace(config, rollout_gpus=rollout_gpus, genrm_gpus=genrm_gpus, device=device,
-                                                   max_tokens_per_micro_batch=budget, reward_fn=reward_function(config))  # fmt: skip
+        self.config = config = settle(config)
         done = checkpoints_in(Path(config.out_dir, "checkpoints"))  # only with --resume auto can there be any
         self.source = str(done[-1]) if done else config.model
         self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
         self.saved, self.updates_at_step = self.state["step"], 0
-        self.tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=config.trust_remote_code)
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"model: the tokenizer of {self.source} has no chat template; take an instruct model or add one")
+        self.tokenizer = load_tokenizer(self.source, config)
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = {}  # samples per row -> rows
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::(\d+))?", file).groups()
             self.val_rows.setdefault(int(n or config.val_n), []).extend(load_rows(path, self.tokenizer, config))
-        shape = AutoConfig.from_pretrained(self.source, trust_remote_code=config.trust_remote_code).get_text_config()
-        rows = self.train_rows + [row for rows in self.val_rows.values() for row in rows]
-        self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
-        if self.longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
-            text = f"{config.max_response_length} and the longest prompt are {self.longest} tokens, the model takes {limit}"
-            raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
-        weights = estimate_memory(config, kind)["weights"]
-        if weights is not None:
-            check_room(config, checkpoint=3 * weights)
+        self.longest = check_sizes(self.source, self.train_rows + sum(self.val_rows.values(), []), config)
 
     def run(self) -> Path:
         """All steps. Returns the folder of the last checkpoint (the model's own where there was no step)."""
@@ -400,11 +383,11 @@ class Trainer:
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
         config, self.servers = self.config, None
-        sleeps = config.reward_mode == "colocate" and bool(config.genrm) and self.device.type == "cuda"
+        sleeps = config.reward_mode == "colocate" and bool(config.genrm) and config.device != "cpu"
         if sleeps:  # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
-        self.policy = Policy(config, self.source, self.device)
+        self.policy = Policy(config, self.source, torch.device(config.device))
         if self.state["step"]:
             self.policy.load_optimizer(Path(self.source))
         eos = self.policy.model.generation_config.eos_token_id

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import reward_loop
 from policy import LOGITS_AT_ONCE
 from rollout import read_rollouts
-from run_folder import check_folder
+from run_folder import check_folder, check_room
 
 LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
 LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n", "clip_c",
@@ -64,6 +64,16 @@ def reward_function(config) -> str | None:
     return config.reward_fn
 
 
+def settle(config):
+    """The configuration with what depends on this machine filled in."""
+    device, rollout_gpus, genrm_gpus = deal_gpus(config, torch.cuda.device_count())
+    if config.weight_sync == "nccl" and device == "cpu":
+        raise ValueError("weight_sync: nccl sends from GPU to GPU, and the policy is on the CPU; take file")
+    budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
+    return dataclasses.replace(config, device=device, rollout_gpus=rollout_gpus, genrm_gpus=genrm_gpus,
+                               max_tokens_per_micro_batch=budget, reward_fn=reward_function(config))  # fmt: skip
+
+
 def deal_gpus(config, count: int) -> tuple[str, str, str]:
     """Device of the policy, GPUs of its servers and of the judges, out of `count`; each is the caller's word, where it is given.
 
@@ -102,6 +112,13 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
     return policy, dealt["rollout"], dealt["genrm"]
 
 
+def load_tokenizer(source: str, config):
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise ValueError(f"model: the tokenizer of {source} has no chat template; take an instruct model or add one")
+    return tokenizer
+
+
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
     rows, kept = reward_loop.read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
@@ -118,6 +135,19 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
     if not kept:
         raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
     return kept
+
+
+def check_sizes(source: str, rows: list[dict], config) -> int:
+    """The tokens of the longest prompt and response. Raises ValueError where the model or the disk is too small for the run."""
+    shape = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code).get_text_config()
+    longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
+    if longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
+        text = f"{config.max_response_length} and the longest prompt are {longest} tokens, the model takes {limit}"
+        raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
+    weights = estimate_memory(config, torch.device(config.device).type)["weights"]
+    if weights is not None:
+        check_room(config, checkpoint=3 * weights)
+    return longest
 
 
 def estimate_memory(config, device: str) -> dict[str, float | None]:

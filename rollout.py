@@ -230,6 +230,7 @@ class PolicyServers:
             served = copy.deepcopy(policy.model.config)
             served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
             served.architectures = [type(policy.model).__name__]
+            served.head_dtype = "float32"  # as in training, where vLLM's release can do it; 0.24 says that it cannot
             served.save_pretrained(self.folder)
             tokenizer.save_pretrained(self.folder)
             self.write(policy).replace(self.folder / "model.safetensors")

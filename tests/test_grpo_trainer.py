@@ -535,10 +535,10 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop):
     config = run_config(workshop, "estimate", kl_coef=0.1)
     tiny = toy_world.new_model(len(toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))), seed=0)
     size = 4e-9 * sum(p.numel() for p in tiny.parameters())
-    estimate = grpo_trainer.estimate_memory(config, "cpu")
+    estimate = estimate_memory(config, "cpu")
     names = ("weights", "gradients", "Adam", "reference model")
     assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])
-    more = grpo_trainer.estimate_memory(dataclasses.replace(config, max_tokens_per_micro_batch=2 * 16384), "cpu")
+    more = estimate_memory(dataclasses.replace(config, max_tokens_per_micro_batch=2 * 16384), "cpu")
     assert 1.5 < more["update: activations of a micro-batch"] / estimate["update: activations of a micro-batch"] <= 2
 
 
