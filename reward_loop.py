@@ -12,12 +12,9 @@ You write one function (`FILE:NAME`, sync or async; see "Writing your own reward
 "no_verdict" | "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does (raise,
 hang, return NaN, kill its process), its sample has `reward_score: None`, and no other sample is touched.
 
-  RewardLoopManager   in the driver. A thread with an event loop deals samples out to the least busy worker and holds every
-                      limit (each one for the whole cluster). A worker's answer to a standing `collect` call brings what has
-                      been scored since the last. A dead worker is replaced and its samples are dealt out again.
-  RewardLoopWorker    a Ray actor. Runs async functions in its event loop, and gives sync ones to grading processes. `collect`
-                      has a thread of its own, which also sees who blocks the event loop.
-  grading process     a child of the worker that has loaded the function; one sample at a time, killed when overdue.
+RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its workers
+(reward_worker.py, Ray actors) and holds every limit (each one for the whole cluster). A worker's answer to a standing `collect`
+call brings what has been scored since the last. A dead worker is replaced and its samples are dealt out again.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a container (a
 grading process has the rights of the user who started it). The function's file must be readable under the same path on
@@ -30,8 +27,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -41,11 +36,7 @@ import os
 import pickle
 import random
 import re
-import resource
-import select
 import shlex
-import signal
-import struct
 import sys
 import threading
 import time
@@ -54,22 +45,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-# ray, transformers, aiohttp and pyarrow are imported where they are used: the grading processes load this file too, and
-# must stay small and quick to start.
+import reward_worker
+from reward_worker import HEARTBEAT_S, START_S, Job, bearer, describe, failure, fit_call
 
-HERE = Path(__file__).resolve().parent
 STATUSES = ("ok", "no_verdict", "timeout", "error")
-RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow; the rest waits without a clock
-GATHER_S = 0.01  # a worker gathers results for this long before it hands them over: fewer messages
-HEARTBEAT_S = 5.0  # a worker with nothing to say answers `collect` at least this often
-SLOW_S = 1.0  # between two looks of a worker at itself: is the event loop late, does a grading process only wait
-BLOCKED_S = 5.0  # an event loop that stood still for so long is worth a warning
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
-START_S = 300.0  # for a worker, and for a grading process, to load the function (a busy node, a heavy import)
 ISOLATE_AFTER = 2  # a sample that so many hand-overs have lost runs in a grading process, which shows whether it is a killer
 GIVE_UP_AFTER = 10  # and after so many its status is "error"
-
 RAY_WENT = "Ray was shut down while the reward loop was in use: start another one"
 
 log = logging.getLogger("reward_loop")
@@ -137,19 +120,17 @@ class RewardOptions:
     max_no_verdict_rate: float = 0.2
     """Stop with an error when more than this share of the samples that needed a verdict has none."""
 
-    def check_rewards(self, started: dict[str, str] | None = None) -> "Job":
+    def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """Refuses what cannot work before anything starts: ValueError naming the field, the value and the remedy.
 
         started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
         """
-        for name in ("num_workers", "timeout", "max_in_flight", "max_concurrency", "max_rpm", "max_tpm", "tokens_per_call",
-                     "genrm_servers"):  # fmt: skip
+        may_be_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
+        more = "genrm_servers num_workers timeout max_in_flight max_concurrency max_rpm max_tpm tokens_per_call".split()
+        for name in (*may_be_0, *more):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be greater than 0")
-        for name in ("sync_processes", "http_retries", "max_no_verdict_rate"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+            if value is not None and not (value >= 0 if name in may_be_0 else value > 0):
+                raise ValueError(f"{name} is {value}: it must be {'at least' if name in may_be_0 else 'greater than'} 0")
         models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one of them")
@@ -157,11 +138,11 @@ class RewardOptions:
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r} for {name}: it must be host:port or NAME=host:port")
         if not models and (self.genrm_servers, self.genrm_cpus, self.genrm_gpus, self.genrm_vllm_args) != (1, "", "", ""):
-            raise ValueError("genrm_servers, genrm_cpus, genrm_gpus, genrm_vllm_args: they are about servers of genrm; give genrm")
+            raise ValueError("genrm_servers, genrm_cpus, genrm_gpus, genrm_vllm_args: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one for all models, or one for each of them")
-        for name, model in self.server_configs().items():
-            model.check()
+        for config in self.server_configs().values():
+            config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
@@ -187,19 +168,6 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-@dataclasses.dataclass
-class Job:
-    """What workers and grading processes need to know; plain values only."""
-
-    function: str | None  # FILE:NAME with the full path; None: the score of the discriminative reward model
-    kwargs: dict  # the same for every sample
-    tokenizer: str | None  # path, where the function takes it
-    takes_step: bool
-    is_async: bool
-    timeout: float
-    sync_processes: int = 1
-
-
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     """How samples will be scored, with these reward models. Loads the function to see that it fits. Raises ValueError."""
     try:
@@ -214,37 +182,18 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
     if discriminative and not tokenizer:
         raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-    file, _, name = (options.reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
+    file, _, name = (options.reward_fn or f"{reward_worker.HERE}/compute_score.py:compute_score").rpartition(":")
     path = Path(file).expanduser().resolve()
     if not file or not name:
         raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
     if not discriminative and not path.is_file():
         raise ValueError(f"reward_fn is {options.reward_fn!r}: there is no file {path}")
     spec = None if discriminative else f"{path}:{name}"
-    import_path = sys.path.copy()
-    try:
-        function = load_function(spec)
-    finally:
-        sys.path[:] = import_path  # the driver has modules of its own to import
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    common = {}
-    if addresses:
-        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
-        common["reward_model_tokenizer"] = None
-    if not takes_any:  # a plain rule runs unchanged while a reward model is up
-        common = {key: value for key, value in common.items() if key in parameters}
-        for key in kwargs:
-            if key not in parameters:
-                raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {spec}")
-    common |= kwargs
-    given = {"data_source", "solution_str", "ground_truth", "extra_info", "step", *common, *["prompt"] * discriminative}
-    for name, p in parameters.items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
-            raise ValueError(f"{spec} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
+    function, common = fit_call(spec, kwargs, addresses)
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+    takes_step = "step" in inspect.signature(function).parameters
     tokenizer = tokenizer if "reward_model_tokenizer" in common else None
-    return Job(spec, common, tokenizer, "step" in parameters, is_async, options.timeout, options.sync_processes)
+    return Job(spec, common, tokenizer, takes_step, is_async, options.timeout, options.sync_processes)
 
 
 def read_rows(path: Path, needed: list[str]) -> list[dict]:
@@ -280,367 +229,6 @@ def read_rows(path: Path, needed: list[str]) -> list[dict]:
         if not isinstance(row.get("response", ""), str):
             raise ValueError(f"{path} row {number}: response is {row['response']!r}; it must be a string")
     return rows
-
-
-# ---- Calling the function. This part runs in the workers and in the grading processes.
-
-
-def load_function(spec: str | None):
-    """The function named by "FILE:NAME"; its file may import others beside it. Raises ValueError with one clear line."""
-    if spec is None:
-        return score_with_classifier
-    file, _, name = spec.rpartition(":")
-    path = Path(file)
-    sys.path.insert(0, str(path.parent))
-    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_user"  # a user's random.py hides nothing
-    try:
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
-        module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)  # its dataclasses need the entry
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward function {spec!r}: loading the file failed: {describe(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"reward function {spec!r}: {path.name} has no function {name!r}")
-    return function
-
-
-def load_call(job: Job):
-    """The function of a run with all that is the same for every sample. Raises ValueError."""
-    function, common = load_function(job.function), dict(job.kwargs)
-    if job.tokenizer:
-        from transformers import AutoTokenizer
-
-        common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-        # Transformers 5 returns a dict where 4 returned token ids; functions written for verl expect the ids.
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    if job.takes_step:
-        return functools.partial(function, **common)
-    return lambda step=None, **sample: function(**sample, **common)
-
-
-async def evaluate(function, payload: bytes) -> bytes:
-    """Scores one pickled sample by an async function -> JSON of [score or None, extra info, status, retry delay or None].
-
-    Never raises; SystemExit neither, as a function that calls sys.exit() must not end the worker.
-    """
-    try:
-        return outcome(await function(**pickle.loads(payload)))  # made by our own manager: each sample has its own extra_info
-    except BaseException as error:
-        return failure("error", describe(error), retry_delay(error))
-
-
-def evaluate_sync(function, payload: bytes, runner: asyncio.Runner) -> bytes:
-    """The same by any function, called outside of an event loop: it may have one of its own (asyncio.run)."""
-    try:
-        value = function(**pickle.loads(payload))
-        return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
-    except BaseException as error:
-        return failure("error", describe(error), retry_delay(error))
-
-
-def failure(status: str, message: str, retry: float | None = None) -> bytes:
-    """A result as `evaluate` writes it, for a sample that has no outcome of its own."""
-    return json.dumps([None, {"error": message}, status, retry]).encode()
-
-
-def outcome(value) -> bytes:
-    """What the function returned, as JSON: an object of the user's could break the message that carries others' results, too."""
-    extra = dict(value) if isinstance(value, dict) else {"score": value}
-    score, status = extra.get("score"), "ok"
-    if "score" not in extra:
-        status, extra["error"] = "error", f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is None:
-        status = "no_verdict"
-    elif not hasattr(type(score), "__float__"):  # float() would take "1"; a string is a mistake, not a score
-        status, extra["error"] = "error", f"the score is {score!r:.80}, not a number"
-    elif not math.isfinite(score):
-        status, extra["error"] = "error", f"the score is {score}"
-    score = float(score) if status == "ok" else None
-    if "score" in extra:
-        extra["score"] = score
-    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
-    return json.dumps([score, extra, status, None], default=default).encode()
-
-
-def describe(error: BaseException) -> str:
-    """One line: the kind of error, its message, and the last place in the user's code."""
-    frame = error.__traceback__
-    while frame and frame.tb_next:
-        frame = frame.tb_next
-    place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
-    return f"{type(error).__name__}: {error}"[:500] + place
-
-
-def retry_delay(error: BaseException) -> float | None:
-    """0 or the server's Retry-After in seconds where a second try makes sense (broken connection, HTTP 429, 5xx), else None.
-
-    Knows the errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response.status_code`) by their shape.
-    """
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(response, "status_code", None)
-    if not isinstance(status, int):
-        connection_errors = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
-        return 0.0 if any(kind.__name__ in connection_errors for kind in type(error).__mro__) else None
-    if status not in RETRIED_HTTP_STATUS:
-        return None
-    headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
-    with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
-        return min(float(headers["Retry-After"]), 60.0)
-    return 0.0
-
-
-def bearer() -> dict[str, str]:
-    """The header that a judge behind a key asks for; never in a setting, a log or a result."""
-    key = os.environ.get("ROUTER_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-_classify_session = None
-
-
-async def score_with_classifier(prompt, solution_str, reward_router_address, reward_model_tokenizer, **_) -> float:
-    """The score of a discriminative reward model: the logit that vLLM's /classify gives for the whole conversation.
-
-    The text is the chat template of the reward model's own tokenizer, which writes the BOS token itself where the model has
-    one; `add_special_tokens: false` keeps the server from adding a second.
-    """
-    global _classify_session
-    import aiohttp
-
-    _classify_session = _classify_session or aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True, headers=bearer()
-    )
-    text = reward_model_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": solution_str}], tokenize=False)
-    body = {"input": text, "add_special_tokens": False, "use_activation": False}
-    async with _classify_session.post(f"http://{reward_router_address}/classify", json=body) as response:
-        scores = (await response.json())["data"][0]["probs"]
-    if len(scores) != 1:
-        raise ValueError(f"the discriminative model gives {len(scores)} labels: write a reward function that chooses one")
-    return scores[0]
-
-
-def grade() -> None:
-    """Main of a grading process: on stdin the job, then samples; on stdout what is wrong with the job or null, then results."""
-    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what uvloop and Ray leave open, the pipes' other names too
-    samples, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the function reads or prints must not get among them
-    os.dup2(2, 1)
-    if os.fork() == 0:  # kills this process group, and so what the function started, when the worker has gone, however it went
-        results.close()
-        poll = select.poll()
-        poll.register(samples, 0)  # reports the end only
-        poll.poll()
-        os.killpg(0, signal.SIGKILL)
-    complaint = None
-    try:
-        function = load_call(Job(**json.loads(samples.readline())))
-    except Exception as error:
-        complaint = " ".join(str(error).split())
-    results.write(json.dumps(complaint).encode() + b"\n")
-    results.flush()
-    with asyncio.Runner() as runner:
-        while header := samples.read(4):
-            result = evaluate_sync(function, samples.read(*struct.unpack("<I", header)), runner)
-            results.write(result + b"\n")  # JSON: there is no other line end in it
-            results.flush()
-
-
-# ---- The worker
-
-
-class RewardLoopWorker:
-    """Ray actor (asyncio): scores the samples it is given and hands each result over with the next `collect`.
-
-    Async functions run in its event loop. Others, and samples that are suspected of killing workers, are queued for tasks that
-    have a grading process each and restart it when it dies or is overdue. There are `sync_processes` of them, and one more for
-    each that has been on one sample for SLOW_S without using its core (up to 4 x): it hangs, or waits for somebody else.
-    """
-
-    def __init__(self, job: Job):
-        self.job = job
-        self.done, self.taken = [], 0  # (ticket, result, seconds); how many the manager had before these
-        self.news = threading.Event()
-        self.culprit = None, 0.0  # the sample that blocks the event loop, and since when that is known
-        self.running = {}  # ticket -> (task, the timer that cuts it off), of an async function
-        self.queue = asyncio.Queue()  # of (ticket, payload, processes that died on it), for grading processes
-        self.graders, self.allowed = set(), job.sync_processes  # the tasks that have one, and how many there may be
-        self.busy = {}  # task -> (pid, since when), while it waits for a result
-
-    async def prepare(self, api_key: str) -> str | None:
-        """Loads the function -> one line about what is wrong with it, or None."""
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # 1,024 connections are few
-        if api_key:
-            os.environ["ROUTER_API_KEY"] = api_key
-        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))  # a few asyncio.to_thread that hang end nothing
-        self.tick, self.stood_still = time.monotonic(), 0.0
-        self._tick()
-        try:
-            if self.job.is_async:
-                self.function = load_call(self.job)
-            else:
-                self._add_grader(await self._start_process())
-        except Exception as error:
-            return " ".join(str(error).split())
-
-    async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
-        """Takes samples (ticket, isolated, payload); returns at once."""
-        for ticket, isolated, payload in batch:
-            if self.job.is_async and not isolated:
-                timer = self.loop.call_later(self.job.timeout, self._cut_off, ticket, self.stood_still)
-                self.running[ticket] = self.loop.create_task(self._run(ticket, payload)), timer
-            else:
-                self._enqueue(ticket, payload)
-
-    def collect(self, taken: int) -> tuple[list[tuple[int, bytes, float]], str, bool]:
-        """(results from number `taken` on, a complaint or "", whether this worker is of no use any more).
-
-        Waits for the first result, at most HEARTBEAT_S. Results are kept until the next call says that they have arrived. Ray
-        runs this in a thread of its own (a concurrency group), so that a function that blocks the event loop is found out.
-        """
-        if self.news.wait(HEARTBEAT_S):
-            time.sleep(GATHER_S)
-        self.news.clear()
-        del self.done[: taken - self.taken]
-        self.taken = taken
-        now = time.monotonic()
-        if now - self.tick - SLOW_S < BLOCKED_S:
-            self.culprit = None, now
-            return self.done.copy(), "", False
-        ticket, place = self._who_blocks()
-        if ticket != self.culprit[0]:  # one after the other, perhaps
-            self.culprit = ticket, now
-        is_useless = ticket is not None and now - self.culprit[1] > self.job.timeout
-        if is_useless:
-            message = f"no result within {self.job.timeout:g} s, blocked at {place}"
-            self._report(ticket, failure("timeout", message), self.culprit[1])
-        complaint = f"an async function blocks the event loop of its worker at {place}, where nothing else is scored meanwhile: "
-        return self.done.copy(), complaint + "`await` what waits, or write `def` instead of `async def`", is_useless
-
-    def _who_blocks(self) -> tuple[int | None, str]:
-        """The sample that holds the event loop up, and the place in the function's file where it does."""
-        frame, ticket, place = sys._current_frames().get(self.thread), None, ""
-        while frame:
-            if not place and frame.f_code.co_filename == (self.job.function or "").rpartition(":")[0]:
-                place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
-            if frame.f_code is RewardLoopWorker._run.__code__:
-                ticket = frame.f_locals["ticket"]
-            frame = frame.f_back
-        return ticket, place or "an unknown place"
-
-    def _tick(self) -> None:
-        """Every SLOW_S: how late is the event loop, and how many grading processes only wait?"""
-        now = time.monotonic()
-        self.stood_still += max(0.0, now - self.tick - SLOW_S)
-        self.tick = now
-        waiting = sum(now - since > SLOW_S and process_sleeps(pid) for pid, since in self.busy.values())
-        self.allowed = min(self.job.sync_processes + waiting, 4 * self.job.sync_processes)
-        self._add_graders()
-        self.loop.call_later(SLOW_S, self._tick)
-
-    def _report(self, ticket: int, result: bytes, started: float) -> None:
-        self.done.append((ticket, result, time.monotonic() - started))
-        self.news.set()
-
-    async def _run(self, ticket: int, payload: bytes) -> None:
-        started = time.monotonic()
-        result = await evaluate(self.function, payload)
-        if entry := self.running.pop(ticket, None):  # else it came too late: the timeout has been reported
-            entry[1].cancel()
-            self._report(ticket, result, started)
-
-    def _cut_off(self, ticket: int, stood_still: float) -> None:
-        task, _ = self.running.pop(ticket)
-        if (lost := self.stood_still - stood_still) > 0.1:  # a neighbour blocked the event loop: that time is given back
-            timer = self.loop.call_later(lost, self._cut_off, ticket, self.stood_still)
-            self.running[ticket] = task, timer
-            return
-        task.cancel()  # it may refuse: nobody waits for it
-        message = f"no result within {self.job.timeout:g} s"
-        self._report(ticket, failure("timeout", message), time.monotonic() - self.job.timeout)
-
-    def _enqueue(self, ticket: int, payload: bytes, deaths: int = 0) -> None:
-        self.queue.put_nowait((ticket, payload, deaths))
-        self._add_graders()
-
-    def _add_graders(self) -> None:
-        while len(self.graders) < self.allowed and len(self.graders) - len(self.busy) < self.queue.qsize():
-            self._add_grader()
-
-    def _add_grader(self, process=None) -> None:
-        self.graders.add(self.loop.create_task(self._grade(process)))
-
-    async def _grade(self, process=None) -> None:
-        """Has samples graded by one grading process and its successors."""
-        task = asyncio.current_task()
-        while len(self.graders) <= self.allowed:
-            ticket, payload, deaths = await self.queue.get()
-            started = time.monotonic()
-            try:
-                self.busy[task] = 0, started
-                process = process or await self._start_process()
-                started = time.monotonic()
-                self.busy[task] = process.pid, started
-                process.stdin.write(struct.pack("<I", len(payload)) + payload)
-                async with asyncio.timeout(self.job.timeout):
-                    result = await process.stdout.readuntil(b"\n")
-                self._report(ticket, result, started)
-                continue
-            except TimeoutError:
-                self._report(ticket, failure("timeout", f"no result within {self.job.timeout:g} s: process killed"), started)
-            except (OSError, EOFError) as error:
-                if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
-                    self._enqueue(ticket, payload, 1)
-                else:
-                    message = f"the grading process died on this sample, twice ({describe(error)})"
-                    self._report(ticket, failure("error", message), started)
-            except Exception as error:
-                self._report(ticket, failure("error", describe(error)), started)
-            finally:
-                del self.busy[task]
-            if process:
-                kill_group(process)
-            process = None
-        self.graders.discard(task)
-        if process:
-            kill_group(process)
-
-    async def _start_process(self) -> asyncio.subprocess.Process:
-        """A grading process that has loaded the function. OSError if it does not get that far, ValueError if that fails."""
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_loop; reward_loop.grade()"
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, stdin=pipe, stdout=pipe, limit=2**30, start_new_session=True
-        )
-        try:
-            process.stdin.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
-            async with asyncio.timeout(START_S):
-                complaint = json.loads(await process.stdout.readuntil(b"\n"))
-        except (TimeoutError, EOFError) as error:
-            kill_group(process)
-            why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "ended at once; see the worker's log"
-            raise OSError(f"the process that loads the function for grading {why}") from None
-        if complaint:
-            kill_group(process)
-            raise ValueError(complaint)
-        return process
-
-
-def kill_group(process: asyncio.subprocess.Process) -> None:
-    """Ends a grading process and whatever the function has started in it."""
-    process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def process_sleeps(pid: int) -> bool:
-    """Whether a process waits for something and so leaves its core to others."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-    except OSError:
-        return False
 
 
 # ---- The manager
@@ -687,7 +275,7 @@ class RewardLoopManager:
         self._started_ray = connect_ray()
         self._driver = ray.get_runtime_context().get_worker_id()  # of this connection to Ray
         # By value: a worker's Python then needs no import path to this file.
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.cloudpickle.register_pickle_by_value(reward_worker)
         self.options, self.reward_models, self.overlong = options, reward_models, overlong
         self._addresses = reward_models.router_addresses if reward_models else named("router_address", options.router_address)
         self.max_in_flight = options.max_in_flight or 2048
@@ -728,8 +316,8 @@ class RewardLoopManager:
         ticket = Ticket(next(self._numbers), pickle.dumps(arguments, protocol=5), penalty, future)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        if self._closed or not self._ray_is_up():  # asked only now: whoever closes either sees this future or is seen here
-            raise RuntimeError(self._closed or RAY_WENT)
+        if self._closed:  # asked only now: whoever closes either sees this future or is seen here
+            raise RuntimeError(self._closed)
         self._put(ticket)
         return future
 
@@ -805,7 +393,8 @@ class RewardLoopManager:
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not self._closed:
-            self._spawn(self._stop(str(error) if isinstance(error, RuntimeError) else f"the reward loop failed: {describe(error)}"))
+            plain = isinstance(error, (RuntimeError, ValueError))  # our own: says it all
+            self._spawn(self._stop(str(error) if plain else f"the reward loop failed: {describe(error)}"))
 
     async def _deal_out(self) -> None:
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""
@@ -838,7 +427,7 @@ class RewardLoopManager:
                 self._wake.set()
 
     async def _confirm(self, slot: Slot, worker, tickets: list[Ticket], call) -> None:
-        """Waits until a worker has its samples. If Ray has lost the call they are queued again; a dead worker is seen in _serve."""
+        """Waits until a worker has its samples. If Ray loses the call they are queued again; a dead worker is seen in _serve."""
         try:
             await call
         except self._ray.exceptions.ActorUnavailableError:
@@ -871,7 +460,7 @@ class RewardLoopManager:
             processes = self.options.sync_processes or max(1, int(nodes[number]["Resources"]["CPU"]) // neighbours)
             strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[number]["NodeID"], soft=True)
             actor = ray.remote(num_cpus=0.01, max_restarts=0, scheduling_strategy=strategy, concurrency_groups={"collect": 2})
-            worker = actor(RewardLoopWorker).remote(dataclasses.replace(self.job, sync_processes=processes))
+            worker = actor(reward_worker.RewardLoopWorker).remote(dataclasses.replace(self.job, sync_processes=processes))
             try:
                 # The key goes as an argument: a cluster that was started in another shell does not have it.
                 call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", ""))
@@ -903,7 +492,7 @@ class RewardLoopManager:
         return nodes
 
     async def _answer(self, call, limit: float):
-        """What an actor answers. TimeoutError after `limit` seconds; RuntimeError if Ray is shut down, as no answer comes then."""
+        """What an actor answers. TimeoutError after `limit` seconds; RuntimeError if Ray is shut down: no answer comes then."""
         call, deadline = asyncio.ensure_future(call), time.monotonic() + limit
         try:
             while not (await asyncio.wait({call}, timeout=HEARTBEAT_S))[0]:
@@ -1020,24 +609,20 @@ def connect_ray(gpus: str = "") -> bool:
     if ray.is_initialized():
         return False
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    address, started = os.environ.get("RAY_ADDRESS") or "auto", False
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    address, visible = os.environ.get("RAY_ADDRESS") or "auto", os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         if address != "local":
             with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
                 ray.init(address, **quiet)
         if started := not ray.is_initialized():
-            if gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # Ray, and all that it starts, reads it now
+            os.environ |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}  # Ray, and all that it starts, reads it now
             ray.init("local", **quiet)
     except Exception as error:  # another version of Ray or Python, another key: of many types, some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300}); RAY_ADDRESS=local starts one of your own"
         raise RuntimeError(" ".join(text.split())) from error
     finally:
-        if before is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
     if gpus and not started:
         ray.shutdown()
         raise ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import tyro
 
-from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, read_rows, start_rewards, with_equal_keys
+from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, read_rows, start_rewards
+from reward_loop import with_equal_keys
 
 
 @dataclasses.dataclass
@@ -98,22 +99,27 @@ def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     flawed = [extra["flawed_positive"] for extra in extras if extra.get("acc") and extra.get("flawed_positive") is not None]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
+    took = [result["seconds"] for result in results]
     lines = [
-        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s); the function took "
-        f"{sum(result['seconds'] for result in results) / len(results):.2g} s, at most {max(r['seconds'] for r in results):.2g} s",
+        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / max(seconds, 1e-9):,.0f} samples/s)",
+        f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
         "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
         f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score",
-        f"accuracy: {share(accurate)}" if accurate else "",
-        f"flawed positives: {share(flawed)} right answers with a verdict" if flawed else "",
-        "judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()) if judge else "",
     ]
-    return "\n".join(filter(None, lines))
+    if accurate:
+        lines.append(f"accuracy: {share(accurate)}")
+    if flawed:
+        lines.append(f"flawed positives: {share(flawed)} right answers with a verdict")
+    if judge:
+        lines.append("judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()))
+    return "\n".join(lines)
 
 
 def run(config: Config) -> None:
     """The command line's work. Raises ValueError and OSError for what the user gave, RuntimeError when the run has to stop."""
     needed = ["data_source", "reward_model", "response"] + ["response_length"] * (config.max_response_length is not None)
-    rows = read_rows(config.data, needed + ["prompt"] * ("classify" == config.reward_model_task[0] and config.reward_fn is None))
+    needed += ["prompt"] * (config.reward_model_task[0] == "classify" and config.reward_fn is None)
+    rows = read_rows(config.data, needed)
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
     overlong = None
@@ -138,10 +144,8 @@ def run(config: Config) -> None:
         def stop(result: dict) -> None:
             extra = result["reward_extra_info"]
             why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
-            raise RuntimeError(
-                f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
-                f"{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume"
-            )
+            text = f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
+            raise RuntimeError(f"{text}{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume")
 
         def on_result(position: int, result: dict) -> None:
             file.write(json.dumps([left[position], result]) + "\n")

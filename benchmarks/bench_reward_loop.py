@@ -10,7 +10,7 @@ a fake judge through router.py (one pooled HTTP session a worker), each with 1, 
   streamed   one score_one per sample from one event loop, each the moment the one before it in its lane has come back (512 lanes)
   CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes together, and in
              the third case also the router and the fake judge
-  memory     resident memory (RSS) of workers, fork servers and grading processes; pages they share are counted more than once
+  memory     resident memory (RSS) of workers and grading processes (two each: one watches); shared pages count more than once
 
 Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a rollout 1.1k tokens, a
 critique 3.0k; every second answer is right, and only those are judged), the judge is two HTTP servers behind router.py that
@@ -165,7 +165,7 @@ def make_samples(count: int) -> list[dict]:
 
 
 def our_processes():
-    """(the workers with their fork servers and grading processes, these and the driver and Ray's own)."""
+    """(the workers with their grading processes, these and the driver and Ray's own)."""
     import psutil
 
     everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -173,7 +173,7 @@ def our_processes():
     raylet = workers[0].environ()["RAY_RAYLET_PID"]  # grading processes are not our descendants, but have our environment
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):
-            if "reward_loop.fork_server" in " ".join(process.cmdline()) and process.environ()["RAY_RAYLET_PID"] == raylet:
+            if "reward_worker.grade" in " ".join(process.cmdline()) and process.environ()["RAY_RAYLET_PID"] == raylet:
                 workers.append(process)
                 everything.append(process)
     return workers, everything
@@ -203,7 +203,7 @@ async def stream(manager, samples, lanes: int = 512) -> None:
 
 def speed(config) -> None:
     """Prints the table of samples per second."""
-    from reward_loop import RewardLoopManager
+    from reward_loop import RewardLoopManager, RewardOptions
 
     print("| function | workers | samples | batch samples/s | streamed samples/s | CPU ms/sample | memory MB | start to first score s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
@@ -211,8 +211,10 @@ def speed(config) -> None:
         for function in config.functions:
             for workers in config.workers:
                 begun = time.monotonic()
-                options = {"router_addresses": {"judge": address}} if function == "asks_judge" else {}
-                manager = RewardLoopManager(reward_fn=f"{__file__}:{function}", num_workers=workers, **options)
+                options = RewardOptions(reward_fn=f"{__file__}:{function}", num_workers=workers, max_in_flight=2048)
+                if function == "asks_judge":
+                    options.router_address = (address,)
+                manager = RewardLoopManager(options)
                 manager.score_batch(make_samples(1))
                 first = time.monotonic() - begun
                 for count in config.samples:
@@ -249,7 +251,7 @@ def overlap(config) -> None:
     """Prints, for judges of several speeds, the time of a step's rollouts alone, with streamed rewards, and with a batch."""
     import ray
 
-    from reward_loop import RewardLoopManager
+    from reward_loop import RewardLoopManager, RewardOptions
 
     rng = random.Random(0)
     samples = make_samples(config.rollouts)
@@ -284,7 +286,8 @@ def overlap(config) -> None:
         seconds_per_1k = config.rollout_s_per_1k / speedup
         load = critique_tokens / 1000 * seconds_per_1k / places / alone
         with judges(2, places // 2, seconds_per_1k) as address:
-            manager = RewardLoopManager(reward_fn=f"{__file__}:asks_judge", router_addresses={"judge": address}, num_workers=2)
+            options = dict(router_address=(address,), num_workers=2, max_in_flight=2048)
+            manager = RewardLoopManager(RewardOptions(reward_fn=f"{__file__}:asks_judge", **options))
             manager.score_batch(samples[:1])
             streamed = asyncio.run(roll_out(manager.score_one))
             begun = time.monotonic()

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 
 import reward_loop
+import reward_worker
 from algorithm import overlong_penalty
 from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate
 
@@ -164,17 +165,17 @@ def test_retry_delay_of_http_errors():
     def answer(status, **headers):
         return aiohttp.ClientResponseError(None, (), status=status, headers=headers)
 
-    assert [reward_loop.retry_delay(answer(status)) for status in (400, 404, 422, 408, 429, 500, 503)] == [None] * 3 + [0.0] * 4
-    assert reward_loop.retry_delay(answer(429, **{"Retry-After": "7"})) == 7.0
-    assert reward_loop.retry_delay(answer(429, **{"Retry-After": "1e9"})) == 60.0
-    assert reward_loop.retry_delay(answer(503, **{"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})) == 0.0
-    assert reward_loop.retry_delay(aiohttp.ServerDisconnectedError()) == 0.0
+    assert [reward_worker.retry_delay(answer(status)) for status in (400, 404, 422, 408, 429, 500, 503)] == [None] * 3 + [0.0] * 4
+    assert reward_worker.retry_delay(answer(429, **{"Retry-After": "7"})) == 7.0
+    assert reward_worker.retry_delay(answer(429, **{"Retry-After": "1e9"})) == 60.0
+    assert reward_worker.retry_delay(answer(503, **{"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})) == 0.0
+    assert reward_worker.retry_delay(aiohttp.ServerDisconnectedError()) == 0.0
     response = requests.Response()
     response.status_code = 503
-    assert reward_loop.retry_delay(requests.HTTPError(response=response)) == 0.0
-    assert reward_loop.retry_delay(requests.ConnectionError()) == 0.0
-    assert reward_loop.retry_delay(ConnectionRefusedError()) == 0.0
-    assert reward_loop.retry_delay(ValueError()) is reward_loop.retry_delay(TimeoutError()) is None
+    assert reward_worker.retry_delay(requests.HTTPError(response=response)) == 0.0
+    assert reward_worker.retry_delay(requests.ConnectionError()) == 0.0
+    assert reward_worker.retry_delay(ConnectionRefusedError()) == 0.0
+    assert reward_worker.retry_delay(ValueError()) is reward_worker.retry_delay(TimeoutError()) is None
 
 
 def outcome(score, **extra):
@@ -284,7 +285,7 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(start):
 
 
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
-    monkeypatch.setattr(reward_loop, "SLOW_S", 0.2)
+    monkeypatch.setattr(reward_worker, "SLOW_S", 0.2)
     manager = start(f"{FAULTS}:sync_fault", timeout=2.0)
     finished = []
     responses = ["one"] * 50 + ["block"] + ["pid"] * 50 + ["block"] + ["one"] * 50
@@ -295,7 +296,7 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
 
 def test_what_computes_is_not_what_hangs(start, monkeypatch):
     """Processes that use their cores get no company, however long they take: it would only make all of them slower."""
-    monkeypatch.setattr(reward_loop, "SLOW_S", 0.1)
+    monkeypatch.setattr(reward_worker, "SLOW_S", 0.1)
     manager = start(f"{FAULTS}:computes", sync_processes=2)
     results = manager.score_batch([sample("0.5")] * 6)
     assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
@@ -313,7 +314,7 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
     body += f"def ask(solution_str, **_):\n    open('{tmp_path}/mark', 'w').close()\n    os._exit(1)\n"
     function = write_function(tmp_path, body)
-    monkeypatch.setattr(reward_loop, "START_S", 5.0)
+    monkeypatch.setattr(reward_worker, "START_S", 5.0)
     (result,) = start(function).score_batch([sample("x")])
     assert result["status"] == "error" and "not ready within 5 s" in result["reward_extra_info"]["error"]
 
@@ -692,9 +693,9 @@ def test_nothing_is_left_running(start, tmp_path):
 @pytest.mark.parametrize("response", ["block", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit is found."""
-    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
-    monkeypatch.setattr(reward_loop, "HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 1.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
     responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
@@ -706,8 +707,8 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
 
 
 def test_who_blocks_is_named_and_its_neighbours_keep_their_time(start, monkeypatch, caplog):
-    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.5)
-    monkeypatch.setattr(reward_loop, "HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 0.5)
     manager = start(f"{FAULTS}:blocks", timeout=4.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-3"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
