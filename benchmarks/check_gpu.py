@@ -148,16 +148,16 @@ def measure(device, function):
 
 
 def check_environment(work: Path):
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").splitlines()[0]
     (free, total), name = torch.cuda.mem_get_info(GPU), torch.cuda.get_device_name(GPU)
     memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} free"
-    yield "GPU", True, f"{torch.cuda.device_count()} x {name}, {memory}, driver {driver.stdout.split()[0]}"
+    yield "GPU", True, f"{torch.cuda.device_count()} x {name}, {memory}, driver {driver}"
     yield "packages", True, f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
     try:
         import vllm
         yield "vllm", True, vllm.__version__
-    except ModuleNotFoundError as error:
-        yield "vllm", None, str(error)
+    except Exception as error:  # one that is there and does not load may raise anything
+        yield "vllm", None if getattr(error, "name", "") == "vllm" else False, f"{type(error).__name__}: {error}"
 
 
 def check_precision(work: Path, device=GPU, length=256):
@@ -278,7 +278,9 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         off, seconds = served()
         text = f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}); {32 * length / seconds:,.0f} tokens/s"
         yield f"new weights, by {transfer}", off < AGREE, text
-        servers.servers.slots[0].server.child.kill()
+        process = servers.servers.slots[0].server.child
+        process.kill()
+        process.wait()
         move()
         _, synced, *_ = measure(device, lambda: servers.sync(learner))
         off, seconds = served()
@@ -294,11 +296,11 @@ def check_sleep(work: Path):
         return (total - free) / 2**30
 
     def answers():
-        body = {"model": "judge", "max_tokens": 32, "temperature": 0}
+        body = {"model": "judge", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
         found = [judge.call_router("POST", "/v1/completions", body | {"prompt": [number] * 8}) for number in range(5, 9)]
         if any(status != 200 for status, _ in found):
             raise RuntimeError(f"the judge answers {found}")
-        return [json.loads(text)["choices"][0]["text"] for _, text in found]
+        return [json.loads(text)["choices"][0]["token_ids"] for _, text in found]
 
     before = used()
     judge = genrm_server.ModelServers(genrm_server.Config(
@@ -320,8 +322,8 @@ def check_sleep(work: Path):
 RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-size 4 --mini-batch-size 4 --group-size 4
     --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
 EAGER = f"'{SHARE} --enforce-eager'"  # ready half a minute sooner
-RUNS = {"colocate": f"--genrm tiny --reward-mode colocate --genrm-vllm-args {EAGER}",
-        "rollout_vllm": f"--rollout vllm --rollout-vllm-args {EAGER}"}  # fmt: skip
+RUNS = {"colocate": f"--genrm tiny --reward-mode colocate --genrm-vllm-args={EAGER}",
+        "rollout_vllm": f"--rollout vllm --rollout-vllm-args={EAGER}"}  # fmt: skip
 
 
 async def score_by_asking(data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_) -> dict:
@@ -352,8 +354,8 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "precision": (check_precision, 180, False),
     "rollouts": (check_rollouts, 120, False),
     "update": (check_update, 120, False),
-    "servers": (check_servers, 300, True),
-    "nccl": (partial(check_servers, transfer="nccl"), 300, True),
+    "servers": (check_servers, 360, True),
+    "nccl": (partial(check_servers, transfer="nccl"), 360, True),
     "sleep": (check_sleep, 240, True),
     **{name: (partial(check_run, name=name), 240, True) for name in RUNS},
 }

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
+import grpo_trainer
 import policy
 
 CPU = torch.device("cpu")
@@ -64,6 +67,14 @@ def test_update(work, monkeypatch):
 def test_weights_by_nccl_are_skipped_with_less_than_two_gpus(work, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert list(check_gpu.check_servers(work, transfer="nccl")) == [("weights by NCCL", None, "needs 2 GPUs, torch sees 1")]
+
+
+@pytest.mark.parametrize("name", check_gpu.RUNS)
+def test_the_whole_runs_have_flags_that_the_trainer_takes(name):
+    flags = shlex.split(check_gpu.RUN + check_gpu.RUNS[name])
+    config = tyro.cli(grpo_trainer.Config, args=[*flags, "--out-dir", name])
+    assert (config.genrm, config.rollout) == {"colocate": (("tiny",), "hf"), "rollout_vllm": ((), "vllm")}[name]
+    assert "0.3 --enforce-eager" in config.genrm_vllm_args + config.rollout_vllm_args
 
 
 def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeypatch):
