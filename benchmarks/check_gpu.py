@@ -297,7 +297,7 @@ def check_sleep(work: Path):
 
     def answers():
         body = {"model": "judge", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
-        found = [judge.call_router("POST", "/v1/completions", body | {"prompt": [number] * 8}) for number in range(5, 9)]
+        found = [judge.call_router("POST", "/v1/completions", body | {"prompt": [number] * 8}, 120) for number in range(5, 9)]
         if any(status != 200 for status, _ in found):
             raise RuntimeError(f"the judge answers {found}")
         return [json.loads(text)["choices"][0]["token_ids"] for _, text in found]
