@@ -330,8 +330,9 @@ async def score_by_asking(data_source, solution_str, ground_truth, extra_info, r
     """The reward function of the whole runs: a number, and where there is a judge it has to answer."""
     status, answer = "skipped", ""
     if reward_router_address:
-        status, answer = await compute_score.ask_genrm(extra_info["question"], reward_router_address, max_tokens=8)
-    return {"score": len(solution_str + answer) % 7 / 6 if status in ("ok", "skipped") else None, "genrm_status": status}
+        status, answer, _ = await compute_score.chat(extra_info["question"], reward_router_address, max_tokens=8, timeout_s=100)
+    failed = status in ("http_error", "timeout")  # after eight tokens its status is most often "truncated"
+    return {"score": None if failed else len(solution_str + answer) % 7 / 6, "genrm_status": status}
 
 
 def check_run(work: Path, name: str):

@@ -1,5 +1,6 @@
 """The checks for a GPU, as far as a CPU can run them: that they run, and what the table says of one that fails or hangs."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -75,6 +76,18 @@ def test_the_whole_runs_have_flags_that_the_trainer_takes(name):
     config = tyro.cli(grpo_trainer.Config, args=[*flags, "--out-dir", name])
     assert (config.genrm, config.rollout) == {"colocate": (("tiny",), "hf"), "rollout_vllm": ((), "vllm")}[name]
     assert "0.3 --enforce-eager" in config.genrm_vllm_args + config.rollout_vllm_args
+
+
+@pytest.mark.parametrize("status, score", [("ok", 3 / 6), ("truncated", 3 / 6), ("http_error", None), ("timeout", None)])
+def test_a_judge_that_does_not_answer_gives_no_score(monkeypatch, status, score):
+    """So that a whole run with such a judge ends with an error."""
+
+    async def chat(prompt, address, *, max_tokens, timeout_s):
+        return status, "no", 8
+
+    monkeypatch.setattr(check_gpu.compute_score, "chat", chat)
+    asked = check_gpu.score_by_asking("toy", "7", "7", {"question": "7?"}, "host:1")
+    assert asyncio.run(asked) == {"score": score, "genrm_status": status}
 
 
 def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeypatch):
