@@ -98,7 +98,7 @@ class Config(reward_loop.RewardOptions):
     rollout_gpus: str = ""
     """GPUs for those servers, such as 0,1,2; default: the first that judges and policy leave free."""
     rollout_vllm_args: str = ""
-    """Arguments for those servers, in quotes, such as "--gpu-memory-utilization 0.5" where they share the trainer's GPU."""
+    """Arguments for those servers: --rollout-vllm-args="--gpu-memory-utilization 0.5" where they share the trainer's GPU."""
     weight_sync: Literal["file", "nccl"] = "file"
     """How new weights reach those servers. file: through shared memory, everywhere. nccl: GPU to GPU, for large models."""
     rollout_batch_size: int = 512

@@ -105,7 +105,7 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
                 raise ValueError(f"{name}_gpus: {gpu!r} is no GPU; write numbers such as 0,1, and torch sees {count} GPUs")
             if gpu in taken and not share and not sleeps:
                 raise ValueError(f"{name}_gpus: GPU {gpu} is {taken[gpu]}'s; name others, or a share of its memory by "
-                                 f'--{name}-vllm-args "--gpu-memory-utilization 0.4"')  # fmt: skip
+                                 f'--{name}-vllm-args="--gpu-memory-utilization 0.4"')  # fmt: skip
             if not sleeps:
                 taken[gpu] = f"{name}_gpus"
         dealt[name] = ",".join(chosen)

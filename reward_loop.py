@@ -94,7 +94,7 @@ class RewardOptions:
     genrm_gpus: str = ""
     """GPUs for the servers of --genrm, such as 2,3; default: all that Ray sees."""
     genrm_vllm_args: str = ""
-    """Arguments for the servers of --genrm, in quotes, such as "--gpu-memory-utilization 0.4"."""
+    """Arguments for the servers of --genrm, in quotes and with a =: --genrm-vllm-args="--gpu-memory-utilization 0.4"."""
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
     """Kind of the reward model: generative (a judge that writes) or discriminative (one number); for several one each, or one."""
     reward_model_tokenizer: str | None = None

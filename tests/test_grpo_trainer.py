@@ -618,3 +618,16 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
         if field.name in shared:
             continue
         assert f"config.{field.name}" in source or f'"{field.name}"' in source, f"--{field.name} is read nowhere"
+
+
+def test_arguments_for_vllm_can_be_given_as_the_help_says():
+    """They begin with dashes: only with a = does the command line take them for a value."""
+    import tyro
+
+    text = Path("grpo_trainer.py").read_text() + Path("reward_loop.py").read_text() + Path("README.md").read_text()
+    flags = re.findall(r'--(?:rollout|genrm)-vllm-args="[^"]+"', text)
+    needed = ["--model", "m", "--train-file", "t", "--out-dir", "o"]
+    for flag in flags:
+        config = tyro.cli(grpo_trainer.Config, args=[*needed, flag.replace('"', "")])
+        assert "--gpu-memory-utilization" in config.rollout_vllm_args + config.genrm_vllm_args
+    assert len(flags) >= 3
