@@ -46,7 +46,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 import reward_worker
-from reward_worker import HEARTBEAT_S, START_S, Job, bearer, describe, failure, fit_call
+from reward_worker import HEARTBEAT_S, HERE, START_S, Job, bearer, describe, failure, fit_call
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow; the rest waits without a clock
@@ -182,7 +182,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
     if discriminative and not tokenizer:
         raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-    file, _, name = (options.reward_fn or f"{reward_worker.HERE}/compute_score.py:compute_score").rpartition(":")
+    file, _, name = (options.reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
     path = Path(file).expanduser().resolve()
     if not file or not name:
         raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
