@@ -441,6 +441,42 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
     assert models.calls == ["wake", "sleep"] * 2
 
 
+def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
+    import contextlib
+
+    import genrm_server
+
+    events = []
+
+    class Models:
+        def __init__(self, configs):
+            self.router_addresses = dict.fromkeys(configs, serve(critic).address)
+            events.append([(name, config.task, config.num_servers, config.sleep_mode) for name, config in configs.items()])
+
+        def __getattr__(self, name):
+            return lambda: events.append(name)
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(genrm_server, "RewardModelManager", Models)
+    function = f"{ROOT}/compute_score.py:compute_score_fapo"
+    options = RewardOptions(reward_fn=function, genrm=(f"judge={tmp_path}",), genrm_servers=2)
+    with contextlib.ExitStack() as stack:
+        manager = reward_loop.start_rewards(options, stack, sleep_mode=True)
+        assert manager.score_batch([sample("\\boxed{1}")])[0]["reward_score"] == 1.0
+    assert events == [[("judge", "generate", 2, True)], "wake_up", "sleep", "shutdown"] and local_ray.is_initialized()
+    with pytest.raises(RuntimeError, match="shut down"):
+        manager.submit(sample("x"))
+
+
+def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start, monkeypatch):
+    manager = start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",), max_in_flight=9)
+    node = {"Alive": True, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 1.0}}
+    nodes = manager._ray.nodes()
+    monkeypatch.setattr(manager._ray, "nodes", lambda: [*nodes, node])
+    with pytest.raises(ValueError, match="127.0.0.1:1, which workers on other nodes cannot reach"):
+        manager._nodes()
+
+
 # ---- wrong settings
 
 
