@@ -606,7 +606,10 @@ def connect_ray(gpus: str = "") -> bool:
     """
     import ray
 
+    no_choice = ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")
     if ray.is_initialized():
+        if gpus:
+            raise no_choice
         return False
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     address, visible = os.environ.get("RAY_ADDRESS") or "auto", os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -624,8 +627,8 @@ def connect_ray(gpus: str = "") -> bool:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
     if gpus and not started:
-        ray.shutdown()
-        raise ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")
+        ray.shutdown()  # leaves it
+        raise no_choice
     have = ray.cluster_resources()
     text = f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs"
     where = f"joined the cluster at {ray.get_runtime_context().gcs_address}" if not started else "started a cluster for this run"

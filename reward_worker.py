@@ -4,6 +4,12 @@
                       has a thread of its own, which also sees who blocks the event loop.
   grading process     a child of the worker that has loaded the function; one sample at a time, killed when overdue.
 
+The processes that a sample of a sync function passes (one of an async function turns round in the worker):
+
+    driver                       worker (Ray actor)                       grading process
+    RewardLoopManager -submit->  its queue  ------ socket: sample ----->  your function
+                      <-collect- results gather  <- socket: JSON line --
+
 Used by reward_loop.py alone, which deals the samples out. Whatever the function does (raise, hang, return NaN, kill its
 process), its sample has a status, and no other sample is touched. The file is sent to the workers by value, and loaded by the
 grading processes, which must stay small: its imports are Python's own, the others stand where they are used.

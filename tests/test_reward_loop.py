@@ -477,6 +477,12 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         manager._nodes()
 
 
+def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
+    with pytest.raises(ValueError, match="genrm_gpus is 2,3"):
+        reward_loop.connect_ray("2,3")
+    assert local_ray.is_initialized() and not reward_loop.connect_ray()
+
+
 # ---- wrong settings
 
 
