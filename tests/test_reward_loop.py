@@ -298,7 +298,7 @@ def test_what_computes_is_not_what_hangs(start, monkeypatch):
     """Processes that use their cores get no company, however long they take: it would only make all of them slower."""
     monkeypatch.setattr(reward_worker, "SLOW_S", 0.1)
     manager = start(f"{FAULTS}:computes", sync_processes=2)
-    results = manager.score_batch([sample("0.5")] * 6)
+    results = manager.score_batch([sample("0.4")] * 4)
     assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
 
 
@@ -309,6 +309,7 @@ def test_sync_functions_and_event_loops(start, function):
     assert all(result["reward_extra_info"].get("loops", 1) == 1 for result in results)
 
 
+@pytest.mark.slow
 def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypatch):
     """The file loads once; when its process has died, it does not any more."""
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
@@ -748,6 +749,7 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
         assert "is wedged" in caplog.text
 
 
+@pytest.mark.slow
 def test_who_blocks_is_named_and_its_neighbours_keep_their_time(start, monkeypatch, caplog):
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 0.5)
