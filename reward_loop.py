@@ -17,8 +17,8 @@ RewardLoopManager runs in the driver. A thread with an event loop deals samples 
 call brings what has been scored since the last. A dead worker is replaced and its samples are dealt out again.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a container (a
-grading process has the rights of the user who started it). The function's file must be readable under the same path on
-every node (a shared file system, or Ray's `runtime_env` working directory).
+grading process has the rights of the user who started it). The function's file and this folder must be readable under the same
+path on every node (a shared file system, or Ray's `runtime_env` working directory).
 """
 
 import asyncio
@@ -147,9 +147,10 @@ class RewardOptions:
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         """{name: genrm_server.Config} of the reward models to start."""
+        if not (models := named("genrm", self.genrm)):
+            return {}
         import genrm_server
 
-        models = named("genrm", self.genrm)
         tasks = self.reward_model_task * (len(models) if len(self.reward_model_task) == 1 else 1)
         rest = dict(num_servers=self.genrm_servers, port=0, cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
                     vllm_args=tuple(shlex.split(self.genrm_vllm_args)))  # fmt: skip
