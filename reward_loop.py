@@ -373,7 +373,10 @@ class RewardLoopManager:
 
     def _ray_is_up(self) -> bool:
         """Whether Ray is the one of the start: a call to an actor of one that has gone waits for ever, or starts another Ray."""
-        return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
+        try:
+            return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
+        except Exception:  # it is going just now
+            return False
 
     # ---- in the loop's thread
 
@@ -510,6 +513,8 @@ class RewardLoopManager:
         errors, taken = self._ray.exceptions, 0
         while True:
             lost = 0
+            if not self._ray_is_up():
+                raise RuntimeError(RAY_WENT)
             try:
                 call = slot.worker.collect.options(concurrency_group="collect").remote(taken)
                 results, complaint, is_useless = await self._answer(call, self.job.timeout + WEDGED_S)
@@ -571,13 +576,13 @@ class RewardLoopManager:
 
     async def _stop(self, reason: str) -> None:
         self._closed = self._closed or reason
+        for future in list(self._open):  # first of all: whatever fails below, nobody waits
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(RuntimeError(self._closed))
         for slot in self._slots:
             if slot.worker and self._ray_is_up():
                 self._ray.kill(slot.worker)
             slot.worker = None
-        for future in list(self._open):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(RuntimeError(self._closed))
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()

@@ -795,6 +795,7 @@ def test_ray_is_shut_down_under_the_manager():
         from test_reward_loop import *
         manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=1)
         slow = manager.submit(sample("hang"))
+        time.sleep(1)
         ray.shutdown()
         for act in (lambda: manager.score_batch([sample("one")]), lambda: slow.result(30)):
             try:
