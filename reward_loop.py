@@ -17,8 +17,8 @@ RewardLoopManager runs in the driver. A thread with an event loop deals samples 
 call brings what has been scored since the last. A dead worker is replaced and its samples are dealt out again.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a container (a
-grading process has the rights of the user who started it). The function's file must be readable under the same path on
-every node (a shared file system, or Ray's `runtime_env` working directory).
+grading process has the rights of the user who started it). The function's file and this folder must be readable under the same
+path on every node (a shared file system, or Ray's `runtime_env` working directory).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 import reward_worker
-from reward_worker import HEARTBEAT_S, START_S, Job, bearer, describe, failure, fit_call
+from reward_worker import HEARTBEAT_S, HERE, START_S, Job, bearer, describe, failure, fit_call
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow; the rest waits without a clock
@@ -147,9 +147,10 @@ class RewardOptions:
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         """{name: genrm_server.Config} of the reward models to start."""
+        if not (models := named("genrm", self.genrm)):
+            return {}
         import genrm_server
 
-        models = named("genrm", self.genrm)
         tasks = self.reward_model_task * (len(models) if len(self.reward_model_task) == 1 else 1)
         rest = dict(num_servers=self.genrm_servers, port=0, cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
                     vllm_args=tuple(shlex.split(self.genrm_vllm_args)))  # fmt: skip
@@ -182,7 +183,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
     if discriminative and not tokenizer:
         raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-    file, _, name = (options.reward_fn or f"{reward_worker.HERE}/compute_score.py:compute_score").rpartition(":")
+    file, _, name = (options.reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
     path = Path(file).expanduser().resolve()
     if not file or not name:
         raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
@@ -372,7 +373,10 @@ class RewardLoopManager:
 
     def _ray_is_up(self) -> bool:
         """Whether Ray is the one of the start: a call to an actor of one that has gone waits for ever, or starts another Ray."""
-        return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
+        try:
+            return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
+        except Exception:  # it is going just now
+            return False
 
     # ---- in the loop's thread
 
@@ -509,6 +513,8 @@ class RewardLoopManager:
         errors, taken = self._ray.exceptions, 0
         while True:
             lost = 0
+            if not self._ray_is_up():
+                raise RuntimeError(RAY_WENT)
             try:
                 call = slot.worker.collect.options(concurrency_group="collect").remote(taken)
                 results, complaint, is_useless = await self._answer(call, self.job.timeout + WEDGED_S)
@@ -570,13 +576,13 @@ class RewardLoopManager:
 
     async def _stop(self, reason: str) -> None:
         self._closed = self._closed or reason
+        for future in list(self._open):  # first of all: whatever fails below, nobody waits
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(RuntimeError(self._closed))
         for slot in self._slots:
             if slot.worker and self._ray_is_up():
                 self._ray.kill(slot.worker)
             slot.worker = None
-        for future in list(self._open):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(RuntimeError(self._closed))
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -606,7 +612,10 @@ def connect_ray(gpus: str = "") -> bool:
     """
     import ray
 
+    no_choice = ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")
     if ray.is_initialized():
+        if gpus:
+            raise no_choice
         return False
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     address, visible = os.environ.get("RAY_ADDRESS") or "auto", os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -624,8 +633,8 @@ def connect_ray(gpus: str = "") -> bool:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
     if gpus and not started:
-        ray.shutdown()
-        raise ValueError(f"genrm_gpus is {gpus}: the Ray cluster deals out its own GPUs; RAY_ADDRESS=local starts another")
+        ray.shutdown()  # leaves it
+        raise no_choice
     have = ray.cluster_resources()
     text = f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs"
     where = f"joined the cluster at {ray.get_runtime_context().gcs_address}" if not started else "started a cluster for this run"

@@ -298,7 +298,7 @@ def test_what_computes_is_not_what_hangs(start, monkeypatch):
     """Processes that use their cores get no company, however long they take: it would only make all of them slower."""
     monkeypatch.setattr(reward_worker, "SLOW_S", 0.1)
     manager = start(f"{FAULTS}:computes", sync_processes=2)
-    results = manager.score_batch([sample("0.5")] * 6)
+    results = manager.score_batch([sample("0.4")] * 4)
     assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
 
 
@@ -309,6 +309,7 @@ def test_sync_functions_and_event_loops(start, function):
     assert all(result["reward_extra_info"].get("loops", 1) == 1 for result in results)
 
 
+@pytest.mark.slow
 def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypatch):
     """The file loads once; when its process has died, it does not any more."""
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
@@ -439,6 +440,48 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
     with pytest.raises(ValueError):
         manager.score_batch([{}])
     assert models.calls == ["wake", "sleep"] * 2
+
+
+def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
+    import contextlib
+
+    import genrm_server
+
+    events = []
+
+    class Models:
+        def __init__(self, configs):
+            self.router_addresses = dict.fromkeys(configs, serve(critic).address)
+            events.append([(name, config.task, config.num_servers, config.sleep_mode) for name, config in configs.items()])
+
+        def __getattr__(self, name):
+            return lambda: events.append(name)
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(genrm_server, "RewardModelManager", Models)
+    function = f"{ROOT}/compute_score.py:compute_score_fapo"
+    options = RewardOptions(reward_fn=function, genrm=(f"judge={tmp_path}",), genrm_servers=2)
+    with contextlib.ExitStack() as stack:
+        manager = reward_loop.start_rewards(options, stack, sleep_mode=True)
+        assert manager.score_batch([sample("\\boxed{1}")])[0]["reward_score"] == 1.0
+    assert events == [[("judge", "generate", 2, True)], "wake_up", "sleep", "shutdown"] and local_ray.is_initialized()
+    with pytest.raises(RuntimeError, match="shut down"):
+        manager.submit(sample("x"))
+
+
+def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start, monkeypatch):
+    manager = start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",), max_in_flight=9)
+    node = {"Alive": True, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 1.0}}
+    nodes = manager._ray.nodes()
+    monkeypatch.setattr(manager._ray, "nodes", lambda: [*nodes, node])
+    with pytest.raises(ValueError, match="127.0.0.1:1, which workers on other nodes cannot reach"):
+        manager._nodes()
+
+
+def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
+    with pytest.raises(ValueError, match="genrm_gpus is 2,3"):
+        reward_loop.connect_ray("2,3")
+    assert local_ray.is_initialized() and not reward_loop.connect_ray()
 
 
 # ---- wrong settings
@@ -706,6 +749,7 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
         assert "is wedged" in caplog.text
 
 
+@pytest.mark.slow
 def test_who_blocks_is_named_and_its_neighbours_keep_their_time(start, monkeypatch, caplog):
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 0.5)
@@ -751,6 +795,7 @@ def test_ray_is_shut_down_under_the_manager():
         from test_reward_loop import *
         manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=1)
         slow = manager.submit(sample("hang"))
+        time.sleep(1)
         ray.shutdown()
         for act in (lambda: manager.score_batch([sample("one")]), lambda: slow.result(30)):
             try:
