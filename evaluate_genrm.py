@@ -71,18 +71,14 @@ class Config:
 
 ANSWERED = ("ok", "truncated")  # final; any other status is a request that failed, to be asked again
 
-
-# --- Metrics (paper eq. 6); a row is {"label", "prediction", "subset", "final_answer_correct"} ------------------------
-
-
 def majority_vote(indices: list[int | None]) -> int | None:
     """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
     votes = [index for index in indices if index is not None]
     return statistics.mode(votes) if votes else None
 
 
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits) if hits else float("nan")
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _harmonic_mean(a: float, b: float) -> float:
@@ -90,12 +86,12 @@ def _harmonic_mean(a: float, b: float) -> float:
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Subset -> {"count", "error", "correct", "f1"}, shares from 0 to 1; NaN where a subset has no such rows."""
+    """Subset -> {"count", "error", "correct", "f1"} (paper eq. 6), shares from 0 to 1; NaN where a subset has no such rows."""
     metrics = {}
     for subset in sorted({row["subset"] for row in rows}):
         own = [row for row in rows if row["subset"] == subset]
-        error = _share([row["prediction"] == row["label"] for row in own if row["label"] != -1])
-        correct = _share([row["prediction"] == -1 for row in own if row["label"] == -1])
+        error = _mean([row["prediction"] == row["label"] for row in own if row["label"] != -1])
+        correct = _mean([row["prediction"] == -1 for row in own if row["label"] == -1])
         metrics[subset] = {"count": len(own), "error": error, "correct": correct, "f1": _harmonic_mean(error, correct)}
     return metrics
 
@@ -103,9 +99,9 @@ def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
 def flawed_positive_metrics(rows: list[dict]) -> dict[str, float]:
     """{"count", "precision", "recall", "f1", "acc"} of "flawed" on the rows with a correct final answer; NaN where undefined."""
     own = [row for row in rows if row["final_answer_correct"]]
-    precision = _share([row["label"] != -1 for row in own if row["prediction"] not in (None, -1)])
-    recall = _share([row["prediction"] not in (None, -1) for row in own if row["label"] != -1])
-    acc = _share([row["prediction"] is not None and (row["prediction"] == -1) == (row["label"] == -1) for row in own])
+    precision = _mean([row["label"] != -1 for row in own if row["prediction"] not in (None, -1)])
+    recall = _mean([row["prediction"] not in (None, -1) for row in own if row["label"] != -1])
+    acc = _mean([row["prediction"] is not None and (row["prediction"] == -1) == (row["label"] == -1) for row in own])
     return {"count": len(own), "precision": precision, "recall": recall, "f1": _harmonic_mean(precision, recall), "acc": acc}
 
 
@@ -121,7 +117,7 @@ def report(rows: list[dict]) -> str:
     ok = [critique for critique in critiques if critique["status"] in ANSWERED]
     failed = [critique for critique in critiques if critique["status"] not in ANSWERED]
     by_subset = processbench_metrics(answered)
-    average = sum(metrics["f1"] for metrics in by_subset.values()) / max(1, len(by_subset))
+    average = _mean([metrics["f1"] for metrics in by_subset.values()])
     unparsable, no_vote = [c["index"] is None for c in ok], [row["prediction"] is None for row in answered]
     lines = [
         f"{'ProcessBench':24}{'rows':>8}{'error':>11}{'correct':>11}{'F1':>11}",
@@ -129,18 +125,15 @@ def report(rows: list[dict]) -> str:
         f"{'average F1':24}{len(answered):>8}{100 * average:>33.1f}",
         f"\n{'FlawedPositiveBench':24}{'rows':>8}{'precision':>11}{'recall':>11}{'F1':>11}{'accuracy':>11}",
         line("", flawed_positive_metrics(answered)),
-        f"\nunparsable: {100 * _share(unparsable):.1f} % of the critiques, {100 * _share(no_vote):.1f} % of the rows",
-        f"cut off: {100 * _share([c['status'] == 'truncated' for c in ok]):.1f} %; "
-        f"mean tokens per critique: {sum(c['tokens'] for c in ok) / max(1, len(ok)):.1f}",
+        f"\nunparsable: {100 * _mean(unparsable):.1f} % of the critiques, {100 * _mean(no_vote):.1f} % of the rows",
+        f"cut off: {100 * _mean([c['status'] == 'truncated' for c in ok]):.1f} %; "
+        f"mean tokens per critique: {_mean([c['tokens'] for c in ok]):.1f}",
     ]
     if failed:
         lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in failed))} of {len(critiques)}, one with: "
                      f"{failed[0]['text']}\n{len(rows) - len(answered)} rows are left out of the tables; run the same command "
                      "again to ask for the missing answers, or accept them as missing with --max-error-rate")  # fmt: skip
     return "\n".join(lines)
-
-
-# --- Asking -----------------------------------------------------------------------------------------------------------
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat) -> dict:
@@ -172,29 +165,32 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def chat_settings(config: Config) -> dict:
-    """All that changes a critique. Raises ValueError for bad ones, OSError where the judge cannot be asked for its model."""
-    settings = {name: getattr(config, name) for name in ("model", "temperature", "top_p", "max_tokens")}
+    """How the judge is asked, for `scores.chat`. Raises ValueError for bad ones, OSError where the judge cannot be asked for its model."""
+    settings = {name: getattr(config, name) for name in ("model", "temperature", "top_p", "max_tokens", "timeout_s")}
     try:
         settings["chat_kwargs"] = dict(json.loads(config.chat_kwargs)) or None
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
     try:
-        reply = requests.get(f"http://{config.router_address}/v1/models", headers=bearer(), timeout=60)
-        return settings | {"model": config.model or reply.json()["data"][0]["id"]}
+        if config.model is None:
+            reply = requests.get(f"http://{config.router_address}/v1/models", headers=bearer(), timeout=60)
+            settings["model"] = reply.json()["data"][0]["id"]
     except (requests.RequestException, LookupError, TypeError) as error:
-        raise OSError(f"--router-address: {config.router_address} names no model ({type(error).__name__}: {error})") from error
+        raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
+    return settings
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" ({"status", "text", "tokens", "index"}, n of them) and "prediction" to the rows. Resumes."""
     chat = chat_settings(config)
-    header = json.dumps(chat | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
+    changes_a_critique = {key: value for key, value in chat.items() if key != "timeout_s"}
+    header = json.dumps(changes_a_critique | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
     progress = config.out.with_suffix(".jsonl")
     done = scored_before(progress, header, resume=True)  # {"row/sample": result}
     left = [(f"{i}/{j}", row) for i, row in enumerate(rows) for j in range(config.n) if f"{i}/{j}" not in done]
     options = RewardOptions(
-        reward_fn=f"{Path(__file__).resolve()}:ask_judge", router_address=(config.router_address,), timeout=config.timeout_s + 60,
-        reward_kwargs=json.dumps({"chat": chat | {"timeout_s": config.timeout_s}}), max_in_flight=config.concurrency,
+        reward_fn=f"{Path(__file__).resolve()}:ask_judge", reward_kwargs=json.dumps({"chat": chat}),
+        router_address=(config.router_address,), num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
@@ -225,7 +221,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(report(judged))
-    missing = _share([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
+    missing = _mean([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
     sys.exit(1 if missing > config.max_error_rate else 0)
 
 
