@@ -179,36 +179,30 @@ def _grade_forever(timeout_s: float) -> None:
     import faulthandler
     import resource
 
-    def end_after(seconds):  # by a thread in C, which does not wait for Python
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-
-    nowhere = open(os.devnull, "w")
+    # By a thread in C, which does not wait for Python.
+    end_after = functools.partial(faulthandler.dump_traceback_later, exit=True, file=open(os.devnull, "w"))
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not get among the answers
     end_after(120)  # importing sympy on a busy machine
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
-    def equal(truth, pred) -> bool | None:
+    def tried(function, *arguments, **limit):
+        """What it returns; None if it did not finish, False if it is impossible (what cannot be compared is not equal)."""
         try:
-            return verify(truth, pred, timeout_seconds=STAGE_TIMEOUT_S, raise_on_error=True)
+            return function(*arguments, raise_on_error=True, **limit)
         except (TimeoutException, MemoryError):
             return None
-        except Exception:  # what cannot be compared is not equal
+        except Exception:
             return False
 
-    if sys.platform == "linux":  # an answer such as 9^{9^{9^9}} must not eat the machine
-        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # an answer such as 9^{9^{9^9}} must not eat the machine
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         end_after(timeout_s)
-        try:
-            boxes = [f"\\boxed{{{answer}}}" for answer in json.loads(line)]
-            pred, truth = (parse(box, parsing_timeout=STAGE_TIMEOUT_S, raise_on_error=True) for box in boxes)
-            outcomes = [equal(*pair) for pair in itertools.product(truth, pred)]  # each side as expression and as text
-        except (TimeoutException, MemoryError):
-            outcomes = [None]
-        except Exception:  # not mathematics
-            outcomes = []
+        outcomes = [tried(parse, f"\\boxed{{{answer}}}", parsing_timeout=STAGE_TIMEOUT_S) for answer in json.loads(line)]
+        if None not in outcomes and False not in outcomes:  # but all that each side can be read as: expressions and texts
+            pairs = itertools.product(*outcomes)
+            outcomes = [tried(verify, truth, pred, timeout_seconds=STAGE_TIMEOUT_S) for pred, truth in pairs]
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(True if True in outcomes else None if None in outcomes else False), file=answers, flush=True)
 
@@ -226,14 +220,7 @@ _TAGGED = (
     "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
 )
 # What the original recipe asks at RL time although its judge never saw it in training; for comparisons.
-_RAW = (
-    "The following is a math problem with its ground truth answer, along with an AI solution (split into steps):\n\n"
-    "[Math Problem]\n\n{problem}\n\n[Ground Truth]\n\n{answer}\n\n[AI Solution]\n\n{solution}\n\n"
-    "Your task is to review and critique the solution step by step. Once you identify an error in a step, return "
-    "the index of the step where the earliest error occurs. Otherwise, return the index of -1 (which typically denotes "
-    "'not found').\n\n"
-    "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
-)
+_RAW = _TAGGED.replace("paragraphs, enclosed with tags and indexed from 0", "steps").replace("paragraph", "step")
 # The first one for benchmarks that do not tell the true answer.
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
@@ -290,18 +277,18 @@ RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be r
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
 
-_loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, dict[str, asyncio.Task]]] = {}
+_loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, asyncio.Lock, dict[str, str]]] = {}
 
 
-def _state() -> tuple[aiohttp.ClientSession, dict]:
-    """This event loop's one session (loops cannot share one) and its look-ups of model ids, address -> task."""
+def _state() -> tuple[aiohttp.ClientSession, asyncio.Lock, dict[str, str]]:
+    """This event loop's one session (loops cannot share one), and the models by address with the lock for looking them up."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        _loop_state[loop] = (aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers), {})
+        _loop_state[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers), asyncio.Lock(), {}
     return _loop_state[loop]
 
 
@@ -312,27 +299,22 @@ async def close_session() -> None:
 
 
 async def _json_request(method: str, url: str, **kwargs) -> dict:
-    session, _ = _state()
-    async with session.request(method, url, **kwargs) as response:
+    async with _state()[0].request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            raise aiohttp.ClientResponseError(
-                response.request_info, (), status=response.status, message=text, headers=response.headers
-            )
+            about = dict(status=response.status, message=text, headers=response.headers)
+            raise aiohttp.ClientResponseError(response.request_info, (), **about)
         return await response.json(content_type=None)
 
 
 async def model_id(address: str) -> str:
-    """The first model that GET /v1/models names; asked once per address, the callers in between share the answer."""
-
-    async def look_up():
-        reply = await _json_request("GET", f"http://{address}/v1/models", timeout=aiohttp.ClientTimeout(total=60))
-        return reply["data"][0]["id"]
-
-    _, tasks = _state()
-    if address not in tasks or (tasks[address].done() and (tasks[address].cancelled() or tasks[address].exception())):
-        tasks[address] = asyncio.ensure_future(look_up())
-    return await asyncio.shield(tasks[address])  # one caller's deadline must not cancel the others' look-up
+    """The first model that GET /v1/models names; asked once per address, the callers in between wait for the answer."""
+    _, lock, models = _state()
+    async with lock:
+        if address not in models:
+            reply = await _json_request("GET", f"http://{address}/v1/models", timeout=aiohttp.ClientTimeout(total=60))
+            models[address] = reply["data"][0]["id"]
+        return models[address]
 
 
 async def chat(
@@ -348,27 +330,25 @@ async def chat(
     """
     reason = "the request was sent, and no answer came"
 
-    async def attempt() -> tuple[str, str, int]:
-        body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
-        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "chat_template_kwargs": chat_kwargs}
-        body = {key: value for key, value in body.items() if value is not None}
-        reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
-        choice = reply["choices"][0]
-        status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
-        text = choice["message"]["content"] or ""  # null when a reasoning parser found no final part
-        return status, text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
-
     async def attempts() -> tuple[str, str, int]:
         nonlocal reason
         pause = 0.5
         while True:
             asked = ""
             try:
-                return await attempt()
+                body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
+                body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+                body |= {"chat_template_kwargs": chat_kwargs}
+                body = {key: value for key, value in body.items() if value is not None}
+                reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
+                choice = reply["choices"][0]
+                status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
+                text = choice["message"]["content"] or ""  # null when a reasoning parser found no final part
+                return status, text, int((reply.get("usage") or {}).get("completion_tokens") or 0)
             except aiohttp.ClientResponseError as error:
                 reason, asked = f"HTTP {error.status}: {error.message}", (error.headers or {}).get("Retry-After", "")
                 if error.status == 404:  # perhaps another model is served there now: look its name up next time
-                    _state()[1].pop(address, None)
+                    _state()[2].pop(address, None)
                 if error.status not in RETRIED_STATUS:
                     return "http_error", reason, 0
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # no such address, or no chat completion
@@ -477,8 +457,7 @@ def compute_score_fapo_genrm(
     try:
         truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
     except (TypeError, KeyError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"ground_truth, extra_info['total_steps']: two integers are needed ({reason})") from error
+        raise ValueError(f"ground_truth, extra_info['total_steps']: two integers are needed ({error!r})") from error
     if not -1 <= truth < total_steps:
         raise ValueError(f"ground_truth: {truth} is not in -1 .. total_steps - 1 = {total_steps - 1}")
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)

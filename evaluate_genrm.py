@@ -5,8 +5,8 @@
     python evaluate_genrm.py --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
-Asks for n critiques of every row (any judge rows of prepare_data.py will do), keeps every critique in critiques.jsonl as
-it comes, so that a run that was stopped goes on where it was, and prints two tables:
+Asks for n critiques of every row (any judge rows of prepare_data.py will do): `ask_judge` is a reward function, and a critique is
+one call of it. Each goes to critiques.jsonl as it comes, so that a run that was stopped goes on where it was. Prints two tables:
 
     ProcessBench          per subset: share of flawed solutions whose first error is found exactly (error), share of
                           correct ones that are called correct (correct), their harmonic mean (F1); mean F1 of the subsets
@@ -20,21 +20,23 @@ and asked again next time; where some fail every time, such as prompts that are 
 What it leaves out: judges that answer True or False, and scoring by log-probabilities.
 """
 
-import asyncio
+import contextlib
 import hashlib
 import json
+import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import pyarrow as pa
 import pyarrow.parquet as pq
+import requests
 import tyro
-from tqdm import tqdm
 
 import compute_score as scores
+from reward_loop import RewardOptions, bearer, read_rows, start_rewards
+from score_file import scored_before
 
 
 @dataclass
@@ -69,18 +71,14 @@ class Config:
 
 ANSWERED = ("ok", "truncated")  # final; any other status is a request that failed, to be asked again
 
-
-# --- Metrics (paper eq. 6); a row is {"label", "prediction", "subset", "final_answer_correct"} ------------------------
-
-
 def majority_vote(indices: list[int | None]) -> int | None:
     """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
-    votes = Counter(index for index in indices if index is not None)
-    return votes.most_common(1)[0][0] if votes else None
+    votes = [index for index in indices if index is not None]
+    return statistics.mode(votes) if votes else None
 
 
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits) if hits else float("nan")
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _harmonic_mean(a: float, b: float) -> float:
@@ -88,12 +86,12 @@ def _harmonic_mean(a: float, b: float) -> float:
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Subset -> {"count", "error", "correct", "f1"}, shares from 0 to 1; NaN where a subset has no such rows."""
+    """Subset -> {"count", "error", "correct", "f1"} (paper eq. 6), shares from 0 to 1; NaN where a subset has no such rows."""
     metrics = {}
     for subset in sorted({row["subset"] for row in rows}):
         own = [row for row in rows if row["subset"] == subset]
-        error = _share([row["prediction"] == row["label"] for row in own if row["label"] != -1])
-        correct = _share([row["prediction"] == -1 for row in own if row["label"] == -1])
+        error = _mean([row["prediction"] == row["label"] for row in own if row["label"] != -1])
+        correct = _mean([row["prediction"] == -1 for row in own if row["label"] == -1])
         metrics[subset] = {"count": len(own), "error": error, "correct": correct, "f1": _harmonic_mean(error, correct)}
     return metrics
 
@@ -101,142 +99,114 @@ def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
 def flawed_positive_metrics(rows: list[dict]) -> dict[str, float]:
     """{"count", "precision", "recall", "f1", "acc"} of "flawed" on the rows with a correct final answer; NaN where undefined."""
     own = [row for row in rows if row["final_answer_correct"]]
-    said = [row["prediction"] not in (None, -1) for row in own]
-    true = [row["label"] != -1 for row in own]
-    precision = _share([is_flawed for says, is_flawed in zip(said, true) if says])
-    recall = _share([says for says, is_flawed in zip(said, true) if is_flawed])
-    acc = _share([row["prediction"] is not None and says == is_flawed for row, says, is_flawed in zip(own, said, true)])
+    precision = _mean([row["label"] != -1 for row in own if row["prediction"] not in (None, -1)])
+    recall = _mean([row["prediction"] not in (None, -1) for row in own if row["label"] != -1])
+    acc = _mean([row["prediction"] is not None and (row["prediction"] == -1) == (row["label"] == -1) for row in own])
     return {"count": len(own), "precision": precision, "recall": recall, "f1": _harmonic_mean(precision, recall), "acc": acc}
 
 
 def report(rows: list[dict]) -> str:
     """The tables as text. Rows as `judge_rows` returns them; rows without any answered request are left out and counted."""
+
+    def line(name: str, metrics: dict) -> str:
+        count, *shares = metrics.values()
+        return f"{name:24}{count:>8}" + "".join(f"{100 * share:>11.1f}" for share in shares)
+
     answered = [row for row in rows if any(critique["status"] in ANSWERED for critique in row["critiques"])]
     critiques = [critique for row in rows for critique in row["critiques"]]
     ok = [critique for critique in critiques if critique["status"] in ANSWERED]
-
-    def percent(*shares: float) -> str:
-        return "".join(f"{'-' if share != share else format(100 * share, '.1f'):>11}" for share in shares)
-
-    lines = [f"{'ProcessBench':24}{'rows':>8}{'error':>11}{'correct':>11}{'F1':>11}"]
+    failed = [critique for critique in critiques if critique["status"] not in ANSWERED]
     by_subset = processbench_metrics(answered)
-    for subset, m in by_subset.items():
-        lines.append(f"{subset:24}{m['count']:>8}{percent(m['error'], m['correct'], m['f1'])}")
-    average = sum(m["f1"] for m in by_subset.values()) / len(by_subset) if by_subset else float("nan")
-    lines += [f"{'average F1':24}{len(answered):>8}{percent(average):>33}", ""]
-    m = flawed_positive_metrics(answered)
-    lines.append(f"{'FlawedPositiveBench':24}{'rows':>8}{'precision':>11}{'recall':>11}{'F1':>11}{'accuracy':>11}")
-    lines += [f"{'':24}{m['count']:>8}{percent(m['precision'], m['recall'], m['f1'], m['acc'])}", ""]
-    unparsable = _share([critique["index"] is None for critique in ok])
-    lines.append(f"unparsable: {percent(unparsable).strip()} % of the critiques, "
-                 f"{percent(_share([row['prediction'] is None for row in answered])).strip()} % of the rows")  # fmt: skip
-    cut = percent(_share([critique["status"] == "truncated" for critique in ok])).strip()
-    lines.append(f"cut off: {cut} %; mean tokens per critique: {sum(c['tokens'] for c in ok) / max(1, len(ok)):.1f}")
-    bad = [critique for critique in critiques if critique["status"] not in ANSWERED]
-    if bad:
-        lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in bad))} of {len(critiques)}, one with: "
-                     f"{bad[0]['text']}\n{len(rows) - len(answered)} rows are left out of the tables; run the same command again "
-                     "to ask for the missing answers, or accept them as missing with --max-error-rate")  # fmt: skip
+    average = _mean([metrics["f1"] for metrics in by_subset.values()])
+    unparsable, no_vote = [c["index"] is None for c in ok], [row["prediction"] is None for row in answered]
+    lines = [
+        f"{'ProcessBench':24}{'rows':>8}{'error':>11}{'correct':>11}{'F1':>11}",
+        *(line(subset, metrics) for subset, metrics in by_subset.items()),
+        f"{'average F1':24}{len(answered):>8}{100 * average:>33.1f}",
+        f"\n{'FlawedPositiveBench':24}{'rows':>8}{'precision':>11}{'recall':>11}{'F1':>11}{'accuracy':>11}",
+        line("", flawed_positive_metrics(answered)),
+        f"\nunparsable: {100 * _mean(unparsable):.1f} % of the critiques, {100 * _mean(no_vote):.1f} % of the rows",
+        f"cut off: {100 * _mean([c['status'] == 'truncated' for c in ok]):.1f} %; "
+        f"mean tokens per critique: {_mean([c['tokens'] for c in ok]):.1f}",
+    ]
+    if failed:
+        lines.append(f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in failed))} of {len(critiques)}, one with: "
+                     f"{failed[0]['text']}\n{len(rows) - len(answered)} rows are left out of the tables; run the same command "
+                     "again to ask for the missing answers, or accept them as missing with --max-error-rate")  # fmt: skip
     return "\n".join(lines)
 
 
-# --- Asking -----------------------------------------------------------------------------------------------------------
+async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat) -> dict:
+    """Reward function: one critique, for the prompt `solution_str`. Score 1 if it gives the exact index, None if none came."""
+    status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
+    index = scores.parse_critique(text, extra_info["total_steps"]) if status == "ok" else None
+    score = float(index == ground_truth) if status in ANSWERED else None
+    return {"score": score, "status": status, "text": text, "tokens": tokens, "index": index}
+
+
+def critique_of(result: dict) -> dict:
+    """What `ask_judge` returned, or what became of the call instead."""
+    extra = result["reward_extra_info"]
+    nothing = {"status": result["status"], "text": extra.get("error"), "tokens": 0, "index": None}
+    return {key: extra.get(key, value) for key, value in nothing.items()}
 
 
 def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
-    """The judge rows of a parquet file, checked. Raises OSError or ValueError naming the file and the field."""
-    rows = []
-    for number, row in enumerate(pq.read_table(path).slice(0, limit).to_pylist()):
-        try:
-            extra, label = row["extra_info"], row["reward_model"]["ground_truth"]
-            prompt, total_steps = row["prompt"][0]["content"], extra["total_steps"]
-            if not -1 <= label < total_steps:
-                raise ValueError(f"ground_truth {label} is not in -1 .. {total_steps - 1}")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, row {number}: not a judge row ({type(error).__name__}: {error})") from error
-        is_correct = extra.get("final_answer_correct")
-        rows.append({"subset": extra.get("subset") or row["data_source"], "prompt": prompt, "label": label,
-                     "total_steps": total_steps, "final_answer_correct": True if is_correct is None else is_correct})  # fmt: skip
-    if not rows:
-        raise ValueError(f"{path}: has no rows")
+    """The judge rows of a file, checked, with what the metrics need. Raises ValueError naming the file, the row and the field."""
+    rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
+    for number, row in enumerate(rows):
+        extra, label = row["extra_info"] or {}, row["reward_model"]["ground_truth"]
+        steps = extra.get("total_steps") or 0
+        if not (isinstance(label, int) and -1 <= label < steps):
+            raise ValueError(f"{path}, row {number}: not a judge row: ground_truth {label!r} is no integer in -1 .. {steps - 1}")
+        row |= {"response": row["prompt"][0]["content"], "label": label, "subset": extra.get("subset") or row["data_source"],
+                "final_answer_correct": extra.get("final_answer_correct") is not False}  # fmt: skip
     return rows
 
 
-def open_progress(path: Path, settings: dict) -> dict[tuple[int, int], dict]:
-    """(row, sample) -> answered critique of an earlier run. Starts the file if there is none.
-
-    Raises ValueError if the file belongs to a run with other settings or other data (its first line).
-    """
-    if not path.exists():
-        path.write_text(json.dumps(settings) + "\n")
-        return {}
-    content = path.read_text()
-    whole = content[: content.rfind("\n") + 1]
-    if whole != content:  # the last run was killed while it wrote: drop the half line
-        path.write_text(whole)
-    first, *lines = whole.splitlines() or ["{}"]
-    if json.loads(first) != settings:
-        raise ValueError(f"--out: {path} is from a run with other settings or data: {first[:400]}; delete it or choose another")
-    return {(critique["row"], critique["sample"]): critique for critique in map(json.loads, lines)}
-
-
-async def judge_rows(rows: list[dict], config: Config) -> list[dict]:
-    """The rows plus "critiques" ({"status", "text", "tokens", "index"}, n of them) and "prediction". Resumes.
-
-    A request that fails is a status. Raises OSError if the judge cannot even be asked for its model's name.
-    """
+def chat_settings(config: Config) -> dict:
+    """How the judge is asked, for `scores.chat`. Raises ValueError for bad ones, OSError where the judge cannot be asked for its model."""
+    settings = {name: getattr(config, name) for name in ("model", "temperature", "top_p", "max_tokens", "timeout_s")}
     try:
-        chat_kwargs = dict(json.loads(config.chat_kwargs))
+        settings["chat_kwargs"] = dict(json.loads(config.chat_kwargs)) or None
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
     try:
-        model = config.model or await scores.model_id(config.router_address)
-    except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise OSError(f"--router-address: {config.router_address} names no model ({reason})") from error
-    settings = {name: getattr(config, name) for name in ("temperature", "top_p", "max_tokens")}  # all that changes a critique
-    settings |= {"model": model, "chat_kwargs": chat_kwargs, "data": hashlib.sha256(config.data.read_bytes()).hexdigest()}
-    progress_path = config.out.with_suffix(".jsonl")
-    done = open_progress(progress_path, settings)
-    waiting = [(i, j) for i in range(len(rows)) for j in range(config.n) if (i, j) not in done]
-    failed = {}
-    total = len(rows) * config.n
-    with progress_path.open("a") as progress, tqdm(total=total, initial=total - len(waiting), unit=" critiques") as bar:
-        queue = iter(waiting)  # shared by the workers
+        if config.model is None:
+            reply = requests.get(f"http://{config.router_address}/v1/models", headers=bearer(), timeout=60)
+            settings["model"] = reply.json()["data"][0]["id"]
+    except (requests.RequestException, LookupError, TypeError) as error:
+        raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
+    return settings
 
-        async def worker() -> None:
-            for i, j in queue:
-                status, text, tokens = await scores.chat(
-                    rows[i]["prompt"], config.router_address, model=model, temperature=config.temperature,
-                    top_p=config.top_p, max_tokens=config.max_tokens, timeout_s=config.timeout_s, chat_kwargs=chat_kwargs or None,
-                )  # fmt: skip
-                critique = {"row": i, "sample": j, "status": status, "text": text, "tokens": tokens}
-                if status in ANSWERED:
-                    done[i, j] = critique
-                    progress.write(json.dumps(critique) + "\n")
-                    progress.flush()
-                else:
-                    failed[i, j] = critique
-                    bar.set_postfix_str(f"{len(failed)} failed, last: {text[:60]}")
-                bar.update()
 
-        await asyncio.gather(*(worker() for _ in range(config.concurrency)))
-    judged = []
+def judge_rows(rows: list[dict], config: Config) -> list[dict]:
+    """Adds "critiques" ({"status", "text", "tokens", "index"}, n of them) and "prediction" to the rows. Resumes."""
+    chat = chat_settings(config)
+    changes_a_critique = {key: value for key, value in chat.items() if key != "timeout_s"}
+    header = json.dumps(changes_a_critique | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
+    progress = config.out.with_suffix(".jsonl")
+    done = scored_before(progress, header, resume=True)  # {"row/sample": result}
+    left = [(f"{i}/{j}", row) for i, row in enumerate(rows) for j in range(config.n) if f"{i}/{j}" not in done]
+    options = RewardOptions(
+        reward_fn=f"{Path(__file__).resolve()}:ask_judge", reward_kwargs=json.dumps({"chat": chat}),
+        router_address=(config.router_address,), num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        manager = start_rewards(options, stack)
+        file = stack.enter_context(progress.open("a", encoding="utf-8"))
+        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+
+        def on_result(position: int, result: dict) -> None:
+            done[left[position][0]] = result
+            file.write(json.dumps([left[position][0], result]) + "\n")
+            file.flush()
+
+        manager.score_batch([row for _, row in left], on_result)
     for i, row in enumerate(rows):
-        critiques = []
-        for j in range(config.n):
-            critique = done.get((i, j)) or failed[i, j]
-            index = scores.parse_critique(critique["text"], row["total_steps"]) if critique["status"] == "ok" else None
-            critiques.append({key: critique[key] for key in ("status", "text", "tokens")} | {"index": index})
-        judged.append(row | {"critiques": critiques, "prediction": majority_vote([c["index"] for c in critiques])})
-    return judged
-
-
-async def run(config: Config) -> list[dict]:
-    try:
-        return await judge_rows(read_judge_rows(config.data, config.limit), config)
-    finally:
-        await scores.close_session()
+        row["critiques"] = [critique_of(done[f"{i}/{j}"]) for j in range(config.n)]
+        row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])
+    return rows
 
 
 def main() -> None:
@@ -245,13 +215,13 @@ def main() -> None:
         if config.n < 1 or config.concurrency < 1:
             raise ValueError(f"--n {config.n}, --concurrency {config.concurrency}: both must be 1 or more")
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        judged = asyncio.run(run(config))
+        judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(pa.Table.from_pylist(judged), config.out)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(report(judged))
-    missing = _share([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
+    missing = _mean([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
     sys.exit(1 if missing > config.max_error_rate else 0)
 
 

@@ -46,34 +46,27 @@ CHOICE_PROMPT = "{problem}\n\nPlease reason step by step, and put your final ans
 # --- 2. Row schema ----------------------------------------------------------------------------------------------------
 
 
-def _schema(ground_truth: pa.DataType, extra: list[tuple[str, pa.DataType]]) -> pa.Schema:
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+def _schema(ground_truth: pa.DataType, *extra: tuple[str, pa.DataType]) -> pa.Schema:
     return pa.schema([
         ("data_source", pa.string()),
-        ("prompt", pa.list_(message)),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("ability", pa.string()),
         ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", ground_truth)])),
         ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("question", pa.string()), *extra])),
     ])  # fmt: skip
 
 
-REASONING_SCHEMA = _schema(pa.string(), [])
-CRITIC_SCHEMA = _schema(
-    pa.int64(),
-    [("total_steps", pa.int64()), ("question_index", pa.int64()), ("subset", pa.string()), ("final_answer_correct", pa.bool_())],
-)  # the last three are null where the source does not say
+REASONING_SCHEMA = _schema(pa.string())
+CRITIC_SCHEMA = _schema(pa.int64(), ("total_steps", pa.int64()), ("question_index", pa.int64()), ("subset", pa.string()),
+                        ("final_answer_correct", pa.bool_()))  # fmt: skip
 
 
-def validate_rows(rows: list[dict], source: str) -> None:
-    """Raises ValueError, naming `source`, the row, the field and its value, for the first row that breaks the schema.
+def validate_row(row: dict, where: str) -> None:
+    """Raises ValueError, naming `where`, the field and its value, for the first field that breaks the schema.
 
     A row is a judge's if its ability is "math_critic": integer ground_truth in -1 .. total_steps - 1.
     """
-    for number, row in enumerate(rows):
-        _validate_row(row, f"{source}, row {number}")
 
-
-def _validate_row(row: dict, where: str) -> None:
     def check(owner: dict, field: str, fine, expected: str):
         value = owner.get(field.rpartition(".")[2])
         if not fine(value):
@@ -167,7 +160,7 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
-    """A solution in steps and the index of its first wrong one. raw["answer"] is added by `built_rows`, "" = not known."""
+    """A solution in steps and the index of its first wrong one. raw["answer"] is of `with_known_answers`."""
     problem, steps, label = str(_pick(raw, ("problem",))), _pick(raw, ("steps",)), int(_pick(raw, ("label",)))
     style = "tagged" if raw["answer"] else "no_truth"
     prompt = format_critic_prompt(problem, raw["answer"], [step.strip() for step in steps], style)
@@ -178,17 +171,15 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     )  # fmt: skip
 
 
-def known_answers(rows: list[dict]) -> dict[str, str]:
-    """Problem -> true answer, as far as the rows of ProcessBench tell it (they have no column for it).
+def with_known_answers(rows: list[dict]) -> list[dict]:
+    """The rows of ProcessBench, which has no column for it, with the true answer as far as they tell it, else "".
 
     A solution whose final answer is correct tells it in its last box, also for the other solutions of the same problem.
     """
-    answers = {}
-    for row in rows:
-        boxed = last_boxed_only_string("\n".join(row.get("steps") or [])) if row.get("final_answer_correct") else None
-        if boxed:
-            answers[row.get("problem")] = remove_boxed(boxed)
-    return answers
+    right = [row for row in rows if row.get("final_answer_correct")]
+    boxes = [(row.get("problem"), last_boxed_only_string("\n".join(row.get("steps") or []))) for row in right]
+    answers = {problem: remove_boxed(box) for problem, box in boxes if box}
+    return [row | {"answer": answers.get(row.get("problem"), "")} for row in rows]
 
 
 def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
@@ -232,9 +223,7 @@ SOURCES = [
     Source("fapo-reasoning", "fapo-reasoning", "train", "dyyyyyyyy/FAPO-Reasoning-Dataset", "train.parquet", build_ready_made),
     Source("fapo-reasoning", "fapo-reasoning", "test", "dyyyyyyyy/FAPO-Reasoning-Dataset", "test.parquet", build_ready_made),
 ]  # fmt: skip
-Task = Literal[
-    "toy", "gsm8k", "math500", "dapo", "aime24", "aime25", "gpqa", "critic", "processbench", "fapo-reasoning", "all"
-]  # fmt: skip
+Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:
@@ -312,9 +301,7 @@ def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
     for path in files:
         raw_rows = read_rows(path)
         if source.task == "processbench":
-            raw_rows = list(raw_rows)
-            answers = known_answers(raw_rows)
-            raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
+            raw_rows = with_known_answers(list(raw_rows))
             told = sum(raw["answer"] != "" for raw in raw_rows)
             print(f"{path.name}: {told} of {len(raw_rows)} rows with a known true answer; the others' prompts go without it")
         for number, raw in enumerate(raw_rows):
@@ -326,7 +313,7 @@ def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
                 continue
             if source.build is not build_ready_made:
                 row["extra_info"]["index"] = index
-            _validate_row(row, f"{path}, row {number}")
+            validate_row(row, f"{path}, row {number}")
             yield row
             index += 1
 
@@ -334,22 +321,21 @@ def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
 def write_source(source: Source, files: list[Path], config: Config) -> int:
     """Writes OUT_DIR/<data_source>_<split>.parquet (whole or not at all), prints what it wrote, returns the row count."""
     schema = CRITIC_SCHEMA if source.task in ("critic", "processbench") else REASONING_SCHEMA
+    name = f"{source.data_source} {source.split}"
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
-    partial = out.with_suffix(".partial")
-    count, example = 0, None
+    partial, count, example = out.with_suffix(".partial"), 0, None
     try:
         with pq.ParquetWriter(partial, schema) as writer:
             for _ in range(config.repeat):
-                rows = built_rows(source, files, config.seed)
-                rows = iter(tqdm(rows, desc=f"{source.data_source} {source.split}", unit=" rows"))
+                rows = iter(tqdm(built_rows(source, files, config.seed), desc=name, unit=" rows"))
                 while chunk := list(itertools.islice(rows, 1000)):
                     example = example or chunk[0]
                     writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
                     count += len(chunk)
         if example is None:
-            raise ValueError(f"{source.data_source} {source.split}: no rows in {', '.join(map(str, files))}")
+            raise ValueError(f"{name}: no rows in {', '.join(map(str, files))}")
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
@@ -364,30 +350,27 @@ def prepare(config: Config) -> dict[str, int]:
         raise ValueError(f"--repeat: {config.repeat} is too small; use 1 or more")
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
-    wanted = {source.task for source in SOURCES} if "all" in config.tasks else set(config.tasks) - {"toy"}
-    counts, failed = {}, []
-    for task in dict.fromkeys(source.task for source in SOURCES if source.task in wanted):
-        sources = [source for source in SOURCES if source.task == task]
-        if config.source_dir is None:
+    found, failed = {}, {}
+    for source in SOURCES:
+        if source.task in config.tasks or "all" in config.tasks:
             try:
-                files = {source: hub_files(source) for source in sources}
+                found[source] = local_files(source, config.source_dir.expanduser()) if config.source_dir else hub_files(source)
             except OSError as error:
-                if task in config.tasks:
+                if config.source_dir or source.task in config.tasks:
                     raise
-                failed.append(task)  # `all` goes on: one gated data set must not cost the others
-                print(f"{task}: skipped: {error}", flush=True)
-                continue
-        else:
-            source_dir = config.source_dir.expanduser()
-            files = {source: local_files(source, source_dir) for source in sources}
+                failed[source.task] = error  # `all` goes on: one gated data set must not cost the others
+                print(f"{source.data_source} {source.split}: skipped: {error}", flush=True)
+    for task in config.tasks:
+        sources = [source for source in found if source.task == task]
+        if sources and not any(found[source] for source in sources):
             names = ", ".join(f"{source.local or source.data_source}[_{source.split}]*" for source in sources)
-            if not any(files.values()) and task in config.tasks:
-                raise OSError(f"--tasks {task}: no file in {source_dir} is called {names} (parquet, json, jsonl or csv)")
-        for source in sources:
-            if files[source]:
-                counts[f"{source.data_source}_{source.split}.parquet"] = write_source(source, files[source], config)
-            else:
-                print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
+            raise OSError(f"--tasks {task}: no file in {config.source_dir} is called {names} (parquet, json, jsonl or csv)")
+    counts = {}
+    for source, files in found.items():
+        if files:
+            counts[f"{source.data_source}_{source.split}.parquet"] = write_source(source, files, config)
+        else:
+            print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
     if "toy" in config.tasks:
         import toy_world  # here, because it loads torch
 

@@ -7,26 +7,25 @@ A problem is a short story of sums ("Ben has 65 eggs, gets 9, loses 3. Rest by 5
 five: the step is wrong and the answer still right. That is a flawed positive, and no rule that reads only the answer can see it.
 Asked "How many?" instead, the same slip costs the answer.
 
-What is here, top to bottom:
-    problems and solutions   problems, solvers that slip at chosen rates, and critics that overlook slips at chosen rates
-    the oracle               names the first wrong paragraph of any text, exactly
-    reward functions         those of compute_score.py plus what the oracle sees: a worked example of a user's own file
-    rows and tokenizer       parquet files in the row schema, a byte-pair tokenizer with a chat template
-    warm start               two Llama models of 1 M parameters: a policy that slips and a judge that overlooks
-    report                   figure and tables of finished demo runs (python toy_world.py --runs outputs/demo_seed0)
+Here are problems, solvers that slip and critics that overlook slips at chosen rates; an oracle that finds every slip; reward
+functions, a worked example of a user's own file; the warm start of two Llama models of 1 M parameters, a policy that slips and a
+judge that overlooks; and the figure and tables of finished demo runs (python toy_world.py --runs outputs/demo_seed0).
 
 What it leaves out: it is no benchmark. The flaw is put in by hand and is invisible to the rule by construction; real flawed
 positives are as varied as mathematics. It shows the mechanism and exercises every part of the code, nothing more.
 """
 
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
 import re
+import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,9 +128,6 @@ def write_solution(problem: Problem, rng: random.Random, slips: Slips) -> list[s
     return lines
 
 
-LINE = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
-
-
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     """The oracle: the 0-based index of the first wrong paragraph of any text, -1 if there is none.
 
@@ -143,7 +139,7 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     paragraphs = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
     value = problem.start
     for index, step in enumerate(problem.steps):
-        match = LINE.fullmatch(paragraphs[index]) if index < len(paragraphs) else None
+        match = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", paragraphs[index]) if index < len(paragraphs) else None
         if not match or int(match[1]) != value or int(match[2] + match[3]) != step or int(match[4]) != value + step:
             return index
         value = int(match[4])
@@ -161,16 +157,11 @@ class Oversights:
     alarm: float = 0.0  # a right result is recomputed wrongly, and so flagged
 
 
-def read_until_different(recomputed: int, stated: int) -> str:
-    """The digits of `stated` up to the first that differs: so a tiny model compares one digit with one digit."""
-    shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
-    return str(stated)[: shared + 1]
-
-
 def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, oversights: Oversights, stop: bool = True) -> str:
     """Recomputes line after line from the value stated before ("0:65+9=74?6 not") and stops at the first that differs.
 
-    stop=False checks the lines after it as well, and gives no verdict: practice for a judge that learns to compare.
+    Of what is stated it reads up to the first digit that differs: so a tiny model compares one digit with one digit. stop=False
+    checks the lines after it as well, and gives no verdict: practice for a judge that learns to compare.
     """
     value, checks, verdict = problem.start, [], -1
     for index, paragraph in enumerate(paragraphs):
@@ -183,17 +174,14 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, 
             stated = int(re.search(r"\d+", paragraph)[0])
             true, sum_ = (value % 5, f"{value} by 5") if problem.question == REST else (value, f"{value}")
             wrong = (true + rng.randint(1, 4)) % 5 if problem.question == REST else true + 1
-        slip = rng.random()
-        recomputed = (
-            stated
-            if true != stated and slip < oversights.miss
-            else max(wrong, 0)
-            if true == stated and slip < oversights.alarm
-            else true
-        )
-        same = recomputed == stated
-        checks.append(f"{index}:{sum_}={recomputed}?{read_until_different(recomputed, stated)} {'ok' if same else 'not'}")
-        if not same and stop:
+        slip, recomputed = rng.random(), true
+        if true != stated and slip < oversights.miss:
+            recomputed = stated
+        elif true == stated and slip < oversights.alarm:
+            recomputed = max(wrong, 0)
+        shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
+        checks.append(f"{index}:{sum_}={recomputed}?{str(stated)[: shared + 1]} {'ok' if recomputed == stated else 'not'}")
+        if recomputed != stated and stop:
             verdict = index
             break
         value = stated
@@ -262,12 +250,9 @@ def build_tokenizer(texts: list[str]):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=[PAD, END, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=2,
-        show_progress=False,
-    )
+        vocab_size=1024, special_tokens=[PAD, END, USER, ASSISTANT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2, show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, padding_side="left")
     fast.chat_template = CHAT_TEMPLATE
@@ -317,13 +302,11 @@ def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
 def critic_row(rng: random.Random, flawed: bool, split: str, index: int) -> dict:
     """A row of the schema for training or validating the judge."""
     problem, paragraphs = right_solution(rng, flawed)
-    return {
-        "data_source": "fapo_critic",
-        "prompt": [{"role": "user", "content": critic_prompt(problem, paragraphs)}],
-        "ability": "math_critic",
-        "reward_model": {"style": "rule", "ground_truth": first_wrong_paragraph(str(problem), paragraphs)},
-        "extra_info": {"split": split, "index": index, "question": str(problem), "total_steps": len(paragraphs)},
-    }
+    row = policy_row(problem, "fapo_critic", split, index) | {"ability": "math_critic"}
+    row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)
+    row["reward_model"]["ground_truth"] = first_wrong_paragraph(str(problem), paragraphs)
+    row["extra_info"]["total_steps"] = len(paragraphs)
+    return row
 
 
 # ------------------------------------------------------------------------------------------------------------ warm start
@@ -350,20 +333,17 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progres
     The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     verdicts = torch.tensor([token for word in (" ok", " not") for token in tokenizer.encode(word, add_special_tokens=False)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
-        pairs = [
-            [tokenizer.encode(text, add_special_tokens=False) for text in example] for example in (examples() for _ in range(16))
-        ]
-        ids = torch.zeros(len(pairs), max(len(prompt) + len(response) for prompt, response in pairs), dtype=torch.long)
-        counts = torch.zeros_like(ids, dtype=torch.bool)
-        for row, (prompt, response) in enumerate(pairs):
-            ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-            counts[row, len(prompt) : len(prompt) + len(response)] = True
+        pairs = [[tokenizer.encode(text, add_special_tokens=False) for text in examples()] for _ in range(16)]
+        ids = pad_sequence([torch.tensor(prompt + response) for prompt, response in pairs], batch_first=True)
+        is_response = [torch.arange(len(prompt + response)) >= len(prompt) for prompt, response in pairs]
+        counts = pad_sequence(is_response, batch_first=True)
         hidden = model.model(ids).last_hidden_state[:, :-1][counts[:, 1:]]
         targets = ids[:, 1:][counts[:, 1:]]
         losses = torch.nn.functional.cross_entropy(model.lm_head(hidden), targets, reduction="none")
@@ -373,9 +353,8 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progres
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         progress.update()
-        if step % 10 == 9:
-            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
 def policy_phases(rng: random.Random):
@@ -438,16 +417,14 @@ def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
     model.save_pretrained(out_dir / name)
 
 
-def build(out_dir: Path, seed: int = 0, models: tuple[str, ...] = ("policy", "judge")) -> dict[str, int]:
+def build(out_dir: Path, seed: int, models: tuple[str, ...]) -> None:
     """Writes the toy world into `out_dir`: parquet files, and the models in policy/ and judge/, trained side by side.
 
-    Returns the number of rows by file name. The same seed gives the same files.
+    The same seed gives the same files.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{seed}/rows")
     files = {
         "toy_train": [policy_row(random_problem(rng, REST), "toy", "train", i) for i in range(4096)],
@@ -463,14 +440,8 @@ def build(out_dir: Path, seed: int = 0, models: tuple[str, ...] = ("policy", "ju
     for name in models:
         tokenizer.save_pretrained(out_dir / name)
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
-    trainings = [context.Process(target=warm_start, args=(name, out_dir, seed, i)) for i, name in enumerate(models)]
-    for training in trainings:
-        training.start()
-    for training in trainings:
-        training.join()
-        if training.exitcode != 0:
-            raise RuntimeError(f"toy world: a warm start ended with exit code {training.exitcode}; its error stands above")
-    return {name: len(rows) for name, rows in files.items()}
+    with ProcessPoolExecutor(len(models), mp_context=context) as pool:
+        list(pool.map(warm_start, models, itertools.repeat(out_dir), itertools.repeat(seed), itertools.count()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- report
@@ -478,6 +449,8 @@ def build(out_dir: Path, seed: int = 0, models: tuple[str, ...] = ("policy", "ju
 
 @dataclass
 class Config:
+    """Draws the figure and the tables of finished demo runs."""
+
     runs: Path
     """Folder of the finished runs: baseline/ and fapo/, papo/ and judge/ if there were any. Gets report.md and report.png."""
 
@@ -489,6 +462,9 @@ PANELS = (  # title, metric of the rollouts, metric of the held-out problems aft
     ("truly correct\n(right answer, no wrong step)", "truly_correct", "/truly_correct"),
     ("flawed positives as the judge sees them\n(share of right answers)", "flawed_positive_rate", "/flawed_positive_rate"),
 )
+COLUMNS = {"accuracy": "toy", "flawed positives": "toy/oracle_flawed_positive_rate", "truly correct": "toy/truly_correct",
+           '"How many?" accuracy': "toy_total"}  # fmt: skip
+WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -512,15 +488,14 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.2), constrained_layout=True, sharey=True)
     for axis, (title, key, val_key) in zip(axes, PANELS):
         for name, metrics in runs.items():
-            points = [(m["step"], m[f"reward/{key}"]) for m in metrics if f"reward/{key}" in m]
-            steps, values = zip(*points) if points else ((), ())
-            smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
             label, colour = RUNS[name]
-            axis.plot(steps, values, color=colour, alpha=0.25)
-            axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
-            held_out = [(m["step"], m[f"val/toy{val_key}/mean@1"]) for m in metrics if f"val/toy{val_key}/mean@1" in m]
-            if held_out:
-                axis.plot(*zip(*held_out), "o", color=colour)
+            measured = {m["step"]: m[f"reward/{key}"] for m in metrics if f"reward/{key}" in m}
+            held_out = {m["step"]: m[f"val/toy{val_key}/mean@1"] for m in metrics if f"val/toy{val_key}/mean@1" in m}
+            values = list(measured.values())
+            smooth = [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+            axis.plot(list(measured), values, color=colour, alpha=0.25)
+            axis.plot(list(measured), smooth, color=colour, linewidth=2, label=label)
+            axis.plot(list(held_out), list(held_out.values()), "o", color=colour)
         axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")
@@ -528,60 +503,50 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     plt.close(figure)
 
 
+def table(*lines: list[str]) -> str:
+    """Markdown, from the heads of the columns and the rows below."""
+    heads, *rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([heads, "|---" * len(lines[0]) + "|", *rows])
+
+
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """Held-out numbers before and after each run, as Markdown."""
-    columns = []
-    for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
-        columns += [
-            (f"accuracy, {label}", f"val/toy/{way}"),
-            (f"flawed positives, {label}", f"val/toy/oracle_flawed_positive_rate/{way}"),
-            (f"truly correct, {label}", f"val/toy/truly_correct/{way}"),
-            (f'"How many?" accuracy, {label}', f"val/toy_total/{way}"),
-        ]
+    """Held-out numbers before and after each run."""
+    columns = {f"{title}, {label}": f"val/{key}/{way}" for way, label in WAYS.items() for title, key in COLUMNS.items()}
     rows = {"before": runs["baseline"][0]} | {RUNS[name][0]: metrics[-1] for name, metrics in runs.items()}
-    lines = ["| 512 held-out problems | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, metrics in rows.items():
-        lines.append(f"| {name} | " + " | ".join(f"{metrics[key]:.3f}" if key in metrics else "-" for _, key in columns) + " |")
-    return "\n".join(lines)
+    cells = [[name] + [f"{m[key]:.3f}" if key in m else "-" for key in columns.values()] for name, m in rows.items()]
+    return table(["512 held-out problems", *columns], *cells)
 
 
 def judge_table(metrics: list[dict]) -> str:
-    """The judge on held-out critiques before and after its own training, as Markdown. Half of the solutions are flawed."""
-    lines = [
-        "| judge, 512 held-out solutions | recall | sound kept | precision | F1 | exact location |",
-        "|---|---|---|---|---|---|",
-    ]
-    for way, label in (("mean@1", "T=1"), ("greedy", "greedy")):
+    """The judge on held-out critiques before and after its own training. Half of the solutions are flawed."""
+    rows = []
+    for way, label in WAYS.items():
         for when, values in (("before", metrics[0]), ("after", metrics[-1])):
             recall, kept, location = (values[f"val/fapo_critic/{key}/{way}"] for key in ("recall", "sound_kept", "location"))
             precision = recall / (recall + 1 - kept) if recall else 0.0  # as many sound solutions as flawed ones
             f1 = 2 * precision * recall / (precision + recall) if recall else 0.0
-            lines.append(f"| {when}, {label} | {recall:.3f} | {kept:.3f} | {precision:.3f} | {f1:.3f} | {location:.3f} |")
-    return "\n".join(lines)
+            rows.append([f"{when}, {label}", *(f"{share:.3f}" for share in (recall, kept, precision, f1, location))])
+    return table(["judge, 512 held-out solutions", "recall", "sound kept", "precision", "F1", "exact location"], *rows)
 
 
 def report(runs: Path) -> str:
     """Draws report.png and writes report.md into `runs`; returns the text. Raises OSError or ValueError for unfinished runs."""
     policies = {name: read_metrics(runs / name) for name in RUNS if name != "papo" or (runs / name).is_dir()}
     draw_runs(policies, runs / "report.png")
-    tables = [policy_table(policies)]
-    if (runs / "judge").is_dir():
-        tables.insert(0, judge_table(read_metrics(runs / "judge")))
-    text = "\n\n".join(tables)
+    tables = [judge_table(read_metrics(runs / "judge"))] if (runs / "judge").is_dir() else []
+    text = "\n\n".join([*tables, policy_table(policies)])
     (runs / "report.md").write_text(text + "\n")
-    return text
+    return f"{text}\nfigure: {runs / 'report.png'}"
 
 
 def main() -> None:
     import tyro
 
-    config = tyro.cli(Config, description="Draws the figure and the tables of finished demo runs.")
     try:
-        print(report(config.runs))
+        print(report(tyro.cli(Config).runs))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-    print(f"figure: {config.runs / 'report.png'}")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

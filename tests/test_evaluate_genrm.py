@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from test_compute_score import Judge, completion
 
 from evaluate_genrm import (
@@ -23,6 +24,7 @@ from evaluate_genrm import (
 )
 from prepare_data import Config as DataConfig
 from prepare_data import prepare
+from reward_loop import connect_ray
 
 REPO = Path(__file__).parent.parent
 
@@ -79,15 +81,24 @@ def answer(request: dict) -> str:
     return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][problem_of(request)]
 
 
+@pytest.fixture(scope="module")
+def one_ray():
+    """One Ray for all runs of the file."""
+    yield connect_ray()
+    ray.shutdown()
+
+
 def run(judge: Judge, config: Config) -> list[dict]:
     async def main():
         async with judge.running():
             config.router_address = judge.address
-            return await judge_rows(read_judge_rows(config.data), config)
+            return await asyncio.to_thread(judge_rows, read_judge_rows(config.data), config)
 
     return asyncio.run(main())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_a_whole_run(bench, tmp_path):
     judge = Judge(answer)
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
@@ -106,6 +117,8 @@ def test_a_whole_run(bench, tmp_path):
     assert f"mean tokens per critique: {sum(lengths) / 6:.1f}" in report(rows) and "INCOMPLETE" not in report(rows)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, concurrency=2)
     rows = run(Judge(lambda request: 400 if problem_of(request) in (1, 4) else answer(request)), config)
@@ -116,8 +129,10 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     assert ["average", "F1", "4"] == [line.split() for line in text.splitlines() if "average" in line][0][:3]
 
     progress = tmp_path / "c.jsonl"
-    assert len(progress.read_text().splitlines()) == 1 + 8
-    progress.write_text(progress.read_text()[:-5])  # as if the run had been killed in the middle of its last line
+    settings, *lines = progress.read_text().splitlines()
+    answered = [line for line in lines if json.loads(line)[1]["reward_score"] is not None]
+    assert len(answered) == 8
+    progress.write_text("\n".join([settings, *answered])[:-5])  # as if the run had been killed in the middle of its last line
     judge = Judge(answer)
     rows = run(judge, config)
     assert len(judge.requests) == 4 + 1 and {1, 4} <= set(map(problem_of, judge.requests))
@@ -127,10 +142,12 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
     assert len(judge.requests) == 6  # one more critique of each row
 
-    with pytest.raises(ValueError, match="--out: .*c.jsonl is from a run with other settings"):
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):
         run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     calls = []
 
@@ -143,6 +160,8 @@ def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     assert "{'http_error': 6} of 18" in report(rows) and "\n0 rows are left out" in report(rows)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_path):
     def long(request):
         return completion("\\boxed{-1} and so", "length") if problem_of(request) == 0 else answer(request)
@@ -158,6 +177,8 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
     assert run(judge, config) == rows and judge.requests == []
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 @pytest.mark.parametrize("setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}, {}])
 def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, setting):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
@@ -165,7 +186,7 @@ def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, 
     if not setting:  # the file is there under the same name, with as many rows
         rows = pq.read_table(bench).to_pylist()
         pq.write_table(pa.Table.from_pylist(rows[::-1]), bench)
-    with pytest.raises(ValueError, match="--out: .*c.jsonl is from a run with other settings or data"):
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):
         run(Judge(answer), replace(config, **setting))
 
 
@@ -176,6 +197,7 @@ def test_limit_and_bad_files(bench, tmp_path):
         read_judge_rows(tmp_path / "aime25_test.parquet")
 
 
+@pytest.mark.slow
 def test_command_line(bench, tmp_path):
     async def call(*arguments):
         pipe = asyncio.subprocess.PIPE

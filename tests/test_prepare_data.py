@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
-from prepare_data import SOURCES, Config, local_files, prepare, validate_rows
+from prepare_data import SOURCES, Config, local_files, prepare, validate_row
 
 DATA = Path(__file__).parent / "data"
 REPO = Path(__file__).parent.parent
@@ -287,6 +287,11 @@ def test_files_that_are_not_what_they_say(tmp_path):
     (tmp_path / "math500.jsonl").write_text("")
     with pytest.raises(ValueError, match="math500 test: no rows"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+
+
+def validate_rows(rows: list[dict], source: str) -> None:
+    for number, row in enumerate(rows):
+        validate_row(row, f"{source}, row {number}")
 
 
 def edited(row: dict, field: str, value: object) -> dict:

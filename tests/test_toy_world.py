@@ -123,8 +123,8 @@ def test_rows_have_the_schema():
     rng = random.Random(3)
     problem = toy_world.random_problem(rng, REST)
     critic_row = toy_world.critic_row(rng, True, "test", 1)
-    prepare_data.validate_rows([toy_world.policy_row(problem, "toy", "train", 0)], "toy policy")
-    prepare_data.validate_rows([critic_row], "toy critic")
+    prepare_data.validate_row(toy_world.policy_row(problem, "toy", "train", 0), "toy policy")
+    prepare_data.validate_row(critic_row, "toy critic")
     assert critic_row["reward_model"]["ground_truth"] >= 0 and critic_row["prompt"][0]["content"].endswith("\nCheck:")
 
 
