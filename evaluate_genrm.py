@@ -35,7 +35,8 @@ import requests
 import tyro
 
 import compute_score as scores
-from reward_loop import RewardOptions, bearer, read_rows, start_rewards
+from reward_loop import RewardOptions, read_rows, start_rewards
+from reward_worker import bearer
 from score_file import scored_before
 
 
@@ -165,7 +166,7 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def chat_settings(config: Config) -> dict:
-    """How the judge is asked, for `scores.chat`. Raises ValueError for bad ones, OSError where the judge cannot be asked for its model."""
+    """How `scores.chat` asks the judge. Raises ValueError for bad settings, OSError where the judge does not name its model."""
     settings = {name: getattr(config, name) for name in ("model", "temperature", "top_p", "max_tokens", "timeout_s")}
     try:
         settings["chat_kwargs"] = dict(json.loads(config.chat_kwargs)) or None

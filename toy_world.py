@@ -207,16 +207,15 @@ def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
     return result | {"oracle_flawed_positive": result["acc"] and not sound, "truly_correct": result["acc"] and sound}
 
 
-async def compute_score_baseline(data_source, solution_str, ground_truth, extra_info, **kwargs) -> dict:
-    """compute_score.py's baseline, with the oracle looking on."""
-    result = await scores.compute_score_baseline(data_source, solution_str, ground_truth, extra_info, **kwargs)
-    return with_oracle(result, solution_str, extra_info)
-
-
 async def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, **kwargs) -> dict:
     """compute_score.py's FAPO (a served judge finds the flaws), with the oracle looking on."""
     result = await scores.compute_score_fapo(data_source, solution_str, ground_truth, extra_info, **kwargs)
     return with_oracle(result, solution_str, extra_info)
+
+
+async def compute_score_baseline(*sample, **settings) -> dict:
+    """The rule's score; the judge, if there is one, only measures, and the oracle looks on."""
+    return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
 # What they can be given is what compute_score.py's can: a reward loop refuses misspelt settings before a run starts.

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -198,11 +199,14 @@ def test_limit_and_bad_files(bench, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_command_line(bench, tmp_path):
+    joins = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
     async def call(*arguments):
         pipe = asyncio.subprocess.PIPE
         command = [sys.executable, str(REPO / "evaluate_genrm.py"), *arguments]
-        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=joins)
         out, err = await asyncio.wait_for(process.communicate(), 120)
         return process.returncode, out.decode(), err.decode()
 
