@@ -259,7 +259,7 @@ class Trainer:
         }
         if config.dynamic_sampling:
             metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
-            metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in ("all_right", "all_wrong", "equal_scores", "no_verdict")}
+            metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
         return training, metrics, drawn
 
     def roll_out_and_score(self, samples, step: int, temperature: float, top_p: float, seed: int, title: str) -> Counter:
@@ -302,8 +302,8 @@ class Trainer:
         if rate > limit:
             first = next(sample.result for sample in samples if sample.reward is None)
             raise RuntimeError(
-                f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%}); is the "
-                f"reward model up? First of them: status {first['status']!r}, {first['reward_extra_info']}"
+                f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%}); "
+                f"is the reward model up? First of them: status {first['status']!r}, {first['reward_extra_info']}"
             )
 
     def set_advantages(self, samples: list[Sample]) -> None:
@@ -453,6 +453,9 @@ def groups_of(samples: list[Sample], size: int) -> list[list[Sample]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
+WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
+
+
 def why_useless(group: list[Sample]) -> str | None:
     """Why a group of samples teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups.
 
@@ -477,7 +480,8 @@ def process(sample: Sample) -> float:
     """PAPO's quality of the reasoning: 0 where the judge found a wrong step, NaN where it said nothing of a right answer."""
     info = sample.result["reward_extra_info"]
     if not {"acc", "flawed_positive"} <= info.keys():
-        raise RuntimeError(f"advantage: papo needs acc and flawed_positive from the reward function, which gives {', '.join(info)}")
+        given = ", ".join(info)
+        raise RuntimeError(f"advantage: papo needs acc and flawed_positive from the reward function, which gives {given}")
     flawed = info["flawed_positive"]
     return math.nan if flawed is None else 1.0 - flawed
 

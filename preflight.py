@@ -93,7 +93,8 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
         share = "gpu-memory-utilization" in getattr(config, f"{name}_vllm_args")
         sleeps = name == "genrm" and config.reward_mode == "colocate"
         chosen = [gpu for gpu in getattr(config, f"{name}_gpus").split(",") if gpu]
-        if not chosen and needed and not (name == "genrm" and os.environ.get("RAY_ADDRESS", "local") != "local"):  # a cluster's own
+        elsewhere = name == "genrm" and os.environ.get("RAY_ADDRESS", "local") != "local"  # a cluster deals out its own GPUs
+        if not chosen and needed and not elsewhere:
             everywhere = list(map(str, range(count)))
             free = everywhere if sleeps else [gpu for gpu in everywhere if gpu not in taken]
             chosen = (free + [policy[5:]] * (share and not free))[:needed]

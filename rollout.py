@@ -4,8 +4,8 @@
     rollout_vllm(servers, samples, ...)     one request per sample to a PolicyServers, vLLM servers with the policy's weights
     read_rollouts(folder, step)             what another run has sampled and scored, without doing it again
 
-The first two fill in the `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report each one the
-moment it ends, while others go on: from there it is on its way to its reward.
+The first two fill in the `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report each
+one the moment it ends, while others go on: from there it is on its way to its reward.
 
 Left out: several turns, tools, speculative decoding, sampling with penalties.
 
@@ -132,7 +132,8 @@ class RoomyLayer(DynamicLayer):
         # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
         if not self.buffers or end > self.buffers[0].shape[-2] or self.keys.data_ptr() != self.buffers[0].data_ptr():
             # A GPU computes keys in float32 (rotary positions) and values in bf16; attention takes both in bf16.
-            self.buffers = [new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1], dtype=values.dtype) for new in (keys, values)]
+            shapes = [(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
+            self.buffers = [values.new_empty(shape) for shape in shapes]
             if start:
                 self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
         for buffer, new in zip(self.buffers, (keys, values)):
@@ -340,7 +341,7 @@ def write_rollouts(out_dir: str, step: int, samples: list[Sample]) -> None:
 
 
 def read_rollouts(run: str, step: int, group_size: int | None = None) -> list[Sample]:
-    """The samples that the run in folder `run` kept of a step. ValueError where there are none, or the groups are no such size."""
+    """The samples that the run in folder `run` kept of a step. ValueError where there are none, or groups of another size."""
     path = Path(run, "rollouts", f"step_{step}.jsonl")
     if not path.is_file():
         raise ValueError(f"replay: {run} kept no rollouts of step {step} (--save-rollouts); lower --total-steps")

@@ -4,7 +4,6 @@ import asyncio
 import collections
 import concurrent.futures
 import json
-import math
 import os
 import signal
 import socket
