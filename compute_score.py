@@ -259,11 +259,8 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
     None = unparsable: no box, not an integer, or outside -1 .. num_paragraphs - 1 (num_paragraphs None: no upper bound).
     """
-    boxed = last_boxed_only_string(text)
-    if boxed is None:
-        return None
     try:
-        index = int(remove_boxed(boxed))
+        index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
         return None
     return index if index >= -1 and (num_paragraphs is None or index < num_paragraphs) else None

@@ -197,6 +197,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
         manager = start_rewards(options, stack)
         file = stack.enter_context(progress.open("a", encoding="utf-8"))
         file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+        file.flush()
 
         def on_result(position: int, result: dict) -> None:
             done[left[position][0]] = result

@@ -101,8 +101,10 @@ def run(judge: Judge, config: Config) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 def test_a_whole_run(bench, tmp_path):
-    judge = Judge(answer)
+    progress = []
+    judge = Judge(lambda request: progress.append((tmp_path / "c.jsonl").read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
+    assert progress[0].startswith("{") and progress[0].endswith("}\n")  # a run killed before its first answer can go on, too
     assert len(judge.requests) == 18 and judge.model_lookups == 1
     sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
     assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
