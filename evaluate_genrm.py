@@ -37,7 +37,7 @@ import tyro
 import compute_score as scores
 from reward_loop import RewardOptions, read_rows, start_rewards
 from reward_worker import bearer
-from score_file import scored_before
+from score_file import open_progress, scored_before
 
 
 @dataclass
@@ -195,9 +195,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
-        file = stack.enter_context(progress.open("a", encoding="utf-8"))
-        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
-        file.flush()
+        file = stack.enter_context(open_progress(progress, header))
 
         def on_result(position: int, result: dict) -> None:
             done[left[position][0]] = result

@@ -47,6 +47,14 @@ CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "r
                   "overlong_buffer", "overlong_factor")  # fmt: skip
 
 
+def open_progress(partial: Path, header: str):
+    """The file of results so far, open for more."""
+    file = partial.open("a", encoding="utf-8")
+    file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+    file.flush()  # also a run that is killed before its first result can go on
+    return file
+
+
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
     if not partial.exists():
@@ -135,8 +143,7 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as stack:
         manager = start_rewards(config, stack, overlong=overlong)
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(partial.open("a", encoding="utf-8"))
-        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+        file = stack.enter_context(open_progress(partial, header))
         if done:
             print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
         counts = collections.Counter(needed=sum(map(needed_verdict, done.values())))

@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +80,9 @@ def by_index(data_source, solution_str, ground_truth, extra_info, **_):
     return {"score": 1.0 if acc else -1.0, "acc": acc}
 def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, **_):
     raise RuntimeError("only the baseline was asked for")
+def with_two_models(data_source, solution_str, ground_truth, extra_info, step, reward_router_addresses, reward_model_tokenizer):
+    tokens = len(reward_model_tokenizer.apply_chat_template([{"role": "user", "content": solution_str}], tokenize=True))
+    return {"score": float(step), "models": len(reward_router_addresses), "tokens": tokens}
 def compute_score_baseline(data_source, solution_str, ground_truth, extra_info, **_):
     return {"score": 1.0, "acc": True, "flawed_positive": len(solution_str) % 2 == 0}
 '''
@@ -201,11 +206,48 @@ def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
 
 @pytest.mark.slow
 def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(workshop):
-    options = dict(reward_fn=f"{workshop}/reward.py:compute_score_baseline", dynamic_sampling=True, max_refills=2)
+    options = dict(reward_fn=f"{workshop}/reward.py:compute_score_baseline", dynamic_sampling=True, max_refills=2, samples_per_step=5)
     grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
     metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
     assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/dropped_all_right"] == 12
+    assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 5  # of the step, not of each of its three rounds
     assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
+
+
+@pytest.mark.slow
+def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
+    """A discriminative model without a function of one's own; two named models, a tokenizer and the step for one that takes them."""
+
+    class Classifier(BaseHTTPRequestHandler):
+        def do_POST(self):
+            text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
+            answer = json.dumps({"data": [{"probs": [text.count("7") / 10]}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address, tokenizer = f"127.0.0.1:{server.server_port}", str(workshop / "model")
+    try:
+        options = dict(router_address=(address,), reward_model_task=("classify",), reward_model_tokenizer=tokenizer, reward_fn=None)
+        grpo_trainer.train(run_config(workshop, "classified", total_steps=1, **options))
+        (_, metrics), samples = (lines_of(workshop / f"classified/{name}.jsonl") for name in ("metrics", "samples"))
+        assert metrics["reward/no_verdict"] == 0 and 0 < metrics["reward/seconds_mean"] <= metrics["reward/seconds_max"] < 60
+        assert all(s["reward_score"] == pytest.approx((s["prompt"] + s["response"]).count("7") / 10) for s in samples)
+
+        options = dict(router_address=(f"judge={address}", f"rm={address}"), reward_fn=f"{workshop}/reward.py:with_two_models")
+        grpo_trainer.train(run_config(workshop, "two", total_steps=2, reward_model_tokenizer=tokenizer, max_rpm=1e6, **options))
+        steps = lines_of(workshop / "two/metrics.jsonl")[1:]
+        assert [(m["reward/mean"], m["reward/models"]) for m in steps] == [(1.0, 2.0), (2.0, 2.0)] and steps[0]["reward/tokens"] > 3
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.slow

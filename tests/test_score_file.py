@@ -184,3 +184,9 @@ def test_command_line_goes_on_after_a_kill(tmp_path):
     assert 0 < again <= 170  # the header and at least 30 results were on disk
     assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
     assert not partial.exists()
+
+
+def test_a_run_that_is_killed_before_its_first_result_can_go_on(tmp_path):
+    """Its file of progress holds the settings already, not only a buffer."""
+    with score_file.open_progress(tmp_path / "out.partial.jsonl", "the settings"):
+        assert score_file.scored_before(tmp_path / "out.partial.jsonl", "the settings", resume=True) == {}
