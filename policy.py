@@ -25,12 +25,16 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GradientCheckpointingLayer
+from transformers import AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers.cache_utils import DynamicLayer
 
 from algorithm import compute_kl_loss, compute_policy_loss
 
 # Logits (float32 numbers) that exist at a time, of which a forward and backward pass holds five or six copies: 128 MiB, 1 GiB.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
+# Prompts are shared in the update where at least this share of the tokens repeats others: sharing needs an attention mask, and
+# that costs as much as it saves when answers are long.
+SHARE_FROM = 0.25
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Policy:
             generation.do_sample = True
             generation.validate(strict=True)
         self.reference = self.load_model(config.model) if config.kl_coef else None
+        self.share_prompts = can_share_prompts(self.model)
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
 
@@ -186,7 +191,8 @@ class Policy:
             part = [samples[m] for m in micro]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            options = dict(entropy_gradient=self.config.entropy_coef != 0)
+            share = self.share_prompts and not self.config.gradient_checkpointing  # which computes a layer's keys twice
+            options = dict(entropy_gradient=self.config.entropy_coef != 0, share_prompts=share)
             logprobs, entropy = logprobs_and_entropy(model or self.model, sequences, counts, self.config.temperature, **options)
             yield part, logprobs, entropy, mask_of(counts, self.device)
 
@@ -240,20 +246,25 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------------- log-probabilities
 
 
-def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradient=True):
+def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradient=True, share_prompts=False):
     """Log-probabilities of the response tokens and the entropies there: two B x T tensors, zero in the padding.
 
     sequences: prompt + response token ids; responses: how many of the last ones count. The logits of as many tokens as
     LOGITS_AT_ONCE allows exist at a time, in the backward pass as well.
     """
     device = next(model.parameters()).device
-    ids = padded(sequences, device, torch.long)
-    rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
-    # The state at t predicts the token at t + 1.
-    columns = torch.cat([torch.arange(len(s) - count - 1, len(s) - 1) for s, count in zip(sequences, responses)]).to(device)
-    with precision(device):  # padding stands on the right, where a causal model cannot see it: no attention mask is needed
-        output = body_of(model)(input_ids=ids, use_cache=False)
-    hidden_N_H, targets_N = output.last_hidden_state[rows, columns], ids[rows, columns + 1]
+    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, responses)]
+    repeated = sum(map(len, prompts)) - sum(map(len, set(prompts)))
+    with precision(device):
+        if share_prompts and repeated > SHARE_FROM * sum(map(len, sequences)):
+            output, hidden_N_H, targets_N = states_with_shared_prompts(model, prompts, sequences, responses, device)
+        else:  # padding stands on the right, where a causal model cannot see it: no attention mask is needed
+            ids = padded(sequences, device, torch.long)
+            rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
+            # The state at t predicts the token at t + 1.
+            columns = torch.cat([torch.arange(len(s) - n - 1, len(s) - 1) for s, n in zip(sequences, responses)]).to(device)
+            output = body_of(model)(input_ids=ids, use_cache=False)
+            hidden_N_H, targets_N = output.last_hidden_state[rows, columns], ids[rows, columns + 1]
 
     def of_chunk(hidden_n_H, targets_n):
         logp_n_V = temper(logits_of(model, output, hidden_n_H), temperature).log_softmax(-1)
@@ -270,6 +281,41 @@ def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradi
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts))
     mask = mask_of(responses, device)
     return tuple(torch.zeros(mask.shape, device=device).masked_scatter(mask, values) for values in (logprobs_N, entropy_N))
+
+
+def states_with_shared_prompts(model, prompts, sequences, responses, device):
+    """The body's output, the states that predict each response token (N x H), and those tokens (N).
+
+    Each distinct prompt is computed once: its keys and values, and so their gradients, are shared by its responses.
+    """
+    body, distinct = body_of(model), {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    cache, which = DynamicCache(config=model.config), torch.tensor([distinct[prompt] for prompt in prompts], device=device)
+    ids, attended, positions = left_padded(list(distinct), device)
+    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
+    hidden = output.last_hidden_state[which, -1:]  # predicts the first token
+    ids, mask = padded([s[len(s) - n :] for s, n in zip(sequences, responses)], device, torch.long), mask_of(responses, device)
+    if ids.shape[1] > 1:
+        cache.reorder_cache(which)
+        attended = torch.cat([attended[which], mask[:, :-1]], 1)
+        positions = positions[which, -1:] + torch.arange(1, ids.shape[1], device=device)
+        inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
+        hidden = torch.cat([hidden, body(input_ids=ids[:, :-1], **inputs).last_hidden_state], 1)
+    return output, hidden[mask], ids[mask]
+
+
+@torch.no_grad()
+def can_share_prompts(model) -> bool:
+    """Whether sharing gives this model the same log-probabilities: only caches of full attention can, and it is tried."""
+    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        return False
+    size = model.config.get_text_config().vocab_size
+    ids = [number * 7919 % size for number in range(1, 20)]
+    sequences, responses = [ids[:11], ids[:8] + ids[12:], ids[:8] + ids[11:13], ids[4:9]], [3, 7, 2, 1]
+    try:
+        shared, plain = (logprobs_and_entropy(model, sequences, responses, 1.0, share_prompts=share)[0] for share in (True, False))
+    except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError):  # a cache of its own kind, say
+        return False
+    return (shared - plain).abs().mean().item() < (1e-4 if shared.device.type == "cpu" else 0.05)
 
 
 def precision(device, keep_casts=False):

@@ -71,6 +71,42 @@ def test_micro_batches_hold_every_sample_once_within_the_budget():
     assert len(batches) < 201 / 2 and policy_file.micro_batches([], 10) == []
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "cohere", "falcon", "opt", "granite"])
+def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
+    """Eight samples of two prompts: the model sees each prompt once; scores, gradients and metrics are those of one by one."""
+    policy, seen = with_sgd(policy_of(of_family(name, **FAMILIES[name]))), []
+    assert policy.share_prompts
+    prompts = [list(range(5, 30)), list(range(40, 50))]
+    samples = [Sample({}, prompts[i // 4], [60 + i] * (1 + i), [-1.0] * (1 + i), advantage=(-1.0) ** i) for i in range(8)]
+    hook = policy.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+    together = policy.update(samples, lr=0.0)
+    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
+    monkeypatch.setattr(policy_file, "SHARE_FROM", 1.0)
+    seen.clear()
+    alone = policy.update(samples, lr=0.0)
+    assert seen == [(8, 29)] and hook.remove() is None
+    assert torch.allclose(gradient, torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]),
+                          atol=1e-4, rtol=1e-3)  # fmt: skip
+    for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert together[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next", "gemma3n_text", "mamba"])
+def test_prompts_are_not_shared_where_a_cache_is_of_another_kind(name):
+    config = FAMILIES.get(name, dict(vocab_size=96, hidden_size=32, num_hidden_layers=2))
+    assert not policy_of(of_family(name, **config)).share_prompts
+
+
+def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, monkeypatch):
+    monkeypatch.setattr(policy_file, "states_with_shared_prompts", lambda *a: tuple(x * 2 if i == 1 else x for i, x in enumerate(
+        policy_file_states(*a))))  # fmt: skip
+    assert not policy_of(model).share_prompts
+
+
+policy_file_states = policy_file.states_with_shared_prompts
+
+
 def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
     _, metrics = updated(model, a_step(model), mini_batch_size=1, lr=0.05)
     assert metrics["actor/updates"] > 1

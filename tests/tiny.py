@@ -16,7 +16,8 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
 
 
 def config_of(**changes):
-    defaults = dict(model="m", train_file="t", out_dir="o", group_size=4, train_batch_size=4, mini_batch_size=4, lr=1e-2)
+    defaults = dict(model="m", train_file="t", out_dir="o", group_size=4, train_batch_size=4, mini_batch_size=4, lr=1e-2,
+                    max_tokens_per_micro_batch=2048)  # fmt: skip
     return grpo_trainer.Config(**(defaults | changes))
 
 
