@@ -610,7 +610,7 @@ def one_killed(vllm):
 
     with ThreadPoolExecutor(32) as pool:
         asked = [pool.submit(judge, i) for i in range(32)]
-        until(lambda: [worker["in_flight"] for worker in ask(router, "/workers")["workers"]] == [16, 16])
+        until(lambda: min(worker["in_flight"] for worker in ask(router, "/workers")["workers"]) >= 8)
         victim = next(pid for pid in descendants(process.pid)
                       if urls[0].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         os.kill(victim, signal.SIGKILL)
