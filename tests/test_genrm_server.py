@@ -610,9 +610,12 @@ def one_killed(vllm):
 
     with ThreadPoolExecutor(32) as pool:
         asked = [pool.submit(judge, i) for i in range(32)]
-        until(lambda: min(worker["in_flight"] for worker in ask(router, "/workers")["workers"]) >= 8)
+        def busiest():
+            return max(ask(router, "/workers")["workers"], key=lambda worker: worker["in_flight"])
+
+        until(lambda: busiest()["in_flight"] >= 8)
         victim = next(pid for pid in descendants(process.pid)
-                      if urls[0].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+                      if busiest()["url"].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         os.kill(victim, signal.SIGKILL)
         return [one.result() for one in asked]
 
