@@ -225,7 +225,8 @@ class Trainer:
         """
         config, drawn = self.config, self.state["prompts_drawn"]
         rounds, kept, dropped, times = [], [], Counter(), Counter()
-        while not rounds or len(kept) < config.train_batch_size and len(rounds) <= config.max_refills * config.dynamic_sampling:
+        refills = config.max_refills if config.dynamic_sampling and not config.replay else 0
+        while not rounds or len(kept) < config.train_batch_size and len(rounds) <= refills:
             rows = draw(self.train_rows, drawn, config.train_batch_size - len(kept), config.seed)
             drawn += len(rows)
             if config.replay:
@@ -313,7 +314,7 @@ class Trainer:
             return torch.tensor([math.nan if s.reward is None else value_of(s) for s in samples]).view(-1, self.config.group_size)
 
         if self.config.advantage == "papo":
-            advantages_P_G = compute_process_aware_advantages(process_P_G=tensor_P_G(process), outcome_P_G=tensor_P_G(outcome))
+            advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process))
         else:
             advantages_P_G = compute_advantages(tensor_P_G(lambda sample: sample.reward))
         for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
@@ -331,11 +332,11 @@ class Trainer:
     # ---- the run
 
     def __init__(self, config: Config):
+        self.config = config = settle(config)
         check(config)
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.config = config = settle(config)
         done = checkpoints_in(Path(config.out_dir, "checkpoints"))  # only with --resume auto can there be any
         self.source = str(done[-1]) if done else config.model
         self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
@@ -383,7 +384,8 @@ class Trainer:
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
         config, self.servers = self.config, None
-        sleeps = config.reward_mode == "colocate" and bool(config.genrm) and config.device != "cpu"
+        samples_itself = not config.replay or bool(self.val_rows)  # else nothing is sampled and nothing is judged
+        sleeps = samples_itself and config.reward_mode == "colocate" and bool(config.genrm) and config.device != "cpu"
         if sleeps:  # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
@@ -394,11 +396,11 @@ class Trainer:
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
-        if config.rollout == "hf" and not config.replay:
+        if samples_itself and config.rollout == "hf":
             check_sampling(self.policy)
-        if not sleeps and not (config.replay and not self.val_rows):
+        if samples_itself and not sleeps:
             self.start_rewards(stack, sleep_mode=False)
-        if config.rollout == "vllm" and not (config.replay and not self.val_rows):
+        if samples_itself and config.rollout == "vllm":
             servers = genrm_server.Config(
                 model="", num_servers=config.rollout_servers, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
                 max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
@@ -426,8 +428,8 @@ class Trainer:
         config, metrics, shown = self.config, {}, []
         if self.is_evaluated(step):
             return
-        for n, rows in self.val_rows.items():
-            for n, temperature, suffix in [(n, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
+        for n_sampled, rows in self.val_rows.items():
+            for n, temperature, suffix in [(n_sampled, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(n)]
                 self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
                 metrics |= validation_metrics(samples, n, suffix)
@@ -471,18 +473,17 @@ def why_useless(group: list[Sample]) -> str | None:
 
 
 def outcome(sample: Sample) -> float:
-    """PAPO's outcome: 1 for a right answer, else -1, and what the length cost."""
+    """PAPO's outcome: 1 for a right answer, else -1, and what the length cost. RuntimeError where the function does not say."""
     info = sample.result["reward_extra_info"]
+    if not {"acc", "flawed_positive"} <= info.keys():
+        given = ", ".join(info)
+        raise RuntimeError(f"advantage: papo needs acc and flawed_positive from the reward function, which gives {given}")
     return (1.0 if info["acc"] else -1.0) + sample.reward - info["score"]
 
 
 def process(sample: Sample) -> float:
     """PAPO's quality of the reasoning: 0 where the judge found a wrong step, NaN where it said nothing of a right answer."""
-    info = sample.result["reward_extra_info"]
-    if not {"acc", "flawed_positive"} <= info.keys():
-        given = ", ".join(info)
-        raise RuntimeError(f"advantage: papo needs acc and flawed_positive from the reward function, which gives {given}")
-    flawed = info["flawed_positive"]
+    flawed = sample.result["reward_extra_info"]["flawed_positive"]
     return math.nan if flawed is None else 1.0 - flawed
 
 

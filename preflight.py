@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import reward_loop
 from policy import LOGITS_AT_ONCE
-from rollout import read_rollouts
+from rollout import check_rollouts
 from run_folder import check_folder, check_room
 
 LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
@@ -30,7 +30,7 @@ LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_lengt
 
 
 def check(config) -> None:
-    """Refuses what cannot work before anything expensive starts. Raises ValueError."""
+    """Refuses what cannot work before anything expensive starts. config: as `settle` gives it back. Raises ValueError."""
     for name, value in asdict(config).items():
         if isinstance(value, (int, float)) and not value >= LEAST.get(name, 0):
             raise ValueError(f"{name}: {value} must be at least {LEAST.get(name, 0)}")
@@ -47,13 +47,12 @@ def check(config) -> None:
         for value in values:
             if not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
                 raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
-    dataclasses.replace(config, reward_fn=reward_function(config)).check_rewards()
+    config.check_rewards()
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not importlib.util.find_spec(name):
             raise ValueError(f"{name}: the package is not installed; run: pip install {name}")
     if config.replay:
-        for step in range(1, config.total_steps + 1):
-            read_rollouts(config.replay, step, config.group_size if step == 1 else None)
+        check_rollouts(config.replay, config.total_steps, config.group_size)
     check_folder(config)
 
 

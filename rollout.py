@@ -334,21 +334,26 @@ class PolicyServers:
 
 def write_rollouts(out_dir: str, step: int, samples: list[Sample]) -> None:
     """What a step trains on: rollouts/step_N.jsonl, one sample a line, whole groups one after the other."""
-    folder = Path(out_dir, "rollouts")
-    folder.mkdir(exist_ok=True)
-    lines = (json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples)
-    (folder / f"step_{step}.jsonl").write_text("".join(lines))
+    path = kept_rollouts(out_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples))
 
 
-def read_rollouts(run: str, step: int, group_size: int | None = None) -> list[Sample]:
-    """The samples that the run in folder `run` kept of a step. ValueError where there are none, or groups of another size."""
-    path = Path(run, "rollouts", f"step_{step}.jsonl")
-    if not path.is_file():
-        raise ValueError(f"replay: {run} kept no rollouts of step {step} (--save-rollouts); lower --total-steps")
-    if group_size is None:
-        return [Sample(**json.loads(line)) for line in path.read_text().rstrip("\n").split("\n")]
-    samples = read_rollouts(run, step)
-    sizes = [len(list(group)) for _, group in itertools.groupby(sample.row for sample in samples)]
+def kept_rollouts(run: str, step: int) -> Path:
+    return Path(run, "rollouts", f"step_{step}.jsonl")
+
+
+def read_rollouts(run: str, step: int) -> list[Sample]:
+    """The samples that the run in folder `run` kept of a step."""
+    return [Sample(**json.loads(line)) for line in kept_rollouts(run, step).read_text().rstrip("\n").split("\n")]
+
+
+def check_rollouts(run: str, steps: int, group_size: int) -> None:
+    """Raises ValueError where a run did not keep the rollouts of so many steps, or in groups of another size."""
+    for step in range(1, steps + 1):
+        if not kept_rollouts(run, step).is_file():
+            raise ValueError(f"replay: {run} kept no rollouts of step {step} (--save-rollouts); lower --total-steps")
+    rows = [sample.row for sample in read_rollouts(run, 1)] if steps else []
+    sizes = [len(list(group)) for _, group in itertools.groupby(rows)]
     if any(size % group_size for size in sizes):
-        raise ValueError(f"replay: {path} has groups of {sizes[0]} samples, and group_size is {group_size}; make them equal")
-    return samples
+        raise ValueError(f"replay: {run} has groups of {sizes[0]} samples, and group_size is {group_size}; make them equal")

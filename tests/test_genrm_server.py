@@ -613,9 +613,9 @@ def one_killed(vllm):
         def busiest():
             return max(ask(router, "/workers")["workers"], key=lambda worker: worker["in_flight"])
 
-        until(lambda: busiest()["in_flight"] >= 8)
-        victim = next(pid for pid in descendants(process.pid)
-                      if busiest()["url"].rpartition(":")[2] in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+        until(lambda: busiest()["in_flight"] >= 8)  # not both: the first to be done may be so before this process gets a core
+        port = busiest()["url"].rpartition(":")[2]
+        victim = next(pid for pid in descendants(process.pid) if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         os.kill(victim, signal.SIGKILL)
         return [one.result() for one in asked]
 

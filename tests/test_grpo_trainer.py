@@ -373,6 +373,15 @@ def test_kept_rollouts_give_the_same_run_again_without_sampling_or_judging(works
     # Another update on the same data.
     other = grpo_trainer.train(dataclasses.replace(replay, out_dir=str(workshop / "replayed_lr"), lr=1e-4))
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(other).lm_head.weight, weights[0].lm_head.weight)
+    # Groups that teach nothing cannot be replaced by others: nothing is sampled, and nothing may be trained on twice.
+    everything = dict(save_rollouts=True, reward_fn=config.reward_fn, total_steps=1)
+    monkeypatch.undo()
+    grpo_trainer.train(run_config(workshop, "kept_all", **everything))
+    options = dict(replay=str(workshop / "kept_all"), dynamic_sampling=True, total_steps=1, reward_fn=config.reward_fn)
+    grpo_trainer.train(run_config(workshop, "replayed_dynamic", **options))
+    ours, theirs = (lines_of(workshop / name / "metrics.jsonl")[1] for name in ("kept_all", "replayed_dynamic"))
+    assert theirs["dynamic/refills"] == 0 and theirs["dynamic/prompts"] == 4 and theirs["dynamic/kept"] < 4
+    assert ours["perf/tokens"] == theirs["perf/tokens"]
     with pytest.raises(ValueError, match="groups of 4 samples, and group_size is 3"):
         grpo_trainer.Trainer(dataclasses.replace(replay, group_size=3, out_dir=str(workshop / "third")))
 
