@@ -55,6 +55,8 @@ ISOLATE_AFTER = 2  # a sample that so many hand-overs have lost runs in a gradin
 GIVE_UP_AFTER = 10  # and after so many its status is "error"
 RAY_WENT = "Ray was shut down while the reward loop was in use: start another one"
 
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a call after ray.shutdown() quietly starts another cluster
+
 log = logging.getLogger("reward_loop")
 
 
@@ -274,7 +276,7 @@ class RewardLoopManager:
 
         self._ray = ray
         self._started_ray = connect_ray()
-        self._driver = ray.get_runtime_context().get_worker_id()  # of this connection to Ray
+        self._connection = connection()
         # By value: a worker's Python then needs no import path to this file.
         ray.cloudpickle.register_pickle_by_value(reward_worker)
         self.options, self.reward_models, self.overlong = options, reward_models, overlong
@@ -374,9 +376,15 @@ class RewardLoopManager:
     def _ray_is_up(self) -> bool:
         """Whether Ray is the one of the start: a call to an actor of one that has gone waits for ever, or starts another Ray."""
         try:
-            return self._ray.is_initialized() and self._ray.get_runtime_context().get_worker_id() == self._driver
+            return self._ray.is_initialized() and connection() == self._connection
         except Exception:  # it is going just now
             return False
+
+    def _kill(self, worker) -> None:
+        """Ends an actor; one that went with its Ray needs no ending."""
+        if self._ray_is_up():
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(worker)
 
     # ---- in the loop's thread
 
@@ -398,7 +406,8 @@ class RewardLoopManager:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not self._closed:
             plain = isinstance(error, (RuntimeError, ValueError))  # our own: says it all
-            self._spawn(self._stop(str(error) if plain else f"the reward loop failed: {describe(error)}"))
+            reason = str(error) if plain else f"the reward loop failed: {describe(error)}"
+            self._spawn(self._stop(reason if self._ray_is_up() else RAY_WENT))
 
     async def _deal_out(self) -> None:
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""
@@ -471,7 +480,7 @@ class RewardLoopManager:
                 complaint = await self._answer(call, START_S + WEDGED_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 reason = f"reward worker {slot.index} cannot be started: {describe(error)}"
-                ray.kill(worker)
+                self._kill(worker)
                 continue
             if complaint:
                 raise ValueError(complaint)
@@ -531,7 +540,7 @@ class RewardLoopManager:
             taken += len(results)
             self._say(complaint)
             if is_useless:
-                self._ray.kill(slot.worker)
+                self._kill(slot.worker)
                 slot.worker, taken = None, 0
                 self._requeue(slot, list(slot.pending.values()), lost)
                 await self._start_worker(slot)
@@ -580,8 +589,8 @@ class RewardLoopManager:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
         for slot in self._slots:
-            if slot.worker and self._ray_is_up():
-                self._ray.kill(slot.worker)
+            if slot.worker:
+                self._kill(slot.worker)
             slot.worker = None
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
@@ -603,6 +612,14 @@ def needed_verdict(result: dict) -> bool:
 def no_verdict_rate(results: list[dict]) -> float:
     """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
     return sum(result["reward_score"] is None for result in results) / max(sum(map(needed_verdict, results)), 1)
+
+
+def connection() -> tuple[str, str]:
+    """Which Ray this process is connected to: another one has another node, the same one joined again another driver."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id()
 
 
 def connect_ray(gpus: str = "") -> bool:
