@@ -154,8 +154,14 @@ class Config(reward_loop.RewardOptions):
     # Machine
     device: str = "auto"
     """auto, cpu, cuda or cuda:N, where the policy is trained. auto: the last GPU (judges and servers get the first), else cpu."""
+    policy_ranks: int = 1
+    """Devices that hold the policy together (FSDP2), one Ray actor each; needs --rollout vllm. 1: in this process."""
+    policy_offload: bool = False
+    """Keep each rank's part of the policy in the host's memory, on the GPU only while it is computed with: slower."""
+    max_restarts: int = 3
+    """How often the ranks are started anew from the newest checkpoint when one of them dies."""
     num_threads: int = 0
-    """CPU threads of torch; 0: torch's own choice. For models of a few million parameters 1 is fastest."""
+    """CPU threads of torch; 0: torch's own choice, 1 for each of several ranks. 1 is fastest for a few million parameters."""
     max_tokens_per_micro_batch: int = 0
     """Token budget (with padding) of one forward and backward pass; 0: 16384 on a GPU, on CPU what fits its caches, 2048."""
     gradient_checkpointing: bool = False

@@ -1,4 +1,4 @@
-"""The policy: a model and its optimizer on one device, and the samples that it learns from.
+"""The policy: a model and its optimizer, on one device or as one rank of many, and the samples that it learns from.
 
     policy = Policy(config, "PATH", torch.device("cpu"))       # config: the trainer's
     metrics = policy.update(samples, lr=1e-6)                  # one pass over a step's samples, in mini-batches
@@ -7,9 +7,10 @@
     Policy    score (log-probabilities and entropies), update, weights, save, load
     below     log-probabilities in chunks that never hold all logits; micro-batches by token budget
 
-The formulas are in algorithm.py; sampling from the model is in rollout.py.
+The formulas are in algorithm.py; sampling from the model is in rollout.py. With many ranks (sharding.py) each is a Policy, a Ray
+actor that policy_group.py starts; all are called with the same samples and each computes a part of them.
 
-Left out: several devices, a critic model, adapters (LoRA), images.
+Left out: a critic model, adapters (LoRA), images.
 
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N response tokens in a row, H hidden, V vocabulary.
 """
@@ -21,20 +22,29 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MethodType
 
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from algorithm import compute_kl_loss, compute_policy_loss
+from sharding import Ranks, layers_of, shard
 
 # Logits (float32 numbers) that exist at a time, of which a forward and backward pass holds five or six copies: 128 MiB, 1 GiB.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 # Prompts are shared in the update where at least this share of the tokens repeats others: sharing needs an attention mask, and
 # that costs as much as it saves when answers are long.
 SHARE_FROM = 0.25
+PACK = 2**29  # bytes of weights that travel together
+# What adds up over micro-batches, mini-batches and ranks.
+SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "difference_sum", "entropy_sum", "tokens")
 
 
 @dataclass
@@ -61,36 +71,59 @@ class Sample:
 
 
 class Policy:
-    """A model and its optimizer. config: the trainer's; source: a folder or hub name.
+    """A model and its optimizer. config: the trainer's; source: a folder or hub name; ranks: which of many this one is.
 
     Weights and optimizer are float32. On a GPU the layers compute in bf16 and the head in float32 (TF32): in bf16 it alone
     would move log-probabilities by 0.02. The model is always in evaluation mode: dropout would make the policy that learns
     another one than the policy that was sampled.
 
+    Of many ranks all do the same calls with the same arguments, and return the same, if not said otherwise.
+
     Raises ValueError for a model whose log-probabilities come out wrong here, or that could not be saved.
     """
 
-    def __init__(self, config, source: str, device: torch.device):
-        self.config, self.device, self.num_updates = config, device, 0
+    def __init__(self, config, source: str, device: torch.device, ranks: Ranks | None = None):
+        self.config, self.device, self.ranks, self.num_updates = config, device, ranks or Ranks(), 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.model = self.load_model(source)
-        check_logprobs(self.model, source)
-        generation = self.model.generation_config
-        try:
-            generation.validate(strict=True)
-        except ValueError:  # sampling values without do_sample, as some folders have them: transformers refuses to save those
-            generation.do_sample = True
-            generation.validate(strict=True)
-        self.reference = self.load_model(config.model) if config.kl_coef else None
-        self.share_prompts = can_share_prompts(self.model)
+        if self.ranks.count > 1:
+            torch.set_num_threads(config.num_threads or 1)
+            self.ranks.join(device)
+        self.model, self.share_prompts = self.ranks.by_turns(lambda: self.load(source, is_checked=True))
+        self.share_prompts = self.ranks.agree(self.share_prompts)
+        self.reference = self.ranks.by_turns(lambda: self.load(config.model)[0]) if config.kl_coef else None
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
 
-    def load_model(self, source: str):
+    def load(self, source: str, is_checked: bool = False):
+        """The model, ready to be computed with, and whether it can share prompts (for rank 0 to say)."""
         options = dict(dtype=torch.float32, trust_remote_code=self.config.trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(source, **options).to(self.device).eval()
+        model, can_share = AutoModelForCausalLM.from_pretrained(source, **options).eval(), False
+        if self.ranks.count == 1:
+            model = model.to(self.device)
+        if is_checked:
+            generation = model.generation_config
+            try:
+                generation.validate(strict=True)
+            except ValueError:  # sampling values without do_sample, as some folders have them: transformers refuses to save those
+                generation.do_sample = True
+                generation.validate(strict=True)
+            if self.ranks.rank == 0:
+                check_logprobs(model, source)
+                can_share = can_share_prompts(model)
+        if self.ranks.count > 1:
+            shard(model, self.ranks, self.config.policy_offload)
+        # As a method of the model: its weights are whole only within a method that FSDP knows of.
+        model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
+        register_fsdp_forward_method(model, "logprobs_and_entropy")
+        return model, can_share
+
+    def about(self) -> dict:
+        """What whoever serves or saves this model has to know of it."""
+        return {"config": self.model.config, "architecture": type(self.model).__name__.removeprefix("FSDP"),
+                "eos_token_id": self.model.generation_config.eos_token_id,
+                "numel": sum(tensor.numel() for tensor in self.model.state_dict().values())}  # fmt: skip
 
     def update(self, samples: list[Sample], lr: float) -> dict:
         """One pass over the step's samples in mini-batches, one optimizer update each. Returns metrics.
@@ -101,28 +134,30 @@ class Policy:
         mean over the tokens trained on.
         Raises RuntimeError where the loss or the gradient is not finite.
         """
-        config = self.config
+        config, rank = self.config, self.ranks.rank
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         mini_batches = deal(samples, config.group_size, config.mini_batch_size)
-        learning = [[sample for sample in batch if self.has_gradient(sample)] for batch in mini_batches]
+        # Per mini-batch and rank: a sample is scored where it will be trained on.
+        learning = [self.spread(list(filter(self.has_gradient, batch))) for batch in mini_batches]
+        resting = [self.spread([sample for sample in batch if not self.has_gradient(sample)]) for batch in mini_batches]
         # Log-probabilities from before the first update. In the first mini-batch they are what the update itself computes.
-        first = set(map(id, learning[0]))
-        rest = [sample for sample in samples if id(sample) not in first]
-        old, reference, sums, norms = {}, {}, Counter(), []
-        for sample, (logprobs, entropy) in zip(rest, self.score(rest)):
-            old[id(sample)] = logprobs
+        rest = [sum(parts, []) for parts in zip(*learning[1:], *resting)]
+        old, reference, sums, norms = self.score_mine(rest), {}, Counter(), []
+        for sample in rest[rank]:
+            logprobs, entropy = old[id(sample)]
             sums.update(agreement(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device), entropy))
+        sums = self.ranks.sum(sums, SUMS)
         if self.reference is not None:
-            trained = [sample for batch in learning for sample in batch]
-            reference = {id(sample): logprobs for sample, (logprobs, _) in zip(trained, self.score(trained, self.reference))}
-        for batch, everyone in zip(learning, mini_batches):
-            if not batch:  # every group is all right or all wrong: no gradient, and no update
+            reference = self.score_mine([sum(parts, []) for parts in zip(*learning)], self.reference)
+        for dealt, everyone in zip(learning, mini_batches):
+            if not any(dealt):  # every group is all right or all wrong: no gradient, and no update
                 continue
             num_tokens = sum(len(sample.response_ids) for sample in everyone if sample.advantage is not None)
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.accumulate_gradients(batch, num_tokens, old, reference)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm).item()
+            found = self.ranks.sum(self.accumulate_gradients(dealt, num_tokens, old, reference), SUMS)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             if not math.isfinite(found["loss_sum"]) or not math.isfinite(norm):
                 raise RuntimeError(
                     f"loss {found['loss_sum']:g}, gradient norm {norm:g}: not finite; look at the last rewards in samples.jsonl "
@@ -137,7 +172,7 @@ class Policy:
         if norms:
             metrics |= {"actor/loss": sums["loss_sum"] / len(norms), "actor/grad_norm": sum(norms) / len(norms)}
             per_token = {"actor/clip_fraction": "clipped_tokens", "actor/approx_kl": "approx_kl_sum"}
-            per_token |= {"actor/kl_to_reference": "reference_kl_sum"} if reference else {}
+            per_token |= {"actor/kl_to_reference": "reference_kl_sum"} if self.reference is not None else {}
             metrics |= {name: sums[key] / sums["loss_tokens"] for name, key in per_token.items()}
         return metrics
 
@@ -145,18 +180,27 @@ class Policy:
         always = self.config.entropy_coef != 0 or self.reference is not None
         return sample.advantage is not None and (always or sample.advantage != 0)
 
-    def accumulate_gradients(self, samples: list[Sample], num_tokens: int, old: dict, reference: dict) -> Counter:
+    def spread(self, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of each rank, of lengths as equal as can be."""
+        ordered = sorted(samples, key=length, reverse=True) if self.ranks.count > 1 else samples
+        return [ordered[rank :: self.ranks.count] for rank in range(self.ranks.count)]
+
+    def accumulate_gradients(self, dealt: list[list[Sample]], num_tokens: int, old: dict, reference: dict) -> Counter:
         """Adds the gradient of these samples' part of a mini-batch's loss to the parameters. Returns sums, which add up too.
 
-        num_tokens: response tokens of the whole mini-batch, so that any split of it, over calls, micro-batches or ranks, has
-        the same sum. old, reference: {id(sample): log-probabilities} before the first update and of the reference model;
-        without an entry the first are what the model says now (the first update starts from there), and there is no KL.
+        dealt: the samples of each rank. num_tokens: response tokens of the whole mini-batch, so that any split of it, over
+        calls, micro-batches or ranks, has the same sum. old: {id(sample): log-probabilities and entropies} from before the
+        first update, without an entry what the model says now (the first update starts from there). reference: the same of
+        the reference model, if there is one.
         """
         config, sums = self.config, Counter()
         with checkpointed_layers(self.model) if config.gradient_checkpointing else contextlib.nullcontext():
-            for part, logprobs, entropy, mask in self.forward(samples):
+            for part, logprobs, entropy, mask in self.forward(dealt):
+                if not part:  # a pass that only keeps step with the other ranks
+                    (logprobs.sum() * 0.0).backward()
+                    continue
                 known = id(part[0]) in old
-                old_logprobs = padded([old[id(sample)] for sample in part], self.device) if known else logprobs.detach()
+                old_logprobs = padded([old[id(sample)][0] for sample in part], self.device) if known else logprobs.detach()
                 rollout_logprobs = padded([sample.rollout_logprobs for sample in part], self.device)
                 loss, found = compute_policy_loss(
                     logprobs, old_logprobs, torch.tensor([sample.advantage for sample in part], device=self.device), mask,
@@ -165,7 +209,7 @@ class Policy:
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if reference:
-                    reference_logprobs = padded([reference[id(sample)] for sample in part], self.device)
+                    reference_logprobs = padded([reference[id(sample)][0] for sample in part], self.device)
                     kl = compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens)
                     loss = loss + config.kl_coef * kl
                     found["reference_kl_sum"] = kl.item() * num_tokens
@@ -175,31 +219,83 @@ class Policy:
                     sums.update(agreement(old_logprobs[mask], rollout_logprobs[mask], entropy[mask]))
         return sums
 
+    def score(self, samples: list[Sample], model=None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Log-probabilities and entropies of each sample's response tokens under the policy, or another model.
+
+        Of many ranks each gives its part, and None for the samples of the others.
+        """
+        scored = self.score_mine(self.spread(samples), model)
+        return [scored.get(id(sample)) for sample in samples]
+
     @torch.no_grad()
-    def score(self, samples: list[Sample], model=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probabilities and entropies of each sample's response tokens under the policy, or another model."""
+    def score_mine(self, dealt: list[list[Sample]], model=None) -> dict:
+        """`score` of samples that are dealt to the ranks: {id(sample): (log-probabilities, entropies)} of this one's."""
         scored = {}
-        for part, logprobs, entropy, _ in self.forward(samples, model):
+        for part, logprobs, entropy, _ in self.forward(dealt, model):
             for sample, *rows in zip(part, logprobs, entropy):
                 scored[id(sample)] = tuple(row[: len(sample.response_ids)] for row in rows)
-        return [scored[id(sample)] for sample in samples]
+        if self.ranks.count > 1:
+            (model or self.model).reshard()  # without a backward pass it would go on holding its embedding and head whole
+        return scored
 
-    def forward(self, samples: list[Sample], model=None):
-        """The samples through the model, in micro-batches: yields (samples, logprobs, entropy, mask), the latter B x T."""
-        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-        for micro in micro_batches(lengths, self.config.max_tokens_per_micro_batch):
-            part = [samples[m] for m in micro]
-            counts = [len(sample.response_ids) for sample in part]
-            sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            share = self.share_prompts and not self.config.gradient_checkpointing  # which computes a layer's keys twice
-            options = dict(entropy_gradient=self.config.entropy_coef != 0, share_prompts=share)
-            logprobs, entropy = logprobs_and_entropy(model or self.model, sequences, counts, self.config.temperature, **options)
-            yield part, logprobs, entropy, mask_of(counts, self.device)
+    def forward(self, dealt: list[list[Sample]], model=None):
+        """This rank's samples through the model, in micro-batches: yields (samples, logprobs, entropy, mask), the latter B x T.
 
-    def weights(self):
-        """Name and tensor of every weight, one after the other; a tied head as a tensor of its own."""
+        dealt: the samples of each rank. All ranks make equally many passes of the same kind, or one would wait for ever for the
+        others to gather a layer: one that has fewer micro-batches repeats somebody's, yielded without samples.
+        """
+        limit, config = self.config.max_tokens_per_micro_batch, self.config
+        batches = [[[samples[m] for m in micro] for micro in micro_batches(map(length, samples), limit)] for samples in dealt]
+        for number in range(max(map(len, batches))):
+            parts = [mine[number] if number < len(mine) else None for mine in batches]
+            part = parts[self.ranks.rank]
+            share = self.share_prompts and not config.gradient_checkpointing  # which computes a layer's keys twice
+            share = share and all(worth_sharing(part) for part in parts if part)
+            used = part or next(filter(None, parts))
+            counts = [len(sample.response_ids) for sample in used]
+            sequences = [sample.prompt_ids + sample.response_ids for sample in used]
+            options = dict(entropy_gradient=config.entropy_coef != 0, share_prompts=share)
+            logprobs, entropy = (model or self.model).logprobs_and_entropy(sequences, counts, config.temperature, **options)
+            yield part or [], logprobs, entropy, mask_of(counts, self.device)
+
+    def weights(self, dtype: torch.dtype | None = None):
+        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own."""
         for name, tensor in self.model.state_dict().items():
-            yield name, tensor.detach()
+            tensor = tensor.detach().to(dtype or tensor.dtype)  # before it is gathered: there is less to send
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def packs(self, dtype: torch.dtype):
+        """All weights as the contents of safetensors files of about half a GiB each, from rank 0; the others only take part."""
+        pack, size = {}, 0
+        for name, tensor in self.weights(dtype):
+            if self.ranks.rank:
+                continue
+            if pack and size + tensor.nbytes > PACK:
+                yield safetensors.torch.save(pack, metadata={"format": "pt"})
+                pack, size = {}, 0
+            pack[name], size = tensor.to("cpu", copy=True).contiguous(), size + tensor.nbytes
+        if pack:
+            yield safetensors.torch.save(pack, metadata={"format": "pt"})
+
+    def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
+        """The weights to rollout.WeightFolders: objects here, or from rank 0 to Ray actors. Returns which of those are gone."""
+        gone = set()
+        for number, pack in enumerate(self.packs(dtype)):
+            if self.ranks.count == 1:
+                for folder in folders:
+                    folder.add(number, pack)
+                continue
+            import numpy
+            import ray
+
+            pack = ray.put(numpy.frombuffer(pack, numpy.uint8))  # in the object store, once for all nodes
+            writing = {index: folder.add.remote(number, pack) for index, folder in enumerate(folders) if index not in gone}
+            for index, done in writing.items():
+                try:
+                    ray.get(done)
+                except ray.exceptions.RayActorError:  # its node went
+                    gone.add(index)
+        return gone
 
     def release_memory(self) -> None:
         """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it."""
@@ -207,12 +303,40 @@ class Policy:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path) -> None:
-        """Writes an ordinary Hugging Face folder, and optimizer.pt beside it."""
-        self.model.save_pretrained(folder)
-        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        """Writes an ordinary Hugging Face folder (from rank 0), and the optimizer beside it, for any number of ranks to load."""
+        if self.ranks.count == 1:
+            self.model.save_pretrained(folder)
+        else:
+            whole = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.rank == 0}
+            if whole:
+                self.model.save_pretrained(folder, state_dict=whole)
+        dcp.save(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)
 
     def load_optimizer(self, folder: Path) -> None:
-        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+        """What `save` wrote, with however many ranks."""
+        saved = dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata
+        for name, parameter in self.model.named_parameters():
+            if f"{name}/step" in saved:  # it has had a gradient
+                state = self.optimizer.state[parameter]
+                state["step"] = torch.zeros((), device=parameter.device)
+                state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        dcp.load(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)  # in place
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state by the names of the parameters."""
+        state = self.optimizer.state
+        return {f"{name}/{key}": value for name, p in self.model.named_parameters() for key, value in state.get(p, {}).items()}
+
+
+def length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)
+
+
+def worth_sharing(samples: list[Sample]) -> bool:
+    """Whether enough of these tokens repeats other samples' prompts, and there is something behind the first token."""
+    prompts = [tuple(sample.prompt_ids) for sample in samples]
+    repeated = sum(map(len, prompts)) - sum(map(len, set(prompts)))
+    return repeated > SHARE_FROM * sum(map(length, samples)) and max(len(sample.response_ids) for sample in samples) > 1
 
 
 def deal(samples: list[Sample], group_size: int, mini_batch_size: int) -> list[list[Sample]]:
@@ -232,9 +356,9 @@ def agreement(logprobs, rollout_logprobs, entropy) -> dict:
     return {"difference_sum": difference, "entropy_sum": entropy.detach().sum().item(), "tokens": len(logprobs)}
 
 
-def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+def micro_batches(lengths, max_tokens: int) -> list[list[int]]:
     """Indices in batches of similar lengths, each at most `max_tokens` with padding (one longer sequence goes alone)."""
-    batches = []
+    batches, lengths = [], list(lengths)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
             batches[-1].append(index)
@@ -250,14 +374,12 @@ def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradi
     """Log-probabilities of the response tokens and the entropies there: two B x T tensors, zero in the padding.
 
     sequences: prompt + response token ids; responses: how many of the last ones count. The logits of as many tokens as
-    LOGITS_AT_ONCE allows exist at a time, in the backward pass as well.
+    LOGITS_AT_ONCE allows exist at a time, in the backward pass as well. share_prompts: compute equal prompts once.
     """
     device = next(model.parameters()).device
-    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, responses)]
-    repeated = sum(map(len, prompts)) - sum(map(len, set(prompts)))
     with precision(device):
-        if share_prompts and repeated > SHARE_FROM * sum(map(len, sequences)):
-            output, hidden_N_H, targets_N = states_with_shared_prompts(model, prompts, sequences, responses, device)
+        if share_prompts:
+            output, hidden_N_H, targets_N = states_with_shared_prompts(model, sequences, responses, device)
         else:  # padding stands on the right, where a causal model cannot see it: no attention mask is needed
             ids = padded(sequences, device, torch.long)
             rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(responses)).to(device)
@@ -283,11 +405,12 @@ def logprobs_and_entropy(model, sequences, responses, temperature, entropy_gradi
     return tuple(torch.zeros(mask.shape, device=device).masked_scatter(mask, values) for values in (logprobs_N, entropy_N))
 
 
-def states_with_shared_prompts(model, prompts, sequences, responses, device):
+def states_with_shared_prompts(model, sequences, responses, device):
     """The body's output, the states that predict each response token (N x H), and those tokens (N).
 
     Each distinct prompt is computed once: its keys and values, and so their gradients, are shared by its responses.
     """
+    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, responses)]
     body, distinct = body_of(model), {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     cache, which = DynamicCache(config=model.config), torch.tensor([distinct[prompt] for prompt in prompts], device=device)
     ids, attended, positions = left_padded(list(distinct), device)
@@ -378,9 +501,7 @@ def checkpointed_layers(model):
     Not by transformers' own switch: that one needs training mode, in which some models turn dropout on and all turn their
     key-value caches off.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"gradient_checkpointing: {type(model).__name__} has no layers marked for it; leave it off")
+    layers = layers_of(model, "gradient_checkpointing")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:

@@ -1,0 +1,158 @@
+"""The policy on many GPUs and machines: one policy.Policy per device, each a Ray actor, behind the methods of a single one.
+
+    group = PolicyGroup(config, "PATH")            # config: the trainer's; --policy-ranks 8
+    metrics = group.update(samples, lr=1e-6)       # all ranks at once, each with its share of the samples
+
+The trainer keeps everything else in its own process: data, servers, rewards, logs, Ctrl-C. So it may run on a machine without a
+GPU, and a rank that dies takes nothing along: RanksLost is raised at once, and `restart` starts all ranks anew.
+
+Left out: ranks that join or leave while others go on, groups of different devices.
+"""
+
+import dataclasses
+import socket
+import threading
+from collections import Counter
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from policy import Policy, Sample
+from sharding import Ranks
+
+RANK_CPUS = 0.25  # what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
+PLACE_S = 60.0  # seconds in which the cluster must have room for all ranks; after one has died the room may be a node to come
+RESTART_PLACE_S = 900.0
+AFTERMATH_S = 10.0  # when a rank fails in a collective, Ray says within this time whether another one has died
+
+
+class RanksLost(RuntimeError):
+    """A rank of the policy has died, and what the others hold is of no use without it."""
+
+
+class PolicyGroup:
+    """A policy on `config.policy_ranks` devices. The methods are those of Policy; `score` gives the scores of all ranks.
+
+    Raises what Policy raises, RuntimeError where the cluster has no room, and from every method RanksLost where a rank died.
+    """
+
+    def __init__(self, config, source: str):
+        self.config, self.device, self.num_updates = config, torch.device(config.device), 0
+        self.actors, self.placement, self.lock = [], None, threading.RLock()
+        self.start(source, PLACE_S)
+
+    def start(self, source: str, patience: float) -> None:
+        """All ranks, from the weights in the folder `source`."""
+        config, on_gpu = self.config, self.device.type == "cuda"
+        bundles = [{"CPU": RANK_CPUS, **({"GPU": 1} if on_gpu else {})} for _ in range(config.policy_ranks)]
+        self.placement = ray.util.placement_group(bundles, strategy="PACK" if on_gpu else "SPREAD")
+        if not self.placement.wait(patience):
+            free = ray.available_resources()
+            raise RuntimeError(f"policy_ranks: the Ray cluster has no room for {len(bundles)} x {bundles[0]}; free are "
+                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; lower it, or add nodes")  # fmt: skip
+        table = ray.util.placement_group_table(self.placement)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = [table[number] for number in range(len(bundles))]
+        per_node, here = Counter(nodes), ray.util.get_node_ip_address()
+        alone = {addresses[node] for node in nodes} == {here}  # all on this machine: nothing needs to leave it
+        # The ranks meet at a store in this process. It listens on one address only, unlike a store that is left to itself.
+        listener = socket.create_server(("127.0.0.1" if alone else here, 0))
+        host, port = listener.getsockname()
+        self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        for rank, node in enumerate(nodes):
+            ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
+                          turn=nodes[:rank].count(node), turns=max(per_node.values()))  # fmt: skip
+            options = dict(num_cpus=RANK_CPUS, num_gpus=int(on_gpu), max_restarts=0,
+                           scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, rank))  # fmt: skip
+            device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
+            self.actors.append(ray.remote(Policy).options(**options).remote(config, source, device, ranks))
+        where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
+        print(f"policy: {len(nodes)} ranks, {where}", flush=True)
+        self.about_model = self.call("about")[0]
+        if len(per_node) > 1:
+            self.check_shared_folder()
+
+    def restart(self, source: str) -> None:
+        """New ranks in place of all, with the weights and, where there is one, the optimizer in the folder `source`."""
+        self.shutdown()
+        self.start(source, RESTART_PLACE_S)
+
+    def shutdown(self) -> None:
+        """Ends all ranks; those that wait in a collective, too."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.placement is not None:
+            ray.util.remove_placement_group(self.placement)
+        self.actors, self.placement = [], None
+
+    def call(self, method: str, *arguments) -> list:
+        """A method of all ranks at the same time -> their answers. Notices at once when one dies or fails while others wait for it."""
+        with self.lock:
+            calls = {getattr(actor, method).remote(*arguments): rank for rank, actor in enumerate(self.actors)}
+            answers, waiting = {}, list(calls)
+            while waiting:
+                (done,), waiting = ray.wait(waiting)
+                try:
+                    answers[calls[done]] = ray.get(done)
+                except ray.exceptions.RayError as error:
+                    raise self.verdict(error, calls, waiting) from None
+            return [answers[rank] for rank in range(len(answers))]
+
+    def verdict(self, error, calls: dict, waiting: list) -> Exception:
+        """What has happened: a rank's own error, or a death that the error is a consequence of."""
+        late, _ = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S) if waiting else ([], [])
+        for failed in [error, *(exception_of(call) for call in late)]:
+            if isinstance(failed, ray.exceptions.ActorDiedError) and failed.actor_init_failed:
+                kind, _, text = str(failed).strip().splitlines()[-1].partition(": ")  # Ray keeps no more of it than its text
+                return (ValueError if kind == "ValueError" else RuntimeError)(text or kind)
+        for failed in [error, *(exception_of(call) for call in late)]:
+            if isinstance(failed, ray.exceptions.RayActorError):
+                return RanksLost(f"a rank of the policy died ({' '.join(str(failed).split())[:200]})")
+        return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+
+    def check_shared_folder(self) -> None:
+        """RuntimeError where a rank's node does not see the run's folder, to which all of them write."""
+        folder = str(Path(self.config.out_dir).absolute())
+        for actor in self.actors:
+            sees = actor.__ray_call__.remote(lambda self, folder=folder: Path(folder).is_dir())
+            if not ray.get(sees):
+                raise RuntimeError(f"out_dir: {folder} is not there on another node; put it, and the model, on a shared file system")
+
+    # ---- the methods of a Policy
+
+    def about(self) -> dict:
+        return self.about_model
+
+    def update(self, samples: list[Sample], lr: float) -> dict:
+        done, self.num_updates = self.num_updates, self.num_updates + 1  # should it fail: the weights may be no step's
+        needed = ray.put([dataclasses.replace(sample, row={}, text="", result={}) for sample in samples])
+        metrics = self.call("update", needed, lr)[0]
+        self.num_updates = done + metrics["actor/updates"]
+        return metrics
+
+    def score(self, samples: list[Sample]) -> list:
+        return [next(filter(None, parts)) for parts in zip(*self.call("score", samples))]
+
+    def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
+        return self.call("send_weights", folders, dtype)[0]
+
+    def release_memory(self) -> None:
+        self.call("release_memory")
+
+    def save(self, folder: Path) -> None:
+        self.call("save", folder.absolute())
+
+    def load_optimizer(self, folder: Path) -> None:
+        self.call("load_optimizer", folder.absolute())
+
+
+def exception_of(call) -> Exception | None:
+    """What a call that has ended raised."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayError as error:
+        return error
+    return None
