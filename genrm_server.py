@@ -154,16 +154,16 @@ class ModelServers:
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError with
     the name of the log and its last lines when a server fails to start. `router_address` is "host:port", `server_urls`
     the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
-    `before_joining(slot)` is called, if set, when a server that was restarted is healthy and not yet asked anything; it
-    stays out while that is false.
+    `before_starting(slot)` is called, if given, before a server is started, and `before_joining(slot)` when it is healthy and
+    not yet asked anything; it stays out while that is false.
 
     The router and each server have a thread of their own and do not wait for one another. A server that joins holds the
     `lock`, and so does who calls all of them (ask_all): none joins in the middle of that.
     """
 
-    before_joining = None
-
-    def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True):
+    def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
+                 before_starting=lambda slot: None, before_joining=lambda slot: True):
+        self.before_starting, self.before_joining = before_starting, before_joining
         self.config = config = complete(config)
         self.label = f"[{name}] " if name else ""
         self.slots = [Slot(server, number, config.log_dir / f"server_{number}.log")
@@ -275,6 +275,7 @@ class ModelServers:
 
     def run_server(self, slot: Slot) -> str:
         """Starts a server, has it join the router when it is healthy, and returns when it is dead or hangs: in which way."""
+        self.before_starting(slot)
         slot.url = self.call(slot, "start")
         started = seen = time.monotonic()
         try:
@@ -301,7 +302,7 @@ class ModelServers:
         with self.lock if not slot.joined else contextlib.nullcontext():
             if not slot.joined and self.asleep:  # it must not take the memory that the others left to the trainer
                 self.ask(slot, SLEEP)
-            if not slot.joined and self.before_joining and not self.before_joining(slot):
+            if not slot.joined and not self.before_joining(slot):
                 return False
             start = self.router_starts
             if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
@@ -397,7 +398,7 @@ def complete(config: Config) -> Config:
     if device == "auto":
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = Path(config.model).expanduser().resolve()
+    path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
     api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
     return replace(config, device=device, api_key=api_key, server_key=api_key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
@@ -418,6 +419,39 @@ def local_servers(config: Config) -> list[VllmServer]:
         raise ValueError(f"--num-servers {count} --tensor-parallel-size {size}: needs {size * count} GPUs, there are {len(gpus)}"
                          "; lower one of them or name more in --gpus")
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
+
+
+def place_servers(configs: list[Config]) -> tuple[list, object]:
+    """An actor for each server of these models, spread over the nodes by a placement group with one bundle for each.
+
+    configs: complete(). RuntimeError when the cluster has no room.
+    """
+    import ray
+    wanted = [(config, index) for config in configs for index in range(config.num_servers)]
+    bundles = [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
+               for config, _ in wanted]
+    group, actors = ray.util.placement_group(bundles, strategy="SPREAD"), []
+    if not group.wait(60):
+        ray.util.remove_placement_group(group)
+        raise RuntimeError(f"no room in the Ray cluster for {bundles}; free are {ray.available_resources()}")
+    nodes = [node for _, node in sorted(ray.util.placement_group_table(group)["bundles_to_node_id"].items())]
+    driver = ray.get_runtime_context().get_node_id()
+    for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
+        options = dict(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1, scheduling_strategy=strategy)
+        actors.append(ray.remote(VllmServer).options(**options).remote(
+            config, index, part=nodes[:number].count(node), parts=nodes.count(node), driver_node=driver))
+    return actors, group
+
+
+def end_servers(actors: list, group) -> None:
+    """Ends what place_servers started; a server ends with its actor."""
+    import ray
+    if ray.is_initialized():
+        for actor in actors:
+            ray.kill(actor)
+        if group is not None:
+            ray.util.remove_placement_group(group)
 
 
 class RewardModelManager:
@@ -447,7 +481,7 @@ class RewardModelManager:
             configs = [complete(replace(config, device=device if config.device == "auto" else config.device,
                                         host=ray.util.get_node_ip_address() if config.host in unreachable else config.host,
                                         log_dir=Path(config.log_dir) / name)) for name, config in models.items()]
-            self.place(configs)
+            self.actors, self.group = place_servers(configs)
             actors = iter(self.actors)
             for name, config in zip(models, configs):  # all start at the same time
                 servers = [next(actors) for _ in range(config.num_servers)]
@@ -460,23 +494,6 @@ class RewardModelManager:
         self.router_addresses = {name: servers.router_address for name, servers in self.models.items()}
         self.router_address = next(iter(self.router_addresses.values()))
 
-    def place(self, configs: list[Config]) -> None:
-        """One bundle of the placement group and one actor per server."""
-        import ray
-        wanted = [(config, index) for config in configs for index in range(config.num_servers)]
-        bundles = [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
-                   for config, _ in wanted]
-        self.group = ray.util.placement_group(bundles, strategy="SPREAD")
-        if not self.group.wait(60):
-            raise RuntimeError(f"no room in the Ray cluster for {bundles}; free are {ray.available_resources()}")
-        nodes = [node for _, node in sorted(ray.util.placement_group_table(self.group)["bundles_to_node_id"].items())]
-        driver = ray.get_runtime_context().get_node_id()
-        for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
-            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, number)
-            options = dict(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1, scheduling_strategy=strategy)
-            self.actors.append(ray.remote(VllmServer).options(**options).remote(
-                config, index, part=nodes[:number].count(node), parts=nodes.count(node), driver_node=driver))
-
     def sleep(self) -> bool:
         """Frees the GPU memory of all models. False where some cannot."""
         return all([servers.sleep() for servers in self.models.values()])
@@ -487,14 +504,9 @@ class RewardModelManager:
 
     def shutdown(self) -> None:
         """Ends everything. Idempotent; also runs at the end of the program."""
-        import ray
         for servers in self.models.values():
             servers.stopping.set()
-        if ray.is_initialized():
-            for actor in self.actors:  # its server ends with it, and no thread waits any more for one that is on no node
-                ray.kill(actor)
-            if self.group is not None:
-                ray.util.remove_placement_group(self.group)
+        end_servers(self.actors, self.group)  # no thread waits any more for one that is on no node
         for servers in self.models.values():
             servers.shutdown()
         self.actors, self.group = [], None

@@ -12,7 +12,9 @@ Read `Trainer.one_step` first: it is the algorithm, and the rest of the file is 
 The formulas are in algorithm.py, the model and its update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what
 is refused before the first step in preflight.py, and what a run writes in run_folder.py. The model's tensors live in Policy.
 
-What is left out: several GPUs for the policy's update, a critic model, prompts with images, turns and tools.
+With --policy-ranks the policy is split over many devices (policy_group.py); all else stays in this process.
+
+What is left out: a critic model, prompts with images, turns and tools.
 
 Four words for four things: score (the function's), penalty (length), reward (their sum), advantage (reward within its group).
 """
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Literal
 
 import huggingface_hub
+import ray
 import torch
 import tyro
 from tqdm import tqdm
@@ -43,6 +46,7 @@ import reward_loop
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401  (tools look here)
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
+from policy_group import PolicyGroup, RanksLost
 from preflight import check, check_sizes, load_rows, load_tokenizer, report, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
 from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
@@ -93,6 +97,8 @@ class Config(reward_loop.RewardOptions):
     """hf: in this process, best for small models. vllm: on vLLM servers that get the new weights after each update."""
     rollout_servers: int = 1
     """Number of vLLM servers for --rollout vllm."""
+    rollout_tensor_parallel: int = 1
+    """GPUs of each of them."""
     rollout_cpus: str = ""
     """On CPU: cores for those servers, such as "1"; default: all, shared out evenly."""
     rollout_gpus: str = ""
@@ -218,6 +224,7 @@ class Trainer:
                 metrics["time/sync"] = time.perf_counter() - updated
             self.state |= {"step": step, "prompts_drawn": drawn}
             self.updates_at_step = self.policy.num_updates
+            metrics |= {"actor/restarts": self.restarts} if config.policy_ranks > 1 else {}
             metrics |= {"actor/lr": lr, "time/update": updated - rewarded, "time/step": time.perf_counter() - started}
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
             self.log.metrics(metrics)
@@ -338,15 +345,14 @@ class Trainer:
     # ---- the run
 
     def __init__(self, config: Config):
+        self.started_ray = config.policy_ranks > 1 and reward_loop.connect_ray()  # what it can deal out decides where the ranks are
         self.config = config = settle(config)
         check(config)
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        done = checkpoints_in(Path(config.out_dir, "checkpoints"))  # only with --resume auto can there be any
-        self.source = str(done[-1]) if done else config.model
-        self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
-        self.saved, self.updates_at_step = self.state["step"], 0
+        self.find_checkpoint()
+        self.restarts = self.updates_at_step = 0
         self.tokenizer = load_tokenizer(self.source, config)
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = {}  # samples per row -> rows
@@ -357,35 +363,67 @@ class Trainer:
 
     def run(self) -> Path:
         """All steps. Returns the folder of the last checkpoint (the model's own where there was no step)."""
-        config, state = self.config, self.state
-        write_config(config, resumed=state["step"] > 0)
+        config = self.config
+        write_config(config, resumed=self.state["step"] > 0)
         with contextlib.ExitStack() as stack:
-            self.log = Log(config, state["step"])
+            self.log = Log(config, self.state["step"])
             stack.callback(self.log.close)
-            if state["step"] >= config.total_steps and self.is_evaluated(state["step"]):
-                print(f"nothing to do: {self.source} is step {state['step']} of {config.total_steps}")
+            if self.state["step"] >= config.total_steps and self.is_evaluated(self.state["step"]):
+                print(f"nothing to do: {self.source} is step {self.state['step']} of {config.total_steps}")
                 return Path(self.source)
             self.start(stack)
             try:
                 if not self.log.history:
                     self.log.metrics({"step": 0})
-                self.evaluate(state["step"])  # also where a run was stopped in an evaluation
-                while state["step"] < config.total_steps:
-                    step = state["step"] + 1
-                    self.one_step(step)
-                    self.show(self.log.history[-1])
-                    if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                        self.save()
+                self.evaluate(self.state["step"])  # also where a run was stopped in an evaluation
+                while self.state["step"] < config.total_steps:
+                    step = self.state["step"] + 1
+                    try:
+                        self.one_step(step)
+                        self.show(self.log.history[-1])
+                        if step == config.total_steps or config.save_every and step % config.save_every == 0:
+                            self.save()
+                    except RanksLost as error:
+                        self.recover(error)
+                        continue
                     self.evaluate(step)
                     if step % 10 == 0:
                         self.log.plot()
             except BaseException:  # whatever it was: nothing that was learnt is lost
                 # In the middle of an update the weights are no step's, and nobody asked for them.
-                if state["step"] > self.saved and self.policy.num_updates == self.updates_at_step:
+                if self.state["step"] > self.saved and self.policy.num_updates == self.updates_at_step:
                     self.save()
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
         return Path(config.out_dir, "checkpoints", f"step_{self.saved}") if self.saved else Path(config.model)
+
+    def find_checkpoint(self) -> None:
+        """Where the run goes on: its newest checkpoint (at the start there can be one only with --resume auto), or the model."""
+        done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
+        self.source = str(done[-1]) if done else self.config.model
+        self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
+        self.saved = self.state["step"]
+
+    def recover(self, error: RanksLost) -> None:
+        """New ranks from the newest checkpoint, where the run goes on. Judges, workers and the policy's servers stay as they are."""
+        while True:
+            self.restarts += 1
+            if self.restarts > self.config.max_restarts:
+                raise error
+            self.find_checkpoint()
+            count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
+            print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+            try:
+                self.policy.restart(self.source)
+                if self.saved:
+                    self.policy.load_optimizer(Path(self.source))
+                if self.servers:
+                    self.servers.sync(self.policy)
+            except RanksLost as again:
+                error = again
+                continue
+            self.updates_at_step = self.policy.num_updates
+            return self.log.rewind(self.saved)
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
@@ -395,10 +433,16 @@ class Trainer:
         if sleeps:  # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
-        self.policy = Policy(config, self.source, torch.device(config.device))
+        if config.policy_ranks > 1:
+            if self.started_ray:
+                stack.callback(ray.shutdown)
+            self.policy = PolicyGroup(config, self.source)
+            stack.callback(self.policy.shutdown)
+        else:
+            self.policy = Policy(config, self.source, torch.device(config.device))
         if self.state["step"]:
             self.policy.load_optimizer(Path(self.source))
-        eos = self.policy.model.generation_config.eos_token_id
+        eos = self.policy.about()["eos_token_id"]
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
@@ -408,7 +452,7 @@ class Trainer:
             self.start_rewards(stack, sleep_mode=False)
         if samples_itself and config.rollout == "vllm":
             servers = genrm_server.Config(
-                model="", num_servers=config.rollout_servers, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
+                model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
                 max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
                 log_dir=Path(config.out_dir, "rollout_logs"), vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
             )  # fmt: skip
@@ -453,7 +497,10 @@ class Trainer:
         print(f"step {metrics['step']}/{self.config.total_steps}  {values}", flush=True)
 
     def save(self) -> None:
-        save_checkpoint(self.policy, self.tokenizer, self.state, self.config)
+        try:
+            save_checkpoint(self.policy, self.tokenizer, self.state, self.config)
+        except RuntimeError as error:
+            raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
         self.saved = self.state["step"]
 
 

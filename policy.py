@@ -18,6 +18,8 @@ Shapes: B sequences of a micro-batch, T tokens of the longest response, N respon
 import contextlib
 import copy
 import math
+import socket
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,6 +84,8 @@ class Policy:
     Raises ValueError for a model whose log-probabilities come out wrong here, or that could not be saved.
     """
 
+    starts = 1  # how often its processes were started; a PolicyGroup's may be started again
+
     def __init__(self, config, source: str, device: torch.device, ranks: Ranks | None = None):
         self.config, self.device, self.ranks, self.num_updates = config, device, ranks or Ranks(), 0
         if device.type == "cuda":
@@ -121,9 +125,10 @@ class Policy:
 
     def about(self) -> dict:
         """What whoever serves or saves this model has to know of it."""
+        shapes = {name: list(tensor.shape) for name, tensor in self.model.state_dict().items()}
         return {"config": self.model.config, "architecture": type(self.model).__name__.removeprefix("FSDP"),
-                "eos_token_id": self.model.generation_config.eos_token_id,
-                "numel": sum(tensor.numel() for tensor in self.model.state_dict().values())}  # fmt: skip
+                "eos_token_id": self.model.generation_config.eos_token_id, "shapes": shapes,
+                "numel": sum(map(math.prod, shapes.values()))}  # fmt: skip
 
     def update(self, samples: list[Sample], lr: float) -> dict:
         """One pass over the step's samples in mini-batches, one optimizer update each. Returns metrics.
@@ -297,6 +302,35 @@ class Policy:
                     gone.add(index)
         return gone
 
+    def offer_transfer(self) -> tuple[str, int]:
+        """Where rank 0 can be met by servers that take weights by NCCL."""
+        with socket.socket() as free:
+            free.bind((self.ranks.address, 0))
+            return free.getsockname()
+
+    def open_transfer(self, address: str, port: int, size: int) -> None:
+        """Rank 0 becomes rank 0 of an NCCL group with the servers. RuntimeError without NCCL."""
+        if self.ranks.rank:
+            return
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        self.transfer = PyNcclCommunicator(StatelessProcessGroup.create(address, port, 0, size), device=self.device)
+        if self.transfer.disabled:  # without libnccl it would send nothing and say nothing
+            raise RuntimeError("NCCL: not available in this process; take the transfer by file")
+
+    def transfer_weights(self, dtype: torch.dtype) -> None:
+        """All weights to that group."""
+        for _, weight in self.weights(dtype):
+            if not self.ranks.rank:
+                self.transfer.broadcast(weight.contiguous(), src=0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def abandon_transfer(self) -> None:
+        """Ends a transfer that hangs; from another thread."""
+        self.transfer.destroy()
+
     def release_memory(self) -> None:
         """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it."""
         if self.device.type == "cuda":
@@ -310,7 +344,9 @@ class Policy:
             whole = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.rank == 0}
             if whole:
                 self.model.save_pretrained(folder, state_dict=whole)
-        dcp.save(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended, with one rank
+            dcp.save(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)
 
     def load_optimizer(self, folder: Path) -> None:
         """What `save` wrote, with however many ranks."""
@@ -320,7 +356,9 @@ class Policy:
                 state = self.optimizer.state[parameter]
                 state["step"] = torch.zeros((), device=parameter.device)
                 state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        dcp.load(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)  # in place
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)  # in place
 
     def moments(self) -> dict[str, torch.Tensor]:
         """The optimizer's state by the names of the parameters."""

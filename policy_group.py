@@ -10,10 +10,12 @@ Left out: ranks that join or leave while others go on, groups of different devic
 """
 
 import dataclasses
+import re
 import socket
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import ray
 import torch
@@ -41,12 +43,17 @@ class PolicyGroup:
 
     def __init__(self, config, source: str):
         self.config, self.device, self.num_updates = config, torch.device(config.device), 0
-        self.actors, self.placement, self.lock = [], None, threading.RLock()
-        self.start(source, PLACE_S)
+        self.actors, self.placement, self.starts, self.lock = [], None, 0, threading.RLock()
+        try:
+            self.start(source, PLACE_S)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start(self, source: str, patience: float) -> None:
         """All ranks, from the weights in the folder `source`."""
-        config, on_gpu = self.config, self.device.type == "cuda"
+        config = SimpleNamespace(**dataclasses.asdict(self.config))  # whose class the ranks need not be able to import
+        on_gpu, self.starts = self.device.type == "cuda", self.starts + 1
         bundles = [{"CPU": RANK_CPUS, **({"GPU": 1} if on_gpu else {})} for _ in range(config.policy_ranks)]
         self.placement = ray.util.placement_group(bundles, strategy="PACK" if on_gpu else "SPREAD")
         if not self.placement.wait(patience):
@@ -77,8 +84,9 @@ class PolicyGroup:
 
     def restart(self, source: str) -> None:
         """New ranks in place of all, with the weights and, where there is one, the optimizer in the folder `source`."""
-        self.shutdown()
-        self.start(source, RESTART_PLACE_S)
+        with self.lock:
+            self.shutdown()
+            self.start(source, RESTART_PLACE_S)
 
     def shutdown(self) -> None:
         """Ends all ranks; those that wait in a collective, too."""
@@ -91,6 +99,8 @@ class PolicyGroup:
     def call(self, method: str, *arguments) -> list:
         """A method of all ranks at the same time -> their answers. Notices at once when one dies or fails while others wait for it."""
         with self.lock:
+            if not self.actors:
+                raise RanksLost("the policy has no ranks: they were ended")
             calls = {getattr(actor, method).remote(*arguments): rank for rank, actor in enumerate(self.actors)}
             answers, waiting = {}, list(calls)
             while waiting:
@@ -106,8 +116,8 @@ class PolicyGroup:
         late, _ = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S) if waiting else ([], [])
         for failed in [error, *(exception_of(call) for call in late)]:
             if isinstance(failed, ray.exceptions.ActorDiedError) and failed.actor_init_failed:
-                kind, _, text = str(failed).strip().splitlines()[-1].partition(": ")  # Ray keeps no more of it than its text
-                return (ValueError if kind == "ValueError" else RuntimeError)(text or kind)
+                *_, (kind, text) = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(failed), re.MULTILINE)  # Ray keeps its text only
+                return (ValueError if kind == "ValueError" else RuntimeError)(text)
         for failed in [error, *(exception_of(call) for call in late)]:
             if isinstance(failed, ray.exceptions.RayActorError):
                 return RanksLost(f"a rank of the policy died ({' '.join(str(failed).split())[:200]})")
@@ -138,6 +148,19 @@ class PolicyGroup:
 
     def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
         return self.call("send_weights", folders, dtype)[0]
+
+    def offer_transfer(self) -> tuple[str, int]:
+        return self.call("offer_transfer")[0]
+
+    def open_transfer(self, address: str, port: int, size: int) -> None:
+        self.call("open_transfer", address, port, size)
+
+    def transfer_weights(self, dtype: torch.dtype) -> None:
+        self.call("transfer_weights", dtype)
+
+    def abandon_transfer(self) -> None:
+        """Ends rank 0, which hangs; whoever waits for it is told."""
+        ray.kill(self.actors[0])
 
     def release_memory(self) -> None:
         self.call("release_memory")

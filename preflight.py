@@ -16,6 +16,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import ray
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +27,7 @@ from run_folder import check_folder, check_room
 
 LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
 LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n", "clip_c",
-                        "rollout_servers", "rollout_batch_size"), 1)  # fmt: skip
+                        "rollout_servers", "rollout_tensor_parallel", "rollout_batch_size", "policy_ranks"), 1)  # fmt: skip
 
 
 def check(config) -> None:
@@ -65,7 +66,7 @@ def reward_function(config) -> str | None:
 
 def settle(config):
     """The configuration with what depends on this machine filled in."""
-    device, rollout_gpus, genrm_gpus = deal_gpus(config, torch.cuda.device_count())
+    device, rollout_gpus, genrm_gpus = place(config) if config.policy_ranks > 1 else deal_gpus(config, torch.cuda.device_count())
     if config.weight_sync == "nccl" and device == "cpu":
         raise ValueError("weight_sync: nccl sends from GPU to GPU, and the policy is on the CPU; take file")
     budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
@@ -87,8 +88,8 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
     if policy == "cpu":  # servers of a policy on the CPU are on the CPU too; where judges are is their own matter
         return policy, config.rollout_gpus, config.genrm_gpus
     taken, dealt = {policy[5:]: "device"}, {}
-    needs = {"genrm": len(config.genrm) * config.genrm_servers, "rollout": config.rollout_servers * (config.rollout == "vllm")}
-    for name, needed in needs.items():
+    for name in ("genrm", "rollout"):
+        needed = gpus_needed(config)[f"{name}_servers"]
         share = "gpu-memory-utilization" in getattr(config, f"{name}_vllm_args")
         sleeps = name == "genrm" and config.reward_mode == "colocate"
         chosen = [gpu for gpu in getattr(config, f"{name}_gpus").split(",") if gpu]
@@ -110,6 +111,32 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
                 taken[gpu] = f"{name}_gpus"
         dealt[name] = ",".join(chosen)
     return policy, dealt["rollout"], dealt["genrm"]
+
+
+def place(config) -> tuple[str, str, str]:
+    """`deal_gpus` for a policy of several ranks: Ray, which is there already, deals out all GPUs, those of this machine too."""
+    if config.rollout == "hf" and not (config.replay and not config.val_file):
+        raise ValueError(f"policy_ranks: {config.policy_ranks} ranks need --rollout vllm; token by token they would gather every "
+                         "layer for each token")  # fmt: skip
+    for name in ("rollout_gpus", "genrm_gpus"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: {config.device!r} names one GPU, and policy_ranks is {config.policy_ranks}; take auto, cpu or cuda")
+    have = ray.cluster_resources().get("GPU", 0)
+    device = config.device if config.device != "auto" else "cuda" if have else "cpu"
+    needs = gpus_needed(config)
+    if device == "cuda" and sum(needs.values()) > have:
+        text = " + ".join(f"{count} for {name}" for name, count in needs.items() if count)
+        raise ValueError(f"policy_ranks: {text} are {sum(needs.values())} GPUs, and the Ray cluster has {have:g}; lower one of them")
+    return device, "", ""
+
+
+def gpus_needed(config) -> dict[str, int]:
+    """How many GPUs the ranks, the policy's servers and the judges take."""
+    return {"policy_ranks": config.policy_ranks,
+            "rollout_servers": config.rollout_servers * config.rollout_tensor_parallel * (config.rollout == "vllm"),
+            "genrm_servers": len(config.genrm) * config.genrm_servers * config.genrm_tensor_parallel}  # fmt: skip
 
 
 def load_tokenizer(source: str, config):

@@ -91,6 +91,8 @@ class RewardOptions:
     """Reward model to start and stop with this run, as PATH (or hub name); for several NAME=PATH each, the first the main one."""
     genrm_servers: int = 1
     """vLLM servers for each model of --genrm."""
+    genrm_tensor_parallel: int = 1
+    """GPUs of each of them."""
     genrm_cpus: str = ""
     """On CPU: cores for the servers of --genrm, such as 0,1; default: all, shared out evenly."""
     genrm_gpus: str = ""
@@ -128,7 +130,7 @@ class RewardOptions:
         started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
         """
         may_be_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
-        more = "genrm_servers num_workers timeout max_in_flight max_concurrency max_rpm max_tpm tokens_per_call".split()
+        more = "genrm_servers genrm_tensor_parallel num_workers timeout max_in_flight max_concurrency max_rpm max_tpm tokens_per_call".split()
         for name in (*may_be_0, *more):
             value = getattr(self, name)
             if value is not None and not (value >= 0 if name in may_be_0 else value > 0):
@@ -139,8 +141,9 @@ class RewardOptions:
         for name, address in addresses.items():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r} for {name}: it must be host:port or NAME=host:port")
-        if not models and (self.genrm_servers, self.genrm_cpus, self.genrm_gpus, self.genrm_vllm_args) != (1, "", "", ""):
-            raise ValueError("genrm_servers, genrm_cpus, genrm_gpus, genrm_vllm_args: about the servers of genrm; give genrm")
+        for name in ("genrm_servers", "genrm_tensor_parallel", "genrm_cpus", "genrm_gpus", "genrm_vllm_args"):
+            if not models and getattr(self, name) not in (1, ""):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one for all models, or one for each of them")
         for config in self.server_configs().values():
@@ -154,7 +157,8 @@ class RewardOptions:
         import genrm_server
 
         tasks = self.reward_model_task * (len(models) if len(self.reward_model_task) == 1 else 1)
-        rest = dict(num_servers=self.genrm_servers, port=0, cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
+        rest = dict(num_servers=self.genrm_servers, tensor_parallel_size=self.genrm_tensor_parallel, port=0,
+                    cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
                     vllm_args=tuple(shlex.split(self.genrm_vllm_args)))  # fmt: skip
         return {name: genrm_server.Config(path, task=task, **rest) for (name, path), task in zip(models.items(), tasks)}
 

@@ -13,27 +13,28 @@ Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
-import os
-import shutil
-import socket
-import subprocess
+import secrets
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import aiohttp
+import ray
 import torch
-from safetensors.torch import save_file
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from genrm_server import Config, ModelServers, Slot, http
+from genrm_server import Config, ModelServers, Slot, complete, end_servers, http, place_servers
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
+from vllm_server import WeightFolder
 
 
 # ------------------------------------------------------------------------------------------------------------ in this process
@@ -203,82 +204,118 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
 
 
 RESET_PREFIX_CACHE = "/reset_prefix_cache?reset_running_requests=true"  # with it a failed reset is an error in every vLLM
+TRANSFER_S = 300.0  # for weights by NCCL, which takes seconds
 RELOAD = (("/collective_rpc", {"method": "reload_weights"}), (RESET_PREFIX_CACHE,))  # the weights, and no keys of the old ones
 
 
 class PolicyServers:
     """A policy in training on vLLM servers: they start with its weights and get the new ones at every `sync`.
 
-    The servers read a folder in shared memory (where that has room, else on disk), when they start and at every sync. One
-    that dies is restarted and comes back with the newest weights; meanwhile the others do its work.
+    The servers of a node read them in a folder there (vllm_server.WeightFolder), when they start and at every sync. One that dies
+    is restarted and comes back with the newest weights; meanwhile the others do its work. On GPU they are served in bf16, else
+    in float32. A Policy has its servers on this machine. Those of a PolicyGroup are Ray actors, which Ray places on its nodes,
+    and weights travel from the ranks to the nodes without passing this process.
     config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the server when one
-    refuses the weights. On GPU the weights are served in bf16, else in float32.
+    refuses the weights.
 
     transfer="nccl" sends later weights from GPU to GPU instead (vLLM's weight transfer; the trainer's GPU must be none of the
     servers'). The folder then keeps the first weights: a server that was restarted waits outside the router for the next sync.
     """
 
-    def __init__(self, policy: Policy, tokenizer, config: Config, transfer: str = "file"):
-        self.transfer, self.members, self.group = transfer, [], None
+    def __init__(self, policy, tokenizer, config: Config, transfer: str = "file"):
+        self.policy, self.transfer, self.checked = policy, transfer, False
+        self.policy_starts, self.members = 0, {}  # of the NCCL group: the policy's, and {server's URL: its restarts}
+        self.servers, self.actors, self.placement, self.lock = None, [], None, threading.Lock()
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
-        size = 2 * self.dtype.itemsize * sum(tensor.numel() for _, tensor in policy.weights())  # old and new weights
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        self.folder, self.servers = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None)), None
-        # Removes the folder when the pipe to this program closes: in shutdown(), or when the program ends, however it ends.
-        self.remover = subprocess.Popen(["sh", "-c", 'read _; rm -rf "$0"', self.folder], stdin=subprocess.PIPE,
-                                        start_new_session=True)
+        about = policy.about()
+        served = copy.deepcopy(about["config"])
+        served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+        served.architectures = [about["architecture"]]
+        served.head_dtype = "float32"  # as in training, where vLLM's release can do it; 0.24 says that it cannot
+        with tempfile.TemporaryDirectory() as folder:
+            served.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            self.files = {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+        # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
+        vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+        if transfer == "nccl":
+            vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
+        self.size = 2 * self.dtype.itemsize * about["numel"]  # old and new weights
+        self.path = str(Path(tempfile.gettempdir(), f"policy_of_{secrets.token_hex(4)}"))
+        here = WeightFolder(self.path, self.files, self.size)  # also where no server reads it: settings are checked against it
+        self.here, self.folder, self.folders = here, here.folder, {}  # node (None: this machine) -> its folder
         try:
-            served = copy.deepcopy(policy.model.config)
-            served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
-            served.architectures = [type(policy.model).__name__]
-            served.head_dtype = "float32"  # as in training, where vLLM's release can do it; 0.24 says that it cannot
-            served.save_pretrained(self.folder)
-            tokenizer.save_pretrained(self.folder)
-            self.write(policy).replace(self.folder / "model.safetensors")
-            # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
-            vllm_args = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-            if transfer == "nccl":
-                vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
-            vllm_args += config.vllm_args
-            self.servers = ModelServers(replace(config, model=str(self.folder), device=policy.device.type, port=0, control=True,
-                                                dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args), "policy")
-            self.servers.before_joining = self.is_current
+            config = complete(replace(config, model=self.path, device=policy.device.type, port=0, control=True,
+                                      dtype=str(self.dtype).removeprefix("torch."), vllm_args=vllm_args + config.vllm_args))
+            if isinstance(policy, Policy):
+                self.folders[None] = here
+                policy.send_weights([here], self.dtype)
+                here.publish()
+            else:
+                self.actors, self.placement = place_servers([config])
+                self.provide({ray.get(actor.node.remote()) for actor in self.actors})
+            self.servers = ModelServers(config, "policy", self.actors, before_starting=self.before_starting,
+                                        before_joining=self.is_current)
         except BaseException:
             self.shutdown()
             raise
 
-    def write(self, policy: Policy) -> Path:
-        """All weights in one file beside the served one."""
-        path = self.folder / "model.new"  # not *.safetensors: a starting server would read it
-        weights = {name: tensor.to(self.dtype).to("cpu", copy=True) for name, tensor in policy.weights()}
-        save_file(weights, path, metadata={"format": "pt"})
-        return path
+    def before_starting(self, slot: Slot) -> None:
+        """Of a server in an actor: sees to it that its node has the weights. The actor may have moved to another one."""
+        if self.actors:
+            self.provide({ray.get(slot.server.node.remote())})
+
+    def provide(self, nodes: set[str]) -> None:
+        """Makes a folder with the policy's weights of now on each of these nodes that has none."""
+        with self.lock:
+            for node in nodes & set(self.folders):
+                try:
+                    ray.get(self.folders[node].__ray_ready__.remote())
+                except ray.exceptions.RayActorError:
+                    del self.folders[node]
+            new = {}
+            for node in nodes - set(self.folders):
+                options = dict(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                new[node] = ray.remote(WeightFolder).options(**options).remote(self.path, self.files, self.size)
+            if new and not self.policy.send_weights(list(new.values()), self.dtype):
+                ray.get([folder.publish.remote() for folder in new.values()])
+                self.folders |= new
 
     def is_current(self, slot: Slot) -> bool:
-        """Whether a server that was restarted may join: it may have read the weights of before a sync and be ready after it."""
+        """Whether a server may join: one that was restarted may have read the weights of before a sync and be ready after it."""
+        if self.servers is None:  # all are starting for the first time
+            return True
         if self.transfer == "nccl":
-            return not self.members or slot.server.child.pid in self.members
+            return not self.members or self.members.get(slot.url) == slot.restarts
         for call in RELOAD:
             self.servers.ask(slot, *call)
         return True
 
-    def sync(self, policy: Policy) -> None:
+    def sync(self, policy) -> None:
         """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when it is restarted."""
         if self.transfer == "nccl":
             return self.broadcast(policy)
-        new = self.write(policy)
-        with self.servers.lock:  # no server can join between the new file and the reload
-            new.replace(self.folder / "model.safetensors")
+        with self.lock:
+            nodes, folders = list(self.folders), list(self.folders.values())
+            for index in policy.send_weights(folders, self.dtype):
+                del self.folders[nodes[index]]
+        with self.servers.lock:  # no server can join between the new files and the reload
+            for node, folder in self.folders.items():
+                with contextlib.suppress(*[ray.exceptions.RayActorError] * (node is not None)):  # its servers went with it
+                    folder.publish() if node is None else ray.get(folder.publish.remote())
             for call in RELOAD:
                 self.servers.ask_all(*call)
+        if not self.checked:
+            self.checked = True
+            for slot in self.servers.slots:
+                if slot.joined and (said := self.servers.call(slot, "said", "weights were not loaded")):
+                    print(f"policy servers: WARNING: {said}", flush=True)
 
-    def broadcast(self, policy: Policy) -> None:
-        """`sync` by NCCL: this process is rank 0 and sends; each server's `tensor_parallel_size` processes have the next ranks.
+    def broadcast(self, policy) -> None:
+        """`sync` by NCCL: the policy (its rank 0) sends; each server's `tensor_parallel_size` processes have the next ranks.
 
-        NCCL knows no time limit: a server that dies in the middle of this, which takes a second or two, leaves the run hanging.
+        NCCL knows no time limit, so there is one here: a server that dies in the middle would leave all others waiting.
         """
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
 
         def healthy():
             return [slot for slot in self.servers.slots if slot.url and http("GET", slot.url + "/health")[0] == 200]
@@ -287,46 +324,55 @@ class PolicyServers:
             if self.servers.given_up():
                 raise RuntimeError("policy servers: every one was given up")
             time.sleep(1)
+        deadline = threading.Timer(TRANSFER_S, policy.abandon_transfer)
         with self.servers.lock, ThreadPoolExecutor(64) as pool:
-            slots, size, device = healthy(), self.servers.config.tensor_parallel_size, policy.device
+            slots, size = healthy(), self.servers.config.tensor_parallel_size
 
-            def ask(path, body=lambda number: {}):  # all at once: some calls answer only when this process has done its part
+            def ask(path, body=lambda number: {}):  # all at once: some calls answer only when the policy has done its part
                 return [pool.submit(self.servers.ask, slot, path, body(number)) for number, slot in enumerate(slots)]
 
             def wait(answers):
                 for answer in answers:
                     answer.result()
 
-            members = [slot.server.child.pid for slot in slots]
-            if members != self.members:  # a group cannot take back a server that was restarted: make a new one
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    port = free.getsockname()[1]
-                info = dict(master_address="127.0.0.1", master_port=port, world_size=1 + size * len(slots))
-                joined = ask("/init_weight_transfer_engine", lambda n: {"init_info": info | {"rank_offset": 1 + size * n}})
-                store = StatelessProcessGroup.create("127.0.0.1", port, 0, info["world_size"])
-                self.group, self.members = PyNcclCommunicator(store, device=device), members
-                wait(joined)
-                if self.group.disabled:  # without libnccl it would send nothing and say nothing
-                    raise RuntimeError("NCCL: not available in this process; take the transfer by file")
-            weights = dict(policy.weights())
-            info = {"names": list(weights), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(weights)}
-            info["shapes"] = [list(weight.shape) for weight in weights.values()]
-            wait(ask("/start_weight_update"))
-            received = ask("/update_weights", lambda number: {"update_info": info})
-            for weight in weights.values():
-                self.group.broadcast(weight.to(self.dtype).contiguous(), src=0)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            wait(received)
-            wait(ask("/finish_weight_update"))
-            wait(ask(RESET_PREFIX_CACHE))
+            try:
+                deadline.start()
+                members = {slot.url: slot.restarts for slot in slots}
+                if (policy.starts, members) != (self.policy_starts, self.members):  # a group takes nobody back: make a new one
+                    address, port = policy.offer_transfer()
+                    info = dict(master_address=address, master_port=port, world_size=1 + size * len(slots))
+                    joined = ask("/init_weight_transfer_engine", lambda n: {"init_info": info | {"rank_offset": 1 + size * n}})
+                    policy.open_transfer(address, port, info["world_size"])
+                    self.policy_starts, self.members = policy.starts, members
+                    wait(joined)
+                shapes = policy.about()["shapes"]
+                info = {"names": list(shapes), "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(shapes)}
+                info["shapes"] = list(shapes.values())
+                wait(ask("/start_weight_update"))
+                received = ask("/update_weights", lambda number: {"update_info": info})
+                policy.transfer_weights(self.dtype)
+                wait(received)
+                wait(ask("/finish_weight_update"))
+                wait(ask(RESET_PREFIX_CACHE))
+            except BaseException:
+                self.members = {"nobody": 0}
+                for slot in slots:  # it may wait in NCCL for ever, and holds half of the new weights
+                    self.servers.call(slot, "stop", 0)
+                raise
+            finally:
+                deadline.cancel()
 
     def shutdown(self) -> None:
-        """Ends the servers and removes the folder."""
+        """Ends the servers and removes the folders."""
+        if self.servers:
+            self.servers.stopping.set()
+        end_servers(self.actors, self.placement)
         if self.servers:
             self.servers.shutdown()
-        self.remover.communicate()
+        for node, folder in self.folders.items():
+            if node is not None and ray.is_initialized():
+                ray.kill(folder)
+        self.here.close()
 
 
 # ------------------------------------------------------------------------------------------------ kept, to be trained on again

@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (here, not in plot(): an interrup
 def check_folder(config) -> None:
     """Makes the folder if need be. Raises ValueError where it cannot be written to, or holds a run that is not to go on."""
     out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
-    unread = [path.parent.name for path in out_dir.glob("checkpoints/step_*/trainer_state.pt")]
+    unread = [path.parent.name for name in ("trainer_state.pt", "optimizer.pt") for path in out_dir.glob(f"checkpoints/step_*/{name}")]
     if unread and config.resume == "auto":  # going on from the start would overwrite it
         raise ValueError(f"out_dir: {out_dir} holds checkpoints of an earlier layout ({unread[0]}); give another folder, and "
                          f"{out_dir}/checkpoints/{unread[-1]} as --model")  # fmt: skip
@@ -196,16 +196,7 @@ class Log:
 
     def __init__(self, config, first_step: int):
         self.folder, self.limit, self.writer, self.wandb = Path(config.out_dir), config.samples_per_step, None, None
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path, kept = self.folder / name, []
-            # Not splitlines(), which would split texts at U+2028 and the like, too.
-            for line in path.read_text().split("\n") if path.is_file() and first_step else []:
-                with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut off in the middle
-                    if json.loads(line)["step"] <= first_step and not (name == "samples.jsonl" and self.unevaluated(line)):
-                        kept.append(line)
-            replace_file(path, "".join(line + "\n" for line in kept))
-            if name == "metrics.jsonl":
-                self.history = [json.loads(line) for line in kept]
+        self.rewind(first_step or -1)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -218,6 +209,19 @@ class Log:
                 replace_file(id_file, os.urandom(4).hex())
             run = dict(name=self.folder.name, id=id_file.read_text(), resume="allow", dir=self.folder)
             self.wandb = wandb.init(project="fapo", config=asdict(config), **run)
+
+    def rewind(self, step: int) -> None:
+        """Drops all lines of later steps."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path, kept = self.folder / name, []
+            # Not splitlines(), which would split texts at U+2028 and the like, too.
+            for line in path.read_text().split("\n") if path.is_file() else []:
+                with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut off in the middle
+                    if json.loads(line)["step"] <= step and not (name == "samples.jsonl" and self.unevaluated(line)):
+                        kept.append(line)
+            replace_file(path, "".join(line + "\n" for line in kept))
+            if name == "metrics.jsonl":
+                self.history = [json.loads(line) for line in kept]
 
     def unevaluated(self, line: str) -> bool:
         """Whether this is a sample of an evaluation that was stopped before its metrics were written: it is done again."""

@@ -1,6 +1,7 @@
 """One vLLM server: a process that ends with this program, however that ends, and that does nothing without its key.
 
     VllmServer(config, ...)    builds the command line and starts it; in this process, or as a Ray actor on any node
+    WeightFolder(path, ...)    where the servers of a node read the weights of a policy in training; the same
     Process                    any child so kept, such as the router
     KeyGuard                   the key, inside of vLLM
 
@@ -11,10 +12,12 @@ import contextlib
 import hmac
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -97,6 +100,12 @@ class Process:
         return "\n".join(output.decode("utf-8", "replace").splitlines()[-25:]) or "(nothing)"
 
 
+    def said(self, text: str) -> str:
+        """The last line of the child's that has this in it, or nothing."""
+        lines = self.log.read_text("utf-8", "replace").splitlines() if self.log.is_file() else []
+        return next((line for line in reversed(lines) if text in line), "")
+
+
 class KeyGuard:
     """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key leaves out whatever
     is not under /v1: /tokenize, /classify, /metrics, and the control endpoints, with which anybody could swap the weights."""
@@ -128,9 +137,14 @@ class VllmServer(Process):
         self.config, self.index, self.part, self.parts, self.gpus, self.host = config, index, part, parts, gpus, "127.0.0.1"
         if driver_node:  # asked here and not where the actor was made: it may be restarted on another node
             import ray
-            if ray.get_runtime_context().get_node_id() != driver_node:
+            if self.node() != driver_node:
                 self.host = ray.util.get_node_ip_address()
         self.reserved = reserve(self.host)
+
+    def node(self) -> str:
+        """Where this actor is; a restart may have moved it."""
+        import ray
+        return ray.get_runtime_context().get_node_id()
 
     def start(self) -> str:
         """Starts the process (again) and returns its URL."""
@@ -163,3 +177,43 @@ class VllmServer(Process):
             command += ["--max-model-len", str(config.max_model_len)]
         self.launch([*command, *config.vllm_args], env)
         return f"http://{self.host}:{port}"
+
+
+class WeightFolder:
+    """The model folder of a policy in training, for the servers of one node: used directly, or as a Ray actor on that node.
+
+    It lies in the node's shared memory, where that has room for old and new weights of `size` bytes together, else on disk;
+    `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name: content}.
+    """
+
+    def __init__(self, path: str, files: dict[str, bytes], size: int):
+        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
+        self.folder = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None))
+        for name, content in files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        Path(path).unlink(missing_ok=True)  # of one that has died
+        Path(path).symlink_to(self.folder)
+        # Removes both when the pipe to this process closes because it ends, however it ends. In the background of a shell that
+        # is gone: nobody's child, because Ray kills those of its workers.
+        rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not the link of another one that has taken over
+        self.remover = subprocess.Popen(["sh", "-c", rest, self.folder, path], stdin=subprocess.PIPE, start_new_session=True)
+        self.path = Path(path)
+
+    def add(self, number: int, pack) -> None:
+        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
+        (self.folder / f"model_{number}.new").write_bytes(memoryview(pack))
+
+    def publish(self) -> None:
+        """The parts that came since the last time take the place of the old ones."""
+        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model_*.new")}
+        for path in set(self.folder.glob("*.safetensors")) - set(new.values()):
+            path.unlink()
+        for path, target in new.items():
+            path.replace(target)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.path.exists():
+            self.path.unlink(missing_ok=True)
+        self.remover.communicate()

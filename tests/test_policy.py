@@ -135,38 +135,6 @@ def test_samples_without_verdict_and_groups_without_spread_change_nothing(model)
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/entropy"] > 1  # watched all the same
 
 
-def rank_of_two(rank, folder, samples, total):
-    """One of two processes: half of the samples, gradients summed over both."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    policy = Policy(config_of(entropy_coef=0.01), f"{folder}/model", CPU)
-    sums = policy.accumulate_gradients([s for s in samples if s.advantage is not None][rank::2], total, {}, {})
-    summed = torch.tensor([sums["loss_sum"], sums["loss_tokens"]], dtype=torch.float64)
-    for tensor in [summed, *(p.grad for p in policy.model.parameters())]:
-        dist.all_reduce(tensor)
-    if rank == 0:
-        torch.save([summed] + [p.grad for p in policy.model.parameters()], f"{folder}/result")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_gradient_of_one(model, tmp_path):
-    """The loss is divided by the tokens of the whole mini-batch, so the sum over ranks is the loss, for any split."""
-    samples, policy = a_step(model), policy_of(model, entropy_coef=0.01)
-    learning = [sample for sample in samples if sample.advantage is not None]
-    total = sum(len(sample.response_ids) for sample in learning)
-    model.save_pretrained(tmp_path / "model")
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path), samples, total), nprocs=2)
-    summed, *gradients = torch.load(tmp_path / "result")
-    sums = policy.accumulate_gradients(learning, total, {}, {})
-    assert summed.tolist() == [pytest.approx(sums["loss_sum"], abs=1e-6), sums["loss_tokens"]] and sums["loss_tokens"] == total
-    assert max(g.abs().max() for g in gradients) > 1e-4
-    for got, parameter in zip(gradients, policy.model.parameters()):
-        assert torch.allclose(got, parameter.grad, atol=1e-6)
-
-
 def test_nothing_is_mutated(model):
     samples = a_step(model)
     before = copy.deepcopy(samples)

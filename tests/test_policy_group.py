@@ -1,0 +1,127 @@
+"""The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process, checkpoints for any number of
+ranks, and ranks that die."""
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import policy_group
+import reward_loop
+from policy import Policy
+from policy_group import PolicyGroup, RanksLost
+from tiny import CPU, a_step, config_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    reward_loop.connect_ray()
+    folder = tmp_path_factory.mktemp("policy")
+    model.save_pretrained(folder)
+    yield str(folder)
+    ray.shutdown()
+
+
+def settings(folder, **changes):
+    return config_of(**{"model": folder, "out_dir": folder, "device": "cpu", "mini_batch_size": 2, "lr": 1e-3, "kl_coef": 0.1,
+                        "entropy_coef": 0.01, "max_tokens_per_micro_batch": 60} | changes)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def group_of(folder):
+    """A group of so many ranks, ended at the end."""
+    groups = []
+
+    def start(ranks, source=folder, **changes):
+        groups.append(PolicyGroup(settings(folder, policy_ranks=ranks, **changes), str(source)))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.shutdown()
+
+
+def uneven_step(model):
+    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to do."""
+    samples = a_step(model)
+    for sample in samples[8:15]:
+        sample.advantage = 0.0
+    samples[0].response_ids += [20] * 40
+    samples[0].rollout_logprobs += [-2.0] * 40
+    return samples
+
+
+def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
+    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The second has a reference
+    model and gradient checkpointing, which are split as well; in the third a mini-batch has one sample that matters."""
+    alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
+    step = a_step(model)
+    assert first.update(step, 1e-3) == alone.update(step, 1e-3)
+    first.save(tmp_path / "of_1")
+    steps = {2: a_step(model, seed=1, length=3), 3: uneven_step(model)}
+    for ranks, options in ((2, dict(gradient_checkpointing=True)), (3, dict(kl_coef=0.0, entropy_coef=0.0))):
+        if ranks == 3:
+            alone.reference, alone.config.entropy_coef = None, 0.0
+        group = group_of(ranks, tmp_path / f"of_{ranks - 1}", **options)
+        group.load_optimizer(tmp_path / f"of_{ranks - 1}")
+        got, expected = (policy.update(steps[ranks], 1e-3) for policy in (group, alone))
+        assert got.keys() == expected.keys() and got["actor/updates"] == 2
+        assert got == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in expected.items()}
+        group.save(tmp_path / f"of_{ranks}")
+        for (logprobs, entropy), (logprobs_alone, entropy_alone) in zip(group.score(step), alone.score(step)):
+            assert torch.allclose(logprobs, logprobs_alone, atol=1e-4) and torch.allclose(entropy, entropy_alone, atol=1e-4)
+        group.shutdown()
+    last = Policy(settings(folder), str(tmp_path / "of_3"), CPU)
+    last.load_optimizer(tmp_path / "of_3")
+    for (name, got), (same, weight) in zip(last.weights(), alone.weights()):
+        assert name == same and torch.allclose(got, weight, atol=1e-5), name
+    for (name, got), weight in zip(last.moments().items(), alone.moments().values()):
+        assert torch.allclose(got, weight, atol=1e-5, rtol=1e-3), name
+
+
+def pids_of(group):
+    return ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in group.actors])
+
+
+def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(folder, model, group_of):
+    group, samples = group_of(2), a_step(model)
+    group.update(samples, 1e-3)
+    # It dies while the other one waits for it in a collective, which has hours.
+    group.actors[1].__ray_call__.remote(lambda self: (time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)))
+    started = time.monotonic()
+    with pytest.raises(RanksLost, match="a rank of the policy died"):
+        group.update(samples, 1e-3)
+    assert time.monotonic() - started < 60
+    updates = group.num_updates
+    with pytest.raises(RanksLost):
+        group.save(Path(folder, "never"))
+    group.restart(folder)
+    assert group.update(samples, 1e-3)["actor/updates"] == 2 and group.num_updates == updates + 2
+    # An error of one rank's own, which the other one would wait for.
+    ray.get(group.actors[0].__ray_call__.remote(lambda self: setattr(self, "accumulate_gradients", None)))
+    with pytest.raises(TypeError, match="NoneType"):
+        group.update(samples, 1e-3)
+    group.shutdown()
+    with pytest.raises(RanksLost, match="no ranks"):
+        group.update(samples, 1e-3)
+
+
+def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(folder, model, group_of, tmp_path, monkeypatch):
+    samples = a_step(model)
+    samples[-1].advantage = math.inf
+    with pytest.raises(RuntimeError, match="not finite"):
+        group_of(2).update(samples, 1e-3)
+    model.save_pretrained(tmp_path)
+    Path(tmp_path, "config.json").write_text(Path(tmp_path, "config.json").read_text().replace('"llama"', '"no_such_family"'))
+    with pytest.raises(ValueError, match="no_such_family"):
+        group_of(2, tmp_path)
+    monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
+    with pytest.raises(RuntimeError, match="policy_ranks: the Ray cluster has no room for 500 x"):
+        group_of(500)
