@@ -1,6 +1,7 @@
 """The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process, checkpoints for any number of
 ranks, and ranks that die."""
 
+import json
 import math
 import os
 import signal
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file
 
 import policy_group
 import reward_loop
+from grpo_trainer import train
 from policy import Policy
 from policy_group import PolicyGroup, RanksLost
+from rollout import write_rollouts
 from tiny import CPU, a_step, config_of
 
 pytestmark = pytest.mark.slow
@@ -125,3 +129,56 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(f
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
     with pytest.raises(RuntimeError, match="policy_ranks: the Ray cluster has no room for 500 x"):
         group_of(500)
+
+
+def kill(group, rank, after):
+    group.actors[rank].__ray_call__.remote(lambda self: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder, model, tokenizer, monkeypatch, tmp_path, capfd):
+    """One in an update, one while a checkpoint is written: only the steps since the last checkpoint are done again."""
+    tokenizer.save_pretrained(folder)
+    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for step in range(1, 5):
+        samples = a_step(model, seed=step)
+        for number, sample in enumerate(samples):
+            sample.row = row | {"extra_info": {"group": number // 4}}
+            sample.result["reward_extra_info"] = {"score": sample.reward}
+        write_rollouts(str(tmp_path), step, samples)
+    update, save = PolicyGroup.update, PolicyGroup.save
+
+    def update_and_die(self, samples, lr):
+        if len(seen) == 2 and self.starts == 1:
+            kill(self, 1, 0.05)
+        seen.append(len(samples))
+        return update(self, samples, lr)
+
+    def save_and_die(self, path):
+        if path.name == ".step_4.tmp" and self.starts == 2:
+            die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            ray.get(self.actors[0].__ray_call__.remote(lambda self, die: setattr(self.model, "save_pretrained", die), die))
+        return save(self, path)
+
+    seen = []
+    monkeypatch.setattr(PolicyGroup, "update", update_and_die)
+    monkeypatch.setattr(PolicyGroup, "save", save_and_die)
+    weights, lines = [], []
+    for ranks in (2, 1):
+        out = tmp_path / f"of_{ranks}"
+        config = config_of(model=folder, train_file=str(tmp_path / "rows.jsonl"), out_dir=str(out), device="cpu", replay=str(tmp_path),
+                           policy_ranks=ranks, total_steps=4, save_every=2, lr=1e-3, overlong_buffer=0, max_prompt_length=64,
+                           max_response_length=32, mini_batch_size=2)  # fmt: skip
+        last = train(config)
+        weights.append(load_file(last / "model.safetensors"))
+        lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+        assert sorted(os.listdir(out / "checkpoints")) == ["step_2", "step_4"]  # nothing half written
+    said = capfd.readouterr().out
+    assert "the ranks are started anew after step 2 (1 of max_restarts 3)" in said
+    assert "the ranks are started anew after step 2 (2 of max_restarts 3)" in said
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2, 3, 4]
+    assert lines[0][-1]["actor/restarts"] == 2
+    for several, alone in zip(*lines):
+        for key, value in alone.items():
+            assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+    assert all(torch.allclose(weights[0][name], weight, atol=2e-5) for name, weight in weights[1].items())
