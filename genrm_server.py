@@ -421,16 +421,22 @@ def local_servers(config: Config) -> list[VllmServer]:
     return [VllmServer(config, i, i, count, gpus[i * size:(i + 1) * size]) for i in range(count)]
 
 
+def reserved(configs: list[Config]) -> tuple[list[dict], str]:
+    """What the servers of these models reserve in Ray, and how it deals them out: where GPUs are taken, node after node, or
+    servers of several GPUs would find a single one left on each."""
+    on_gpu = any(config.device == "cuda" for config in configs)
+    return [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
+            for config in configs for _ in range(config.num_servers)], "PACK" if on_gpu else "SPREAD"
+
+
 def place_servers(configs: list[Config]) -> tuple[list, object]:
-    """An actor for each server of these models, spread over the nodes by a placement group with one bundle for each.
+    """An actor for each server of these models, dealt out to the nodes by a placement group with one bundle for each.
 
     configs: complete(). RuntimeError when the cluster has no room.
     """
     import ray
-    wanted = [(config, index) for config in configs for index in range(config.num_servers)]
-    bundles = [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
-               for config, _ in wanted]
-    group, actors = ray.util.placement_group(bundles, strategy="SPREAD"), []
+    wanted, (bundles, strategy) = [(config, index) for config in configs for index in range(config.num_servers)], reserved(configs)
+    group, actors = ray.util.placement_group(bundles, strategy=strategy), []
     if not group.wait(60):
         ray.util.remove_placement_group(group)
         raise RuntimeError(f"no room in the Ray cluster for {bundles}; free are {ray.available_resources()}")
@@ -457,7 +463,7 @@ def end_servers(actors: list, group) -> None:
 class RewardModelManager:
     """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
 
-    Blocks until all are ready; initialises Ray if that has not been done. A placement group spreads the servers over the
+    Blocks until all are ready; initialises Ray if that has not been done. A placement group deals the servers out to the
     nodes; each reserves its GPUs, or `ray_cpus` CPUs. In a cluster of several nodes the routers, and the servers on other
     nodes, listen on their node's address instead of 127.0.0.1: they have to reach each other.
 

@@ -54,8 +54,8 @@ class PolicyGroup:
         """All ranks, from the weights in the folder `source`."""
         config = SimpleNamespace(**dataclasses.asdict(self.config))  # whose class the ranks need not be able to import
         on_gpu, self.starts = self.device.type == "cuda", self.starts + 1
-        bundles = [{"CPU": RANK_CPUS, **({"GPU": 1} if on_gpu else {})} for _ in range(config.policy_ranks)]
-        self.placement = ray.util.placement_group(bundles, strategy="PACK" if on_gpu else "SPREAD")
+        bundles, strategy = rank_bundles(config)
+        self.placement = ray.util.placement_group(bundles, strategy=strategy)
         if not self.placement.wait(patience):
             free = ray.available_resources()
             raise RuntimeError(f"policy_ranks: the Ray cluster has no room for {len(bundles)} x {bundles[0]}; free are "
@@ -170,6 +170,12 @@ class PolicyGroup:
 
     def load_optimizer(self, folder: Path) -> None:
         self.call("load_optimizer", folder.absolute())
+
+
+def rank_bundles(config) -> tuple[list[dict], str]:
+    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, because they talk all the time."""
+    on_gpu = config.device == "cuda"
+    return [{"CPU": RANK_CPUS, "GPU": 1} if on_gpu else {"CPU": RANK_CPUS}] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
 
 
 def exception_of(call) -> Exception | None:

@@ -20,10 +20,13 @@ import ray
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import genrm_server
 import reward_loop
 from policy import LOGITS_AT_ONCE
+from policy_group import rank_bundles
 from rollout import check_rollouts
 from run_folder import check_folder, check_room
+from sharding import layers_of
 
 LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
 LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n", "clip_c",
@@ -171,25 +174,32 @@ def check_sizes(source: str, rows: list[dict], config) -> int:
     if longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
         text = f"{config.max_response_length} and the longest prompt are {longest} tokens, the model takes {limit}"
         raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
-    weights = estimate_memory(config, torch.device(config.device).type)["weights"]
-    if weights is not None:
-        check_room(config, checkpoint=3 * weights)
+    if weights := count_parameters(config)[0]:
+        check_room(config, checkpoint=12e-9 * weights)
     return longest
 
 
+def count_parameters(config) -> tuple[int, int, int] | tuple[None, None, None]:
+    """The model's parameters, those of its largest layer, and those outside of layers, from its config.json; None: not known."""
+    try:
+        with torch.device("meta"):
+            shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+        of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model, "")] or [0]
+    except Exception:  # families' own code, which need not be able to build a model without data
+        return None, None, None
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return weights, max(of_layers), weights - sum(of_layers)
+
+
 def estimate_memory(config, device: str) -> dict[str, float | None]:
-    """Rough GB by use, from the model's config.json alone; None: not known for this family.
+    """Rough GB by use on the policy's device, or each of its ranks', from the model's config.json alone; None: not known.
 
     A step holds the update's part or the rollout's, not both.
     """
-    shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    text = shape.get_text_config()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
-        weights = sum(parameter.numel() for parameter in model.parameters())
-    except Exception:  # families' own code, which need not be able to build a model without data
-        weights = None
+    text = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
+    weights, of_layer, outside = count_parameters(config)
+    part = weights and weights / config.policy_ranks
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or 16384, longest)
     sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
@@ -202,13 +212,18 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
         cache = 2 * layers * kv_size * longest * sequences / (2 if device == "cuda" else 1)
     except Exception:  # other names, or one number a layer: configurations raise errors of their own kinds
         kept = cache = None
-    numbers = {"weights": weights, "gradients": weights, "Adam": weights and 2 * weights}
-    numbers |= {"reference model": weights} if config.kl_coef else {}
+    numbers = {"weights": part, "gradients": part, "Adam": part and 2 * part}
+    numbers |= {"reference model": part} if config.kl_coef else {}
+    if config.policy_offload and device == "cuda":
+        numbers = {f"in the host's memory, of each rank: {name}": number for name, number in numbers.items()}
     numbers["update: activations of a micro-batch"] = kept
     numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
     copies = weights and weights / 2  # in bf16: kept for the backward pass, and from token to token
-    numbers |= {"update: weights in bf16": copies} if device == "cuda" and not config.gradient_checkpointing else {}
-    numbers |= {"rollout: weights in bf16": copies} if device == "cuda" and config.rollout == "hf" else {}
+    if config.policy_ranks > 1:  # two layers at a time, in bf16 on a GPU, and embedding and head in float32, with their gradients
+        numbers["update: gathered weights"] = weights and 2 * outside + 2 * of_layer
+    elif device == "cuda":
+        numbers |= {"update: weights in bf16": copies} if not config.gradient_checkpointing else {}
+        numbers |= {"rollout: weights in bf16": copies} if config.rollout == "hf" else {}
     return {name: count and 4e-9 * count for name, count in numbers.items()}  # float32
 
 
@@ -218,14 +233,54 @@ def report(config, train_rows: list[dict]) -> None:
     print(json.dumps(asdict(config), indent=2))
     prompts = config.total_steps * config.train_batch_size
     print(f"{config.total_steps} steps take {prompts} prompts, {prompts / len(train_rows):.1f} epochs of {len(train_rows)}")
-    estimate = estimate_memory(config, device.type)
+    estimate, where = estimate_memory(config, device.type), device
+    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.policy_ranks > 1:
+        for node, held in placement(config).items():
+            print(f"{node}: {', '.join(held)}")
+        where, have = f"each of {config.policy_ranks} ranks, {device}", gpu_memory() if device.type == "cuda" else have
+    elif device.type == "cuda":
+        have = 1e-9 * torch.cuda.get_device_properties(device).total_memory
     for name, gb in estimate.items():
         print(f"{gb:9.2f} GB  {name}" if gb is not None else f"  unknown     {name}")
     phases = [sum(gb or 0.0 for name, gb in estimate.items() if name.startswith(phase)) for phase in ("update", "rollout")]
     peak = sum(gb or 0.0 for name, gb in estimate.items() if ":" not in name) + max(phases)
-    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        have = 1e-9 * torch.cuda.get_device_properties(device).total_memory
-    remedy = "; too little: lower --max-tokens-per-micro-batch or --rollout-batch-size, or --gradient-checkpointing"
+    remedy = "lower --max-tokens-per-micro-batch or --rollout-batch-size, --gradient-checkpointing, or more --policy-ranks"
     known = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
-    print(f"{peak:9.2f} GB  {known}, of {have:.1f} GB on {device}{remedy if peak > have else ''}")
+    print(f"{peak:9.2f} GB  {known}, of {have:.1f} GB on {where}: " + (f"too little; {remedy}" if peak > have else "it fits"))
+
+
+def placement(config) -> dict[str, list[str]]:
+    """What Ray would place on which node (its address), found out by reserving it all and giving it back at once."""
+    judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
+    servers = genrm_server.Config("", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
+                                  device=config.device)  # fmt: skip
+    wanted = {"judge": genrm_server.reserved(judges), "rank": rank_bundles(config), "policy server": genrm_server.reserved([servers])}
+    addresses, held, groups = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, {}, []
+    try:
+        for name, (bundles, strategy) in wanted.items():
+            if not bundles:
+                continue
+            groups.append(ray.util.placement_group(bundles, strategy=strategy))
+            if not groups[-1].wait(30):
+                raise RuntimeError(f"the Ray cluster has no room for {len(bundles)} x {name} with {bundles[0]}")
+            nodes = ray.util.placement_group_table(groups[-1])["bundles_to_node_id"]
+            for number in range(len(bundles)):
+                gpus = f" ({count} GPUs)" if (count := bundles[number].get("GPU", 0)) > 1 else ""
+                held.setdefault(addresses[nodes[number]], []).append(f"{name} {number}{gpus}")
+    finally:
+        for group in groups:
+            ray.util.remove_placement_group(group)
+    return dict(sorted(held.items()))
+
+
+def gpu_memory() -> float:
+    """GB of a GPU of the cluster."""
+
+    def ask():
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+    found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
+    if not found:
+        print("the memory of the cluster's GPUs cannot be asked for: taken as 80 GB")
+    return 1e-9 * (found or 80e9)

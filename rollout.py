@@ -17,6 +17,7 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 import secrets
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from transformers.cache_utils import DynamicLayer
 
 from genrm_server import Config, ModelServers, Slot, complete, end_servers, http, place_servers
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
+from policy_group import RanksLost
 from vllm_server import WeightFolder
 
 
@@ -198,7 +200,11 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
         connector = aiohttp.TCPConnector(limit=rollout_batch_size)  # what waits here is under no time limit of the router
         options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
         async with aiohttp.ClientSession(f"http://{address}", **options) as session:
-            await asyncio.gather(*(generate_one(session, sample) for sample in samples))
+            everything = asyncio.gather(*(generate_one(session, sample) for sample in samples))
+            while not everything.done():
+                await asyncio.wait({everything}, timeout=1.0)
+                servers.check_policy()
+            everything.result()
 
     asyncio.run(generate_all())
 
@@ -225,7 +231,7 @@ class PolicyServers:
     def __init__(self, policy, tokenizer, config: Config, transfer: str = "file"):
         self.policy, self.transfer, self.checked = policy, transfer, False
         self.policy_starts, self.members = 0, {}  # of the NCCL group: the policy's, and {server's URL: its restarts}
-        self.servers, self.actors, self.placement, self.lock = None, [], None, threading.Lock()
+        self.servers, self.actors, self.placement, self.lost, self.lock = None, [], None, None, threading.Lock()
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         about = policy.about()
         served = copy.deepcopy(about["config"])
@@ -241,7 +247,8 @@ class PolicyServers:
         if transfer == "nccl":
             vllm_args += ("--weight-transfer-config", '{"backend": "nccl"}')
         self.size = 2 * self.dtype.itemsize * about["numel"]  # old and new weights
-        self.path = str(Path(tempfile.gettempdir(), f"policy_of_{secrets.token_hex(4)}"))
+        base = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()  # every node has it, and for itself
+        self.path = f"{base}/policy_of_{secrets.token_hex(4)}"
         here = WeightFolder(self.path, self.files, self.size)  # also where no server reads it: settings are checked against it
         self.here, self.folder, self.folders = here, here.folder, {}  # node (None: this machine) -> its folder
         try:
@@ -263,7 +270,17 @@ class PolicyServers:
     def before_starting(self, slot: Slot) -> None:
         """Of a server in an actor: sees to it that its node has the weights. The actor may have moved to another one."""
         if self.actors:
-            self.provide({ray.get(slot.server.node.remote())})
+            try:
+                self.provide({ray.get(slot.server.node.remote())})
+            except RanksLost as error:
+                self.lost = error
+                raise
+
+    def check_policy(self) -> None:
+        """Raises RanksLost where a server needs weights and the policy's ranks are gone: without new ones it never comes."""
+        lost, self.lost = self.lost, None
+        if lost:
+            raise lost
 
     def provide(self, nodes: set[str]) -> None:
         """Makes a folder with the policy's weights of now on each of these nodes that has none."""

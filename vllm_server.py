@@ -202,11 +202,11 @@ class WeightFolder:
 
     def add(self, number: int, pack) -> None:
         """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        (self.folder / f"model_{number}.new").write_bytes(memoryview(pack))
+        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
 
     def publish(self) -> None:
         """The parts that came since the last time take the place of the old ones."""
-        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model_*.new")}
+        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
         for path in set(self.folder.glob("*.safetensors")) - set(new.values()):
             path.unlink()
         for path, target in new.items():

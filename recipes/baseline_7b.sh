@@ -3,9 +3,8 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here: 7.6 B parameters in float32 with AdamW take 122 GB, an update 142 by --dry-run: one H200, just.
-# One node with eight GPUs: judges on the first four (Ray deals them out), rollouts on 4 to 6, the policy's update on the last.
-# First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
+# One node with eight GPUs of 80 GB, which Ray deals out: four ranks of the policy, four servers for its rollouts. --dry-run shows
+# the memory. On several nodes: docs/cluster.md. First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
 
 WHERE=()
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
@@ -15,7 +14,7 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --out-dir outputs/baseline_7
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
   --baseline --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"genrm_max_tokens": 16384, "judge_test": true}' \
   "${WHERE[@]}" \
-  --rollout vllm --rollout-servers 3 --rollout-gpus 4,5,6 \
+  --policy-ranks 4 --rollout vllm --rollout-servers 4 \
   --total-steps 200 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \

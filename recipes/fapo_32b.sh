@@ -3,10 +3,12 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here, and 32 B parameters with AdamW (about 520 GB) fit on none: this file records the paper's
-# settings; to run them, shard the model (FSDP) or train adapters.
+# Four nodes with eight GPUs of 80 GB (docs/cluster.md), which Ray deals out: 16 ranks of the policy, six servers of two
+# GPUs for its rollouts, four judges. Weights and optimizer stay in the hosts' memory (260 to 520 GB on theirs) between
+# their turns. --dry-run shows it. Two nodes:
+# bash recipes/fapo_32b.sh --policy-ranks 8 --rollout-servers 3 --genrm-servers 2
 
-WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 8)
+WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
 python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir outputs/fapo_32b \
@@ -14,6 +16,7 @@ python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir outputs/fapo_32b \
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' \
   "${WHERE[@]}" \
+  --policy-ranks 16 --policy-offload --rollout vllm --rollout-servers 6 --rollout-tensor-parallel 2 \
   --total-steps 600 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 20480 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \

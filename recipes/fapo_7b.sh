@@ -3,11 +3,10 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here: 7.6 B parameters in float32 with AdamW take 122 GB, an update 142 by --dry-run: one H200, just.
-# One node with eight GPUs: judges on the first four (Ray deals them out), rollouts on 4 to 6, the policy's update on the last.
-# First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
+# One node with eight GPUs of 80 GB, which Ray deals out: four ranks of the policy, two servers for its rollouts, two judges. --dry-run shows
+# the memory. On several nodes: docs/cluster.md. First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
 
-WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)
+WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 2)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --out-dir outputs/fapo_7b \
@@ -15,7 +14,7 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --out-dir outputs/fapo_7b \
   --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' \
   "${WHERE[@]}" \
-  --rollout vllm --rollout-servers 3 --rollout-gpus 4,5,6 \
+  --policy-ranks 4 --rollout vllm --rollout-servers 2 \
   --total-steps 200 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \

@@ -3,13 +3,13 @@
 # Data: python prepare_data.py --tasks critic --out-dir data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The policy lives on one GPU here: 4 B parameters in float32 with AdamW take 65 GB, an update 81 by --dry-run.
-# One node with eight GPUs: rollouts on the first seven, the policy's update on the last.
+# One node with eight GPUs of 80 GB, which Ray deals out: four ranks of the policy, four servers for its rollouts. --dry-run shows
+# the memory.
 
 python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir outputs/genrm_4b \
   --train-file data/fapo_critic_train.parquet --val-file data/fapo_critic_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
-  --rollout vllm --rollout-servers 7 --rollout-gpus 0,1,2,3,4,5,6 \
+  --policy-ranks 4 --rollout vllm --rollout-servers 4 \
   --total-steps 500 --train-batch-size 512 --group-size 16 --mini-batch-size 32 \
   --max-prompt-length 5120 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
   --temperature 1.2 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \

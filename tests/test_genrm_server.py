@@ -400,7 +400,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync(policy)
-        served = load_file(servers.folder / "model_0.safetensors")
+        served = load_file(servers.folder / "model.safetensors")
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
         assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was

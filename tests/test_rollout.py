@@ -128,7 +128,8 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="")
-    servers = SimpleNamespace(servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config))
+    servers = SimpleNamespace(servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
+                              check_policy=lambda: None)
     (sample,), settings = samples_of([[5, 6]], 1), dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1)
     try:
         if script == ["400"]:

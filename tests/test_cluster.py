@@ -1,0 +1,220 @@
+"""A run over several machines, played by network namespaces: each host has its own address, loopback, Ray session and shared
+memory, and can be cut off. Needs root and `ip`. The vLLM servers are played, with the real weights of the policy."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from tiny import write_model
+
+ROOT = Path(__file__).parent.parent
+
+# Instead of vLLM: samples with the model in its folder, token by token, reads it again when told, and as a judge finds no error.
+SAMPLING_SERVER = '''
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import torch
+from transformers import AutoModelForCausalLM
+from policy import Sample
+from rollout import rollout_hf
+def argument(name): return sys.argv[sys.argv.index(name) + 1]
+def load(): return AutoModelForCausalLM.from_pretrained(argument("--model"), dtype=torch.float32).eval()
+torch.set_num_threads(1)
+model, lock, asked = load(), threading.Lock(), 0
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        global model, asked
+        body, answer = self.rfile.read(int(self.headers.get("Content-Length") or 0)), {}
+        with lock:
+            if self.path == "/collective_rpc":
+                model = load()
+            elif self.path == "/v1/completions":
+                body, asked = json.loads(body), asked + 1
+                sample = Sample({}, body["prompt"])
+                rollout_hf(model, [sample], max_response_length=body["max_tokens"], temperature=body["temperature"] or 0,
+                           eos_ids=body["stop_token_ids"], seed=asked, rollout_batch_size=1)
+                answer = {"choices": [{"finish_reason": "stop", "token_ids": sample.response_ids,
+                                       "logprobs": {"token_logprobs": sample.rollout_logprobs}}]}
+            elif self.path == "/v1/chat/completions":
+                answer = {"choices": [{"finish_reason": "stop", "message": {"content": "All right. \\\\boxed{-1}"}}]}
+        answer = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    do_POST = do_GET
+    def log_message(self, *arguments): pass
+ThreadingHTTPServer.request_queue_size = 128
+ThreadingHTTPServer((argument("--host"), int(argument("--port"))), Handler).serve_forever()
+'''
+
+REWARD = """
+import aiohttp
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    body = {"messages": [{"role": "user", "content": solution_str}]}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as answer:
+            judged = (await answer.json())["choices"][0]["message"]["content"]
+    return {"score": solution_str.count("a") / (len(solution_str) + 1), "judged": judged.endswith("-1}")}
+"""
+
+CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # what Ray may deal out; h1 has the driver
+
+
+def address_of(host):
+    return f"10.77.0.{host[1:]}"
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    """Four hosts on one bridge, with a Ray cluster that asks for a token -> what starts a program on a host."""
+    if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
+        pytest.skip("no right to make network namespaces here (root and `ip` are needed)")
+    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "api_server.py").write_text(SAMPLING_SERVER)
+    faster = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000", RAY_health_check_failure_threshold="4")
+    env = os.environ | faster | dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="token of the test " + "x" * 20, RAY_ADDRESS=f"{address_of('h1')}:6379",
+                                     PYTHONPATH=f"{tmp_path / 'path'}{os.pathsep}{ROOT}", OMP_NUM_THREADS="1")  # fmt: skip
+    started = []
+
+    def on(host, *command, log):
+        own = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
+        if host == "h1" and started:  # the driver shares its host with the head node
+            inside = ["nsenter", "-t", str(started[0].pid), "-m", "-n", "sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), *command]
+        else:
+            inside = ["ip", "netns", "exec", host, "unshare", "-m", "sh", "-c", own, "sh", *command]
+        started.append(subprocess.Popen(inside, stdout=open(log, "wb"), stderr=subprocess.STDOUT, env=env, cwd=ROOT,
+                                        start_new_session=True))  # fmt: skip
+        return started[-1]
+
+    def run(command):
+        subprocess.run(command.split(), check=True)
+
+    try:
+        run("ip link add br77 type bridge")
+        run("ip link set br77 up")
+        for host in CPUS:
+            if host != "h1":
+                run(f"ip netns add {host}")
+            run(f"ip link add {host}out type veth peer name eth0 netns {host}")
+            run(f"ip link set {host}out master br77 up")
+            for command in (f"addr add {address_of(host)}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                run(f"ip -n {host} {command}")
+        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
+        for host, cpus in CPUS.items():
+            place = ["--head", "--port=6379", "--include-dashboard=false"] if host == "h1" else [f"--address={address_of('h1')}:6379"]
+            on(host, *ray, *place, f"--node-ip-address={address_of(host)}", f"--num-cpus={cpus}", "--object-store-memory=100000000",
+               log=tmp_path / f"{host}.log")  # fmt: skip
+            if host == "h1":
+                time.sleep(5)
+        yield on
+    finally:
+        for host in CPUS:
+            for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", host])
+        subprocess.run(["ip", "link", "del", "br77"])
+
+
+@pytest.mark.slow
+def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(hosts, tmp_path, model, tokenizer):
+    policy, rows, out = write_model(tmp_path / "policy", model, tokenizer), tmp_path / "rows.jsonl", tmp_path / "run"
+    for number in range(16):
+        row = {"data_source": "toy", "prompt": [{"role": "user", "content": f"{number} + 1"}], "extra_info": {"index": number},
+               "reward_model": {"ground_truth": str(number + 1)}}  # fmt: skip
+        with open(rows, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    (tmp_path / "score.py").write_text(REWARD)
+    run = hosts("h1", sys.executable, "grpo_trainer.py", "--model", policy, "--genrm", policy, "--train-file", str(rows), "--out-dir", str(out),
+                "--reward-fn", f"{tmp_path}/score.py:compute_score", "--policy-ranks", "2", "--rollout", "vllm", "--total-steps", "12",
+                "--train-batch-size", "4", "--mini-batch-size", "2", "--group-size", "4", "--max-response-length", "16",
+                "--overlong-buffer", "0", "--save-every", "2", "--lr", "1e-3", "--num-workers", "1", log=tmp_path / "run.log")  # fmt: skip
+
+    def lines():
+        path = out / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def said():
+        return (tmp_path / "run.log").read_text()
+
+    end = time.monotonic() + 120
+    while len(lines()) < 5:
+        assert run.poll() is None and time.monotonic() < end, said()
+        time.sleep(0.2)
+    ranks = re.findall(r"1 on ([\d.]+)", re.search(r"policy: 2 ranks, (.*)", said())[1])
+    assert len(set(ranks)) == 2 and address_of("h1") not in ranks
+    subprocess.run(["ip", "link", "set", f"h{ranks[1].rpartition('.')[2]}out", "down"], check=True)
+    while run.poll() is None and time.monotonic() < end + 120:
+        time.sleep(0.5)
+    assert run.returncode == 0, said()
+    assert "a rank of the policy died" in said() and "(1 of max_restarts 3)" in said()
+    assert [line["step"] for line in lines()] == list(range(13)) and lines()[-1]["actor/restarts"] == 1
+    assert all(line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:])  # the servers always had the ranks' weights
+    assert all(line["reward/judged"] == 1.0 for line in lines()[1:])  # by the judge on its own host
+    assert len({line["actor/grad_norm"] for line in lines()[1:] if "actor/grad_norm" in line}) > 8
+
+
+QWEN_32B = dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)
+QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
+QWEN_4B = dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+TWO_NODES = ["--policy-ranks", "8", "--rollout-servers", "3", "--genrm-servers", "2"]
+
+
+@pytest.mark.slow
+def test_the_recipes_fit_on_the_machines_that_they_name(tmp_path, tokenizer):
+    """--dry-run of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and each GPU's memory."""
+    tokenizer.save_pretrained(tmp_path)
+    row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "1"}, "extra_info": {}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    cases = [("genrm_4b", QWEN_4B, 1, []), ("fapo_7b", QWEN_7B, 1, []), ("baseline_7b", QWEN_7B, 1, []),
+             ("fapo_32b", QWEN_32B, 2, TWO_NODES), ("fapo_32b", QWEN_32B, 4, []), ("baseline_32b", QWEN_32B, 4, [])]  # fmt: skip
+    for number, (_, shape, _, _) in enumerate(cases):
+        config = Qwen2Config(vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=shape is QWEN_4B, **shape)
+        config.save_pretrained(tmp_path / str(number))
+        tokenizer.save_pretrained(tmp_path / str(number))
+    script = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import ray
+from ray.cluster_utils import Cluster
+import preflight
+from grpo_trainer import train
+from test_recipes import commands, parse
+preflight.check_room = lambda *_, **__: None  # of the disk
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=8, num_gpus=8, include_dashboard=False))
+ray.init(cluster.address, logging_level="error", log_to_driver=False)
+for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, nodes, more in cases]!r}):
+    while len(ray.nodes()) < nodes:
+        cluster.add_node(num_cpus=8, num_gpus=8)
+    rows = ["--train-file", {str(tmp_path / "rows.jsonl")!r}, "--val-file", {str(tmp_path / "rows.jsonl")!r}]
+    script, arguments = next(commands(open({str(ROOT)!r} + f"/recipes/{{name}}.sh").read()))
+    folder = {str(tmp_path)!r} + f"/{{number}}"
+    more += ["--model", folder, "--out-dir", folder + "_run", "--dry-run", *rows]
+    print("RECIPE", flush=True)
+    train(parse(script, arguments + more))
+ray.shutdown()
+cluster.shutdown()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    print(ended.stdout)
+    said = ended.stdout.split("RECIPE")[1:]
+    for (name, shape, nodes, more), text in zip(cases, said, strict=True):
+        assert "80.0 GB on each of" in text and text.rstrip().endswith(": it fits"), (name, text)
+        assert text.count("policy server 0") == text.count("rank 0") == 1 and text.count("judge 0") == name.startswith("fapo")
+        assert len(re.findall(r"^[\d.]+: ", text, re.M)) >= 1
+    assert "policy server 5 (2 GPUs)" in said[4] and "rank 15" in said[4] and "rank 8" not in said[3]
