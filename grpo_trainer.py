@@ -183,7 +183,7 @@ class Config(reward_loop.RewardOptions):
     resume: Literal["never", "auto"] = "never"
     """auto: go on from the newest checkpoint in out_dir, if there is one."""
     samples_per_step: int = 8
-    """Samples of each data source written to samples.jsonl, per step and per evaluation."""
+    """Samples of each data source written to samples.jsonl, per step (in whole groups) and per evaluation."""
     save_rollouts: bool = False
     """Keep what each step trains on (tokens, log-probabilities, results) in out_dir/rollouts, for --replay."""
     replay: str | None = None
@@ -211,8 +211,11 @@ class Trainer:
     def one_step(self, step: int) -> None:
         """One step of GRPO on FAPO's rewards."""
         config, started = self.config, time.perf_counter()
-        samples, metrics, drawn = self.collect(step)  # draw prompts, roll out and score, drop groups that teach nothing
-        self.set_advantages(samples)
+        everything, samples, metrics, drawn = self.collect(step)  # draw prompts, roll out and score, drop what teaches nothing
+        try:
+            self.set_advantages(samples)
+        finally:  # the samples explain what may go wrong here or from here on
+            self.log.samples(step, "train", everything, self.eos_ids)
         rewarded = time.perf_counter()
         with self.interrupts.held():  # a Ctrl-C from here on waits until the step is whole and logged
             lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
@@ -231,8 +234,8 @@ class Trainer:
 
     # ---- the parts of a step, in the order in which a sample passes them
 
-    def collect(self, step: int) -> tuple[list[Sample], dict, int]:
-        """The samples of a step, group after group; metrics; and the number of prompts drawn in the whole run by then.
+    def collect(self, step: int) -> tuple[list[Sample], list[Sample], dict, int]:
+        """The samples of a step, group after group, all and those to learn from; metrics; prompts drawn in the whole run by then.
 
         With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
         """
@@ -256,7 +259,6 @@ class Trainer:
                     kept.append(group)
             self.check_verdicts(step, sum(rounds, []))
         everything = sum(rounds, [])
-        self.log.samples(step, "train", everything)
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
             last = everything[-config.group_size :]
             kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in last]]
@@ -274,7 +276,7 @@ class Trainer:
         if config.dynamic_sampling:
             metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
-        return training, metrics, drawn
+        return everything, training, metrics, drawn
 
     def roll_out_and_score(self, samples, step: int, temperature: float, top_p: float, seed: int, title: str) -> Counter:
         """Fills in responses and results. In standalone mode a sample is on its way to its reward the moment it ends.
@@ -314,6 +316,7 @@ class Trainer:
         """Raises RuntimeError where too many samples have no verdict."""
         rate, limit = reward_loop.no_verdict_rate([sample.result for sample in samples]), self.config.max_no_verdict_rate
         if rate > limit:
+            self.log.samples(step, "train", samples, self.eos_ids)  # they explain it
             first = next(sample.result for sample in samples if sample.reward is None)
             raise RuntimeError(
                 f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%}); "
@@ -484,7 +487,7 @@ class Trainer:
                 self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
-        self.log.samples(step, "val", shown)
+        self.log.samples(step, "val", shown, self.eos_ids)
         print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
         self.log.metrics({"step": step} | metrics)
         self.log.plot()
