@@ -43,6 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
+import view_run
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401  (tools look here)
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
@@ -62,7 +63,7 @@ class Config(reward_loop.RewardOptions):
     train_file: str
     """File of training rows, parquet or JSONL (prepare_data.py writes them)."""
     out_dir: str
-    """Folder of the run: config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/."""
+    """Folder of the run: config.json, metrics.jsonl, samples.jsonl, curves.png, report.html, checkpoints/."""
     val_file: tuple[str, ...] = ()
     """Files of validation rows; none: no evaluation. gpqa.parquet:4 takes 4 samples of each of its rows instead of --val-n."""
 
@@ -398,6 +399,7 @@ class Trainer:
                     self.save()
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
+        print(f"page: {view_run.write_page([config.out_dir])}")
         return Path(config.out_dir, "checkpoints", f"step_{self.saved}") if self.saved else Path(config.model)
 
     def find_checkpoint(self) -> None:

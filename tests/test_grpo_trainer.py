@@ -146,7 +146,8 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
     whole = run_config(workshop, "whole", total_steps=4, val_file=(str(workshop / "val.parquet"),), val_every=2, val_greedy=True)
     target = grpo_trainer.train(whole)
     folder = workshop / "whole"
-    assert {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    files = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "report.html", "checkpoints"}
+    assert files <= {p.name for p in folder.iterdir()}
     assert json.loads((folder / "config.json").read_text())["lr"] == 3e-3
     metrics = lines_of(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
