@@ -212,10 +212,10 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
 
 def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
     """Writes the page about the runs in `folders`; returns its path. Raises ValueError where there is no run, OSError."""
-    runs, further = find_runs(folders), itertools.cycle(FURTHER)
+    runs, own, further = find_runs(folders), dict(COLOURS), itertools.cycle(FURTHER)
     data = [read_run(name, folder, 1e6 * max_mb / len(runs)) for name, folder in runs.items()]
     for run in data:
-        run["colour"] = COLOURS.get(run["name"].split("/")[-1]) or next(further)
+        run["colour"] = own.pop(run["name"].split("/")[-1], None) or next(further)  # the second "fapo" needs another one
     data = {"title": ", ".join(str(folder) for folder in folders), "runs": data}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     out = out or Path(folders[0], "report.html")
@@ -499,14 +499,15 @@ function sampleView(run, group, chosen) {
 }
 
 // ---- What changed
-const evaluated = run => run.groups.filter(group => group.split === "val"), idOf = group => `${group.source}: ${group.prompt}`;
-const looks = run => {  // the evaluations at the start, in the middle and at the end
-  const steps = unique(evaluated(run).map(group => group.step));
-  return unique([0, .5, 1].map(share => nearest(steps, share * steps.at(-1))));
-};
-const PROBLEMS = [...new Set(RUNS.flatMap(evaluated).map(idOf))].map((id, number) => {
-  const found = run => looks(run).map(step => evaluated(run).find(group => idOf(group) === id && group.step === step));
-  const rows = RUNS.map(run => ({run, groups: found(run)})).filter(row => row.groups.some(Boolean));
+const idOf = group => `${group.source}: ${group.prompt}`;
+const EVALUATED = RUNS.map(run => {
+  const groups = run.groups.filter(group => group.split === "val"), steps = unique(groups.map(group => group.step));
+  const looks = unique([0, .5, 1].map(share => nearest(steps, share * steps.at(-1))));  // at the start, in the middle, at the end
+  return {run, groups, looks, found: new Map(groups.map(group => [`${group.step} ${idOf(group)}`, group]))};
+});
+const PROBLEMS = [...new Set(EVALUATED.flatMap(({groups}) => groups.map(idOf)))].map((id, number) => {
+  const rows = EVALUATED.map(({run, looks, found}) => ({run, groups: looks.map(step => found.get(`${step} ${id}`))}))
+    .filter(row => row.groups.some(Boolean));
   const kinds = new Set(rows.flatMap(row => row.groups.map(group => group?.samples[0].kind)));
   return {id, number, rows, variety: rows.length + kinds.size};
 }).sort((a, b) => b.variety - a.variety);
