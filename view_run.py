@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -53,16 +54,17 @@ class Config:
 
 
 def find_runs(folders) -> dict[str, Path]:
-    """The runs in these folders by a name that no two share. Raises ValueError for a folder without any."""
+    """The runs in these folders by their path below what they have in common. Raises ValueError for a folder without any."""
     found = []
     for folder in map(Path, folders):
         runs = [folder] if (folder / "metrics.jsonl").is_file() else sorted(p.parent for p in folder.glob("*/metrics.jsonl"))
         if not runs:
             raise ValueError(f"folders: {folder} holds no run (no metrics.jsonl, nor folders with one); give a run's --out-dir")
         found += [run.resolve() for run in runs]
-    found = list(dict.fromkeys(found))
-    shared = Counter(run.name for run in found)
-    return {run.name if shared[run.name] == 1 else f"{run.parent.name}/{run.name}": run for run in found}
+    if not found:
+        raise ValueError("folders: none was given; name the --out-dir of a run")
+    common = os.path.commonpath([run.parent for run in found])
+    return {run.relative_to(common).as_posix(): run for run in found}
 
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
@@ -135,12 +137,12 @@ def flags_of(line: dict, info: dict) -> list[str]:
 def sample_of(line: dict) -> dict:
     """What the page shows of a line of samples.jsonl. Lines of older runs know less: what is not known is not there."""
     info = line.get("reward_extra_info") or {}
-    paragraphs, sample = split_paragraphs(line.get("response", "")), {}
     kind, words = verdict_of(line, info)
+    paragraphs, sample = split_paragraphs(line.get("response", "")), {}
     if "critique" in info:
-        sample["critique"] = info["critique"]
+        sample["critique"] = str(info["critique"])
         if info.get("genrm_status") == "ok":
-            sample["judge"] = parse_critique(info["critique"], None)
+            sample["judge"] = parse_critique(sample["critique"], None)
     if "oracle_flawed_positive" in info:
         with contextlib.suppress(ValueError):  # a world of the user's own, with an oracle of its own
             sample["oracle"] = first_wrong_paragraph(line["prompt"], paragraphs)
@@ -180,14 +182,12 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], float]:
     evaluated = sorted({group["step"] for group in groups if group["split"] == "val"})
     ends = [min(evaluated, key=lambda step: abs(step - share * evaluated[-1])) for share in (0, 0.5, 1)] if evaluated else []
     spread = {step: int(f"{index:032b}"[::-1], 2) for index, step in enumerate(steps)}  # bits reversed: 0, 1/2, 1/4, 3/4, ...
-    sizes = {id(group): len(json.dumps(group, ensure_ascii=False).encode(errors="replace")) for group in groups}
-    kept, total = set(), 0
-    for group in sorted(groups, key=lambda g: (g["place"], not (g["split"] == "val" and g["step"] in ends), spread[g["step"]])):
-        total += sizes[id(group)]
-        if total > limit:
-            break
-        kept.add(id(group))
-    return [group for group in groups if id(group) in kept], sum(sizes.values())
+    sizes = [len(json.dumps(group, ensure_ascii=False).encode(errors="replace")) for group in groups]
+    ranks = [(g["place"], not (g["split"] == "val" and g["step"] in ends), spread[g["step"]]) for g in groups]
+    order = sorted(range(len(groups)), key=ranks.__getitem__)
+    totals = itertools.accumulate(sizes[i] for i in order)
+    kept = sorted(i for i, total in zip(order, totals) if total <= limit)
+    return [groups[i] for i in kept], sum(sizes)
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:

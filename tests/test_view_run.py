@@ -137,9 +137,11 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
 def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path):
     for name in ("a/fapo", "a/baseline", "b/fapo"):
         write_run(tmp_path / name, [line()])
-    data = data_of(view_run.write_page([tmp_path / "a", tmp_path / "b/fapo"], out=tmp_path / "page.html"))
+    assert list(view_run.find_runs([tmp_path / "a"])) == ["baseline", "fapo"]
+    assert list(view_run.find_runs([tmp_path / "b/fapo"])) == ["fapo"]
+    data = data_of(view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html"))
     colours = {run["name"]: run["colour"] for run in data["runs"]}
-    assert list(colours) == ["baseline", "a/fapo", "b/fapo"] and colours["baseline"] == view_run.COLOURS["baseline"]
+    assert list(colours) == ["a/baseline", "a/fapo", "b/fapo"] and colours["a/baseline"] == view_run.COLOURS["baseline"]
     assert colours["a/fapo"] == view_run.COLOURS["fapo"] and len(set(colours.values())) == 3
     assert not (tmp_path / "a/report.html").exists()
     with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
