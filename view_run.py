@@ -253,7 +253,7 @@ PAGE = r"""<!doctype html>
   figure, pre, .box, .list a, .card { border: 1px solid var(--line); border-radius: 6px }
   figcaption { font-weight: 600; font-size: .92rem } svg { width: 100%; display: block; cursor: crosshair }
   text { fill: var(--soft); font-size: 10px; text-anchor: middle } .held-out { font-size: 13px; dominant-baseline: central }
-  .readout { font-size: .8rem } .readout span { margin-right: .7em }
+  .readout { font-size: .8rem } .readout span { margin-right: .7em; white-space: nowrap }
   .swatch { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .3em }
   .list { max-height: 34rem; overflow: auto } .list div { white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
   .list a, .card { display: block; margin: 3px; padding: .35rem .5rem; color: inherit; text-decoration: none }
