@@ -43,6 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
+import view_run
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401  (tools look here)
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
@@ -62,7 +63,7 @@ class Config(reward_loop.RewardOptions):
     train_file: str
     """File of training rows, parquet or JSONL (prepare_data.py writes them)."""
     out_dir: str
-    """Folder of the run: config.json, metrics.jsonl, samples.jsonl, curves.png, checkpoints/."""
+    """Folder of the run: config.json, metrics.jsonl, samples.jsonl, curves.png, report.html, checkpoints/."""
     val_file: tuple[str, ...] = ()
     """Files of validation rows; none: no evaluation. gpqa.parquet:4 takes 4 samples of each of its rows instead of --val-n."""
 
@@ -183,7 +184,7 @@ class Config(reward_loop.RewardOptions):
     resume: Literal["never", "auto"] = "never"
     """auto: go on from the newest checkpoint in out_dir, if there is one."""
     samples_per_step: int = 8
-    """Samples of each data source written to samples.jsonl, per step and per evaluation."""
+    """Samples of each data source written to samples.jsonl, per step (in whole groups) and per evaluation."""
     save_rollouts: bool = False
     """Keep what each step trains on (tokens, log-probabilities, results) in out_dir/rollouts, for --replay."""
     replay: str | None = None
@@ -211,8 +212,11 @@ class Trainer:
     def one_step(self, step: int) -> None:
         """One step of GRPO on FAPO's rewards."""
         config, started = self.config, time.perf_counter()
-        samples, metrics, drawn = self.collect(step)  # draw prompts, roll out and score, drop groups that teach nothing
-        self.set_advantages(samples)
+        everything, samples, metrics, drawn = self.collect(step)  # draw prompts, roll out and score, drop what teaches nothing
+        try:
+            self.set_advantages(samples)
+        finally:  # the samples explain what may go wrong here or from here on
+            self.log.samples(step, "train", everything, self.eos_ids)
         rewarded = time.perf_counter()
         with self.interrupts.held():  # a Ctrl-C from here on waits until the step is whole and logged
             lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
@@ -231,8 +235,8 @@ class Trainer:
 
     # ---- the parts of a step, in the order in which a sample passes them
 
-    def collect(self, step: int) -> tuple[list[Sample], dict, int]:
-        """The samples of a step, group after group; metrics; and the number of prompts drawn in the whole run by then.
+    def collect(self, step: int) -> tuple[list[Sample], list[Sample], dict, int]:
+        """The samples of a step, group after group, all and those to learn from; metrics; prompts drawn in the whole run by then.
 
         With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
         """
@@ -256,7 +260,6 @@ class Trainer:
                     kept.append(group)
             self.check_verdicts(step, sum(rounds, []))
         everything = sum(rounds, [])
-        self.log.samples(step, "train", everything)
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
             last = everything[-config.group_size :]
             kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in last]]
@@ -274,7 +277,7 @@ class Trainer:
         if config.dynamic_sampling:
             metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
-        return training, metrics, drawn
+        return everything, training, metrics, drawn
 
     def roll_out_and_score(self, samples, step: int, temperature: float, top_p: float, seed: int, title: str) -> Counter:
         """Fills in responses and results. In standalone mode a sample is on its way to its reward the moment it ends.
@@ -314,6 +317,7 @@ class Trainer:
         """Raises RuntimeError where too many samples have no verdict."""
         rate, limit = reward_loop.no_verdict_rate([sample.result for sample in samples]), self.config.max_no_verdict_rate
         if rate > limit:
+            self.log.samples(step, "train", samples, self.eos_ids)  # they explain it
             first = next(sample.result for sample in samples if sample.reward is None)
             raise RuntimeError(
                 f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%}); "
@@ -395,6 +399,7 @@ class Trainer:
                     self.save()
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
+        print(f"page: {view_run.write_page([config.out_dir])}")
         return Path(config.out_dir, "checkpoints", f"step_{self.saved}") if self.saved else Path(config.model)
 
     def find_checkpoint(self) -> None:
@@ -484,7 +489,7 @@ class Trainer:
                 self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
-        self.log.samples(step, "val", shown)
+        self.log.samples(step, "val", shown, self.eos_ids)
         print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
         self.log.metrics({"step": step} | metrics)
         self.log.plot()

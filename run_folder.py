@@ -5,7 +5,7 @@ reward_loop.py returns.
 
 Also what goes with it: is the folder fit for a run, and Ctrl-C, which must not cut a step in half.
 
-Left out: standard errors, histograms, logs of several runs in one place, checkpoints on object stores.
+Left out: standard errors, histograms, checkpoints on object stores. Several runs side by side are a page of view_run.py.
 """
 
 import contextlib
@@ -195,7 +195,7 @@ class Log:
     """
 
     def __init__(self, config, first_step: int):
-        self.folder, self.limit, self.writer, self.wandb = Path(config.out_dir), config.samples_per_step, None, None
+        self.config, self.folder, self.writer, self.wandb = config, Path(config.out_dir), None, None
         self.rewind(first_step or -1)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -245,20 +245,26 @@ class Log:
         if self.wandb:
             self.wandb.log(rounded, step=rounded["step"])
 
-    def samples(self, step: int, split: str, samples: list) -> None:
-        """A step's first samples of each data source to samples.jsonl; an evaluation's also as a table, for the eye."""
-        table, written = [], Counter()
+    def samples(self, step: int, split: str, samples: list, eos_ids) -> None:
+        """A step's first groups of each data source to samples.jsonl; an evaluation's samples also as a table, for the eye.
+
+        A group is never split, so that it shows what its advantages come from. In an evaluation each sample is one.
+        """
+        table, written, size = [], Counter(), self.config.group_size if split == "train" else 1
         with open(self.folder / "samples.jsonl", "a") as file:
-            for sample in samples:
-                row = sample.row
-                written[row["data_source"]] += 1
-                if written[row["data_source"]] > self.limit:
+            for place, sample in enumerate(samples):
+                row, group = sample.row, place // size
+                if place % size == 0:
+                    shown = written[row["data_source"]] < self.config.samples_per_step
+                    written[row["data_source"]] += size
+                if not shown:
                     continue
                 prompt = row["prompt"][-1]["content"]
                 truth = row["reward_model"]["ground_truth"]
-                line = {"step": step, "split": split, "data_source": row["data_source"], "prompt": prompt, "ground_truth": truth}
-                line |= sample.result | {"response": sample.text}
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                line = {"step": step, "split": split, "group": group, "data_source": row["data_source"], "prompt": prompt}
+                line |= {"ground_truth": truth} | sample.result | {"advantage": sample.advantage}
+                line |= {"response_length": len(sample.response_ids), "clipped": sample.response_ids[-1] not in eos_ids}
+                file.write(json.dumps(line | {"response": sample.text}, ensure_ascii=False, default=str) + "\n")
                 table.append([step, prompt, sample.text, str(truth), str(sample.reward)])
         if split != "val":
             return
@@ -291,8 +297,8 @@ class Log:
         for axis, (title, keys) in zip(axes.flat, panels):
             for key in keys:
                 points = [(m["step"], m[key]) for m in self.history if key in m]
-                if points:
-                    axis.plot(*zip(*points), label=key, marker="." if key.startswith("val/") else "")
+                if points:  # between two evaluations nothing was measured: no line
+                    axis.plot(*zip(*points), "o" if key.startswith("val/") else "-", label=key)
             axis.set(title=title, xlabel="step")
             axis.grid(alpha=0.3)
             if axis.lines:

@@ -21,7 +21,8 @@ python grpo_trainer.py --model data/toy/judge --out-dir "$RUNS/judge" --seed "$S
   --train-file data/toy/fapo_critic_train.parquet --val-file data/toy/fapo_critic_test.parquet \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
   --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
-  --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1
+  --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 \
+  --samples-per-step 16
 
 stage "3. The trained judge becomes a service: one vLLM server behind the router"
 python genrm_server.py --model "$RUNS/judge/checkpoints/step_60" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$RUNS/genrm_logs" &
@@ -37,15 +38,18 @@ stage "4. Two policies from one start, side by side: the rule only, and FAPO"
 policy() {  # policy NAME [FURTHER FLAGS]
   python grpo_trainer.py --model data/toy/policy --out-dir "$RUNS/$1" --seed "$SEED" \
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
-    --reward-fn toy_world.py:compute_score_fapo --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' --router-address "127.0.0.1:$PORT" \
+    --reward-fn toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" \
+    --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96, "keep_critique": true}' \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 "${@:2}"
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 \
+    --samples-per-step 16 "${@:2}"
 }
 policy baseline --baseline >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
 policy fapo
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-stage "5. The figure and the tables"
+stage "5. The figure, the tables and the page"
 python toy_world.py --runs "$RUNS"
+python view_run.py "$RUNS"
 stage "done"

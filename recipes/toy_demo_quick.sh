@@ -19,12 +19,14 @@ policy() {  # policy NAME [FURTHER FLAGS]
     --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet data/toy/toy_total_test.parquet \
     --reward-fn toy_world.py:compute_score_fapo_oracle --num-reward-workers 1 \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 "${@:2}"
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 \
+    --samples-per-step 16 "${@:2}"
 }
 policy baseline --baseline >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
 policy fapo
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-# 3. The figure and the table.
+# 3. The figure, the table and the page.
 python toy_world.py --runs "$RUNS"
+python view_run.py "$RUNS"

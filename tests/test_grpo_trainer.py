@@ -146,7 +146,8 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
     whole = run_config(workshop, "whole", total_steps=4, val_file=(str(workshop / "val.parquet"),), val_every=2, val_greedy=True)
     target = grpo_trainer.train(whole)
     folder = workshop / "whole"
-    assert {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    files = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "report.html", "checkpoints"}
+    assert files <= {p.name for p in folder.iterdir()}
     assert json.loads((folder / "config.json").read_text())["lr"] == 3e-3
     metrics = lines_of(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
@@ -157,7 +158,7 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
     """
     assert set(expected.split()) <= set().union(*metrics[1:])  # a step in which no reward differs has no gradient
     sample = lines_of(folder / "samples.jsonl")[-1]
-    assert {"step", "split", "prompt", "response", "reward_score", "status", "reward_extra_info"} <= set(sample)
+    assert {"step", "split", "group", "prompt", "response", "reward_score", "advantage", "status", "reward_extra_info"} <= set(sample)
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     from transformers import AutoTokenizer
 
@@ -195,7 +196,11 @@ def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
         reasons.update(dropped)
         assert m["actor/updates"] == 2  # two mini-batches of two prompts each
     assert reasons["all_right"] >= 3 and reasons["all_wrong"] >= 3 and reasons["no_verdict"] == 0
-    prompts = [s["prompt"] for s in lines_of(workshop / "dynamic/samples.jsonl") if s["split"] == "train"][::4]
+    samples = lines_of(workshop / "dynamic/samples.jsonl")
+    learnt = [s["advantage"] for s in samples if s["advantage"] is not None]  # what was dropped has none
+    assert len(learnt) == 4 * sum(m["dynamic/kept"] for m in metrics) and all(learnt)
+    assert [sum(learnt[i : i + 4]) for i in range(0, len(learnt), 4)] == pytest.approx([0.0] * (len(learnt) // 4), abs=1e-5)
+    prompts = [s["prompt"] for s in samples if s["split"] == "train"][::4]
     assert len(prompts) == sum(m["dynamic/prompts"] for m in metrics) and len(set(prompts[:32])) == 32  # an epoch, none left out
 
     # It goes on with the prompt after the last one drawn: the same run, when it was stopped after the first step.
@@ -210,7 +215,7 @@ def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(worksh
     grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
     metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
     assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/dropped_all_right"] == 12
-    assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 5  # of the step, not of each of its three rounds
+    assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 8  # two groups of the step, not of each of its rounds
     assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
 
 
@@ -598,6 +603,7 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop):
 def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     with pytest.raises(RuntimeError, match=r"100% of the samples that needed a verdict have none.*is the reward model up.*sleeps"):
         grpo_trainer.train(run_config(workshop, "silent", reward_fn=f"{workshop}/reward.py:silent"))
+    assert {s["reward_extra_info"]["why"] for s in lines_of(workshop / "silent/samples.jsonl")} == {"the judge sleeps"}
 
 
 @pytest.mark.parametrize(

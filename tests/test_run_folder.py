@@ -18,7 +18,7 @@ def test_pass_at_k_by_hand():
 
 def scored(score, row=None, text="", **info):
     result = {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
-    return Sample(row, [], text=text, result=result)
+    return Sample(row, [], response_ids=[1], text=text, result=result)
 
 
 def test_validation_metrics_by_hand():
@@ -68,21 +68,27 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
 
 
-def test_samples_are_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=3, group_size=2, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
-    rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}"}]} for name in ("a", "a", "b")]
+    rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}{i}"}]} for i, name in enumerate("aaab") for _ in "12"]
     samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
-    log.samples(4, "train", samples)
+    for i, sample in enumerate(samples):
+        sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
+    log.samples(4, "train", samples, eos_ids={1})
     assert capsys.readouterr().out == ""
-    log.samples(4, "val", samples)
+    log.samples(4, "val", samples, eos_ids={1})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [(line["split"], line["prompt"], line["response"][-1]) for line in lines] == [
-        ("train", "ask a", "0"), ("train", "ask b", "2"), ("val", "ask a", "0"), ("val", "ask b", "2"),
+    found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
+    assert found[:6] == [  # three samples of "a" are wanted and groups have two: two groups of it
+        ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"), ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
+        ("train", 3, "ask b3", "6"), ("train", 3, "ask b3", "7"),
     ]  # fmt: skip
+    assert [(group, response) for _, group, _, response in found[6:]] == [(0, "0"), (1, "1"), (2, "2"), (6, "6"), (7, "7")]
+    assert [(line["advantage"], line["response_length"], line["clipped"]) for line in lines[:2]] == [(None, 1, True), (0.25, 2, False)]
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 2 and "ask b" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
+    assert len(shown) == 3 and "ask a0" in shown[1] and "line one answer 1" in shown[1] and "reward 1.0" in shown[1]
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -104,9 +110,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     """U+2028 and U+0085 end a line for str.splitlines(), not for JSON."""
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, group_size=1, tensorboard=False, wandb=False)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
-    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three")])
+    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three")], eos_ids={1})
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
     assert json.loads(line)["response"] == "one\u2028two\x85three"

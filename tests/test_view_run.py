@@ -1,0 +1,235 @@
+"""The page of a run: its data, and in a real browser that every filter, link and view shows what it should."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import urllib.parse
+
+import pytest
+
+import view_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine")
+PROBLEM, SOUND, FLAWED = "Ben has 65 eggs, gets 9, loses 3. Rest by 5?", ("65+9=74", "74-3=71"), ("65+9=64", "64-3=61")
+EVIL = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
+
+
+def line(step=1, split="train", group=0, prompt=PROBLEM, solution=SOUND, advantage=0.5, reward=1.0, status="ok", **more):
+    """A line of samples.jsonl; `info` adds to what the reward function returned."""
+    info = {"score": reward, "acc": True, "flawed_positive": False, "genrm_status": "ok", "critique": "fine\n\\boxed{-1}"}
+    info |= {"oracle_flawed_positive": False} | more.pop("info", {})
+    return {"step": step, "split": split, "group": group, "data_source": "toy", "prompt": prompt, "ground_truth": "1",
+            "reward_score": reward, "reward_extra_info": info, "status": status, "seconds": 0.25, "advantage": advantage,
+            "response_length": 21, "clipped": False, "response": "\n\n".join([*solution, "Rest \\boxed{1}"])} | more  # fmt: skip
+
+
+CAUGHT = dict(solution=FLAWED, reward=0.0, advantage=-1.5)
+CAUGHT |= {"info": {"flawed_positive": True, "critique": "0:65+9=74?6 not\n\\boxed{0}", "oracle_flawed_positive": True}}
+MISSED = dict(solution=FLAWED, info={"oracle_flawed_positive": True})
+SILENT = dict(reward=None, advantage=None, status="no_verdict", info={"flawed_positive": None, "genrm_status": "timeout"})
+CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
+
+
+def write_run(folder, samples, metrics=({"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5})):
+    folder.mkdir(parents=True)
+    for name, lines in (("metrics", metrics), ("samples", samples)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return folder
+
+
+def data_of(page):
+    """What the page holds: its script element ends where it should."""
+    return json.loads(re.search(r'id="data">(.*?)</script>\n<script>\n"use strict"', page.read_text(), re.S)[1])
+
+
+def dom(page, **state):
+    """The page's HTML as a browser has drawn it for this state."""
+    address = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def part(text, name):
+    """The inner HTML of the element with this id, up to the next element that has one of the page's own."""
+    return re.search(rf'id="{name}"[^>]*>(.*?)(?=<(?:div|section|span|script)[^>]* id="|$)', text, re.S)[1]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Two runs. In "fapo" step 1 has a group of every kind of sample, step 2 a sound one; what models wrote is hostile."""
+    folder = tmp_path_factory.mktemp("runs")
+    everything = [line(**case) for case in ({}, CAUGHT, MISSED, SILENT, CUT)]
+    hostile = line(step=2, group=3, prompt=EVIL, solution=(EVIL,), info={"critique": EVIL, "pred": EVIL})
+    before, after = (dict(split="val", advantage=None) | case for case in (CAUGHT, {}))
+    held_out = [line(step=0, **before), line(step=5, **before), line(step=10, **after)]
+    write_run(folder / "fapo", everything + [hostile] + held_out)
+    write_run(folder / "baseline", [line()] + [line(step=step, **before) for step in (0, 5, 10)])
+    return view_run.write_page([folder])
+
+
+# ------------------------------------------------------------------------------------------------------ from files to data
+
+
+def test_lines_become_whole_groups_with_flags_verdicts_and_the_named_paragraphs(tmp_path):
+    samples = [line(**case) for case in ({}, CAUGHT, MISSED, SILENT, CUT)] + [line(group=1), line(step=2)]
+    run = write_run(tmp_path / "run", samples)
+    (run_data,) = data_of(view_run.write_page([run]))["runs"]
+    groups = run_data["groups"]
+    assert [(g["step"], g["group"], len(g["samples"])) for g in groups] == [(1, 0, 5), (1, 1, 1), (2, 0, 1)]
+    samples = groups[0]["samples"]
+    assert [s["flags"] for s in samples] == [[], ["judge", "oracle"], ["oracle", "wrong"], ["silent"], ["cut"]]
+    assert [s["verdict"] for s in samples] == [
+        "right answer, sound", "right answer, flawed", "right answer, sound (oracle: flawed)", "no verdict: timeout",
+        "wrong answer",
+    ]  # fmt: skip
+    assert [(s.get("judge"), s["oracle"]) for s in samples] == [(-1, -1), (0, 0), (-1, 0), (None, -1), (None, -1)]
+    assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
+    assert run_data["metrics"] == {"val/toy/mean@1": [[0, 0.25]], "reward/acc": [[1, 0.5]]} and run_data["notes"] == []
+
+
+def test_a_judge_in_training_is_measured_against_the_truth():
+    cases = {
+        (2, 2, True): ("verdict right", ["judge", "oracle"]),
+        (1, 2, True): ("right that it is flawed, other paragraph", ["judge", "oracle"]),
+        (-1, 2, False): ("verdict wrong", ["oracle", "wrong"]),
+        (None, -1, False): ("verdict wrong", []),
+    }
+    for (pred, truth, right), expected in cases.items():
+        info = {"acc": right, "exact": pred == truth, "pred": pred, "gt": truth}
+        sample = view_run.sample_of({"reward_score": 1.0, "reward_extra_info": info})
+        assert (sample["verdict"], sample["flags"]) == expected
+
+
+def test_old_lines_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
+    new = ("group", "advantage", "response_length", "clipped", "seconds")
+    old = [{k: v for k, v in line(prompt=prompt).items() if k not in new} for prompt in (PROBLEM, PROBLEM, "another")]
+    run = write_run(tmp_path / "run", old, metrics=[{"step": 1, "a": float("nan")}])
+    with open(run / "samples.jsonl", "ab") as file:
+        file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # cut in the middle of a character
+    (data,) = data_of(view_run.write_page([run]))["runs"]
+    assert [len(group["samples"]) for group in data["groups"]] == [2, 1] and "advantage" not in data["groups"][0]["samples"][0]
+    assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
+    fresh = write_run(tmp_path / "fresh", [], metrics=[])
+    assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
+
+
+def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
+    """200 steps of 8 samples of 8,000 characters are 13 MB."""
+    samples = [line(step=step, response="7" * 8000) for step in range(1, 201) for _ in range(8)]
+    for step in (0, 100, 200):
+        samples += [line(step=step, split="val", group=group, prompt=f"{group}") for group in range(3)]
+    run = write_run(tmp_path / "run", samples, metrics=[{"step": step, "a": 1.0} for step in range(5001)])
+    page = view_run.write_page([run])
+    assert 2e6 < page.stat().st_size < 4.2e6
+    (data,) = data_of(page)["runs"]
+    kept = [group["step"] for group in data["groups"] if group["split"] == "train"]
+    assert all(len(group["samples"]) == 8 for group in data["groups"] if group["split"] == "train")
+    assert 40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8  # no gap, early or late
+    assert {(g["step"], g["group"]) for g in data["groups"] if g["split"] == "val"} >= {(0, 0), (100, 0), (200, 0)}
+    assert re.match(rf"run: {len(data['groups'])} of 209 groups are here.*all take 13\.\d MB .--max-mb", data["notes"][0])
+    assert len(data["metrics"]["a"]) <= 1002 and data["metrics"]["a"][-1] == [5000, 1.0] and "of 5001 steps" in data["notes"][1]
+    assert len(data_of(view_run.write_page([run], max_mb=20))["runs"][0]["groups"]) == 209
+
+
+def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path):
+    for name in ("a/fapo", "a/baseline", "b/fapo"):
+        write_run(tmp_path / name, [line()])
+    assert list(view_run.find_runs([tmp_path / "a"])) == ["baseline", "fapo"]
+    assert list(view_run.find_runs([tmp_path / "b/fapo"])) == ["fapo"]
+    data = data_of(view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html"))
+    colours = {run["name"]: run["colour"] for run in data["runs"]}
+    assert list(colours) == ["a/baseline", "a/fapo", "b/fapo"] and colours["a/baseline"] == view_run.COLOURS["baseline"]
+    assert colours["a/fapo"] == view_run.COLOURS["fapo"] and len(set(colours.values())) == 3
+    assert not (tmp_path / "a/report.html").exists()
+    with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
+        view_run.write_page([tmp_path / "page.html"])
+
+
+def test_what_models_wrote_cannot_become_markup(page):
+    assert page.read_text().count("</script>") == 2 and "<img" not in page.read_text()
+    (group,) = [group for group in data_of(page)["runs"][1]["groups"] if group["group"] == 3]
+    (sample,) = group["samples"]
+    assert group["prompt"] == sample["paragraphs"][0] == sample["critique"] == sample["info"]["pred"] == EVIL
+
+
+# ------------------------------------------------------------------------------------------------------ in a browser
+
+
+@in_browser
+@pytest.mark.parametrize(
+    "name, chosen", [("", [0, 1, 2, 3, 4]), ("judge", [1]), ("oracle", [1, 2]), ("wrong", [2]), ("silent", [3]), ("cut", [4])]
+)
+def test_a_filter_shows_what_it_names(page, name, chosen):
+    text = dom(page, view="groups", run="fapo", filter=name)
+    expected = "6 samples in 2 groups at 2 steps" if not name else f"{len(chosen)} samples in 1 groups at 1 steps"
+    assert expected in part(text, "count")
+    cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
+    assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
+    assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[:1]  # its sample is the one below
+    assert f"Sample {chosen[0]}, paragraph by paragraph" in text
+    state = urllib.parse.parse_qs(html.unescape(cards[3][3]).lstrip("#"))
+    kept = {"view": "groups", "run": "fapo", "split": "train", "step": "1", "group": "0", "sample": "3", "filter": name}
+    assert state == {key: [value] for key, value in kept.items() if value}
+
+
+@in_browser
+def test_a_group_and_a_sample_explain_the_reward(page):
+    text = dom(page, view="groups", run="fapo", step=1, group=0, sample=1)
+    group, sample = part(text, "group"), part(text, "sample")
+    assert PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group  # of 1, 0, 1, -1: silence does not count
+    tints = re.findall(r'class="advantage" style="(.*?)">(.*?)<', group)
+    assert [words for _, words in tints] == ["advantage +0.5", "advantage −1.5", "advantage +0.5", "no advantage", "advantage −1"]
+    assert [re.findall("good|bad", style) for style, _ in tints] == [["good"], ["bad"], ["good"], [], ["bad"]]
+    assert '<li class="named">65+9=64<div class="soft">← the judge and the oracle: first wrong paragraph' in sample
+    assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
+    assert "score 0, length penalty 0: reward 0" in sample and "(0 − 0.25) / 0.957 = −1.5" in sample and "ok in 0.25 s" in sample
+
+
+@in_browser
+def test_what_models_wrote_is_text_also_for_the_search(page):
+    text = dom(page, view="groups", run="fapo", q="onerror")
+    assert "1 samples in 1 groups at 1 steps" in part(text, "count") and "<img" not in text and text.count("<script") == 2
+    escaped = html.escape(EVIL, quote=False)
+    assert escaped in part(text, "group") and part(text, "sample").count(escaped) == 3  # the solution, the critique, a value
+    assert re.search(r"<title>(.*?)</title>", text)[1] == str(page.parent)  # and no script of theirs ran
+
+
+@in_browser
+def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
+    text = dom(page)
+    assert len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 2  # one a run
+    assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
+    assert f"fill:{view_run.COLOURS['fapo']}" in text and f'stroke="{view_run.COLOURS["baseline"]}"' in text
+    assert dom(page, hide="baseline").count("<polyline") == 2
+    answers = part(dom(page, view="changed"), "answers")
+    rows = [re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row) for row in answers.split("<tr>")[1:]]
+    flawed, sound = "right answer, flawed", "right answer, sound"
+    assert rows == [[("0", flawed), ("5", flawed), ("10", flawed)], [("0", flawed), ("5", flawed), ("10", sound)]]
+
+
+@in_browser
+def test_slider_search_and_keys_do_what_the_mouse_does(page):
+    """A script that plays the user, at the end of a copy of the page."""
+    plays = """<script>{
+      const chart = document.querySelector("[data-key='reward/acc']"), readout = chart.querySelector(".readout");
+      const press = key => chart.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
+      press("ArrowLeft");
+      const seen = [readout.textContent];
+      press("ArrowLeft");
+      seen.push(readout.textContent);
+      press("Enter");
+      const steps = [
+        () => { seen.push(location.hash); $("run").value = "fapo"; $("run").dispatchEvent(new Event("change")); },
+        () => { seen.push($("at").value); $("step").value = 1; $("step").dispatchEvent(new Event("input")); },
+        () => { seen.push($("at").value); $("q").focus(); $("q").value = "onerror"; $("q").dispatchEvent(new Event("input")); },
+        () => { seen.push(document.activeElement.id, location.hash); document.title = JSON.stringify(seen); }];
+      steps.forEach((step, i) => setTimeout(step, 100 * (i + 1)));
+    }</script>"""
+    played = page.with_name("played.html")
+    played.write_text(page.read_text() + plays)
+    seen = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(played))[1]))
+    assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]  # from step 1 to 0, which is the first
+    assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]
