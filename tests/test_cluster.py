@@ -1,16 +1,20 @@
 """A run over several machines, played by network namespaces: each host has its own address, loopback, Ray session and shared
 memory, and can be cut off. Needs root and `ip`. The vLLM servers are played, with the real weights of the policy."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import Qwen2Config
 
@@ -188,6 +192,7 @@ def test_the_recipes_fit_on_the_machines_that_they_name(tmp_path, tokenizer):
         tokenizer.save_pretrained(tmp_path / str(number))
     script = f"""
 import sys
+import tempfile
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import ray
 from ray.cluster_utils import Cluster
@@ -218,3 +223,43 @@ cluster.shutdown()
         assert text.count("policy server 0") == text.count("rank 0") == 1 and text.count("judge 0") == name.startswith("fapo")
         assert len(re.findall(r"^[\d.]+: ", text, re.M)) >= 1
     assert "policy server 5 (2 GPUs)" in said[4] and "rank 15" in said[4] and "rank 8" not in said[3]
+
+
+@pytest.mark.slow
+def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
+    """`ray job submit` with recipes/runtime_env.yaml: the scripts travel, and the run joins the cluster that the job is in."""
+    policy, out, bin = write_model(tmp_path / "policy", model, tokenizer), tmp_path / "run", Path(sys.executable).parent
+    rows = [{"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str)\n")
+    ports = [free_port() for _ in range(3)]
+    env = os.environ | dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="token of the test " + "x" * 20, PATH=f"{bin}:{os.environ['PATH']}")
+    env.pop("RAY_ADDRESS")
+    session = tempfile.mkdtemp(prefix="ray_")  # a short path: sockets lie in it
+    head = subprocess.Popen([str(bin / "ray"), "start", "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--num-cpus=2",
+                             f"--dashboard-agent-listen-port={ports[2]}", f"--temp-dir={session}", "--disable-usage-stats", "--block"],
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, start_new_session=True)  # fmt: skip
+    submit = [str(bin / "ray"), "job", "submit", "--address", f"http://127.0.0.1:{ports[1]}", "--runtime-env", "recipes/runtime_env.yaml",
+              "--working-dir", ".", "--", "python", "grpo_trainer.py", "--model", policy, "--train-file", str(tmp_path / "rows.jsonl"),
+              "--out-dir", str(out), "--reward-fn", f"{tmp_path}/score.py:compute_score", "--total-steps", "1", "--train-batch-size", "2",
+              "--mini-batch-size", "2", "--max-response-length", "16", "--overlong-buffer", "0", "--num-workers", "1"]  # fmt: skip
+    try:
+        end = time.monotonic() + 120
+        while (done := subprocess.run(submit, capture_output=True, text=True, env=env, cwd=ROOT)).returncode:
+            starting = "No available agent" in done.stderr or "Failed to connect" in done.stderr or "ConnectionError" in done.stderr
+            assert starting and time.monotonic() < end, done.stdout[-2000:] + done.stderr[-2000:]
+            time.sleep(1)
+    finally:
+        for process in [*psutil.Process(head.pid).children(recursive=True), head]:  # SIGTERM would be half a minute of draining
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.wait()
+        shutil.rmtree(session, ignore_errors=True)
+    assert "Ray: joined the cluster at" in done.stdout and "succeeded" in done.stdout
+    assert (out / "checkpoints" / "step_1" / "model.safetensors").is_file()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
