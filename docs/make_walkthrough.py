@@ -214,9 +214,9 @@ errs now and then is enough to learn from; what it overlooks every time is what 
 ## The loss of one token
 
 Samples {one} and {two} have the same text up to `{line}`. There one goes on with `{sound_token}` and the other with
-`{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so by the time of its update the policy has moved
-a little: r is the token's probability at its update over that before the step. `compute_policy_loss` gives, with
-N = {N} response tokens in the mini-batch:
+`{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so by the time of its update the policy has
+moved a little: r is the token's probability at its update over that before the step. `compute_policy_loss` gives,
+with N = {N} response tokens in the mini-batch:
 
 {loss_table}
 
