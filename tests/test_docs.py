@@ -1,10 +1,8 @@
 """README and docs: every command parses, every link, flag and metric exists, examples run, the walkthrough is current."""
 
 import asyncio
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 
