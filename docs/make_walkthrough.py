@@ -235,8 +235,8 @@ and not these eight alone. The demo does 60 such steps.
 ## Made by
 
 The log-probabilities were recorded by doing the step's update again, from the checkpoint before it and the samples of
-the step. A run of `recipes/toy_demo.sh` whose FAPO policy has `--save-rollouts --save-every 1 --keep-checkpoints 0`,
-and `"keep_critique": true` in its `--reward-kwargs`, has all that is needed:
+the step. A run of `recipes/toy_demo.sh` whose FAPO policy has
+`--save-rollouts --save-every 1 --keep-checkpoints 0` has all that is needed:
 
 ```bash
 python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step {data["step"]} --group {data["group"]}
