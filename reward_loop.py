@@ -1,6 +1,6 @@
 """Reward Loop: every sample is scored on its own, the moment it is ready, on many workers of a Ray cluster.
 
-You write one function (`FILE:NAME`, sync or async; see "Writing your own reward function" in the README); the loop calls it:
+You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md); the loop calls it:
 
     with contextlib.ExitStack() as stack:
         manager = start_rewards(RewardOptions(reward_fn="compute_score.py:compute_score_fapo", genrm=("PATH",)), stack)

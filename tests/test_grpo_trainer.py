@@ -682,7 +682,7 @@ def test_arguments_for_vllm_can_be_given_as_the_help_says():
     """They begin with dashes: only with a = does the command line take them for a value."""
     import tyro
 
-    text = Path("grpo_trainer.py").read_text() + Path("reward_loop.py").read_text() + Path("README.md").read_text()
+    text = Path("grpo_trainer.py").read_text() + Path("reward_loop.py").read_text() + Path("docs/training.md").read_text()
     flags = re.findall(r'--(?:rollout|genrm)-vllm-args="[^"]+"', text)
     needed = ["--model", "m", "--train-file", "t", "--out-dir", "o"]
     for flag in flags:

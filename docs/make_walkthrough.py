@@ -1,0 +1,259 @@
+"""Writes docs/walkthrough.md, one real step of the demo in numbers, from docs/walkthrough.json.
+
+    python docs/make_walkthrough.py                                                # the page anew, from what was recorded
+    python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step 9 --group 9
+
+Recorded are the texts that two models wrote, and the log-probabilities of the policy's tokens around the step's updates. All
+else on the page is computed by the functions that a run uses. --record needs a run with --save-rollouts --save-every 1
+--keep-checkpoints 0 and keep_critique: it does the step's update again, from the checkpoint before, and looks at one group.
+"""
+
+import asyncio
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+import torch
+
+import compute_score as scores
+import toy_world
+from algorithm import compute_advantages, compute_policy_loss
+
+WHEN = ("before the step", "at its own update", "after the step")
+
+
+@dataclass
+class Config:
+    """Writes docs/walkthrough.md from docs/walkthrough.json; with --record the latter first."""
+
+    record: Path | None = None
+    """Folder of a run to record a step of."""
+    step: int = 9
+    """Which step."""
+    group: int = 9
+    """Which group of it, from 0."""
+
+
+def record(run: Path, step: int, group: int) -> dict:
+    """A group of a step and what the step did to it, by doing the step's update again."""
+    import grpo_trainer
+    from policy import Policy, deal
+    from rollout import read_rollouts
+
+    settings = json.loads((run / "config.json").read_text())
+    config = grpo_trainer.Config(**settings)
+    torch.set_num_threads(config.num_threads or torch.get_num_threads())
+    folder = run / f"checkpoints/step_{step - 1}" if step > 1 else Path(config.model)
+    policy, samples = Policy(config, str(folder), torch.device(config.device)), read_rollouts(str(run), step)
+    if step > 1:
+        policy.load_optimizer(folder)
+    rewards = torch.tensor([sample.reward for sample in samples]).view(-1, config.group_size)
+    for sample, advantage in zip(samples, compute_advantages(rewards).flatten().tolist()):
+        sample.advantage = advantage
+    chosen = samples[group * config.group_size : (group + 1) * config.group_size]
+    batches = deal(samples, config.group_size, config.mini_batch_size)
+    own = next(number for number, batch in enumerate(batches) if any(sample is chosen[0] for sample in batch))
+    seen, update = [policy.score(chosen)], policy.optimizer.step
+
+    def update_and_look():
+        update()
+        seen.append(policy.score(chosen))
+
+    policy.optimizer.step = update_and_look
+    lr = config.lr * min(1.0, step / config.lr_warmup_steps)
+    policy.update(samples, lr)
+    tokenizer = grpo_trainer.load_tokenizer(str(folder), config)
+    return {
+        "step": step,
+        "group": group,
+        "row": {key: chosen[0].row[key] for key in ("data_source", "prompt", "reward_model", "extra_info")},
+        "reward_kwargs": json.loads(config.reward_kwargs),
+        "update": {"number": own + 1, "of": len(batches), "tokens": sum(len(s.response_ids) for s in batches[own]), "lr": lr},
+        "samples": [
+            {
+                "text": sample.text,
+                "critique": sample.result["reward_extra_info"].get("critique"),
+                "tokens": [tokenizer.decode([token]) for token in sample.response_ids],
+                "logprobs": [[round(x, 6) for x in seen[look][number][0].tolist()] for look in (0, own, -1)],
+            }
+            for number, sample in enumerate(chosen)
+        ],
+    }
+
+
+def score(data: dict) -> list[dict]:
+    """The samples' results, from the demo's own reward function; the judge's answers are the recorded ones."""
+    row, critiques = data["row"], iter([])
+
+    async def recorded(prompt, *_, **__):
+        return "ok", next(critiques), 0
+
+    ask, scores.chat = scores.chat, recorded
+    try:
+        results = []
+        for sample in data["samples"]:
+            critiques = iter([sample["critique"]])
+            about = (row["data_source"], sample["text"], row["reward_model"]["ground_truth"], row["extra_info"])
+            call = toy_world.compute_score_fapo(*about, reward_router_address="recorded", **data["reward_kwargs"])
+            results.append(asyncio.run(call))
+        return results
+    finally:
+        scores.chat = ask
+
+
+def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[list[float], float, float]:
+    """(probabilities before, at its update and after, its loss before the division by N, the same loss unclipped)."""
+    old, now, after = (torch.tensor([[row[token]]]) for row in data["samples"][sample]["logprobs"])
+    mask, advantages = torch.ones(1, 1, dtype=torch.bool), torch.tensor([advantage])
+    loss, _ = compute_policy_loss(now, old, advantages, mask, 1)
+    unclipped, _ = compute_policy_loss(now, old, advantages, mask, 1, clip_low=1.0, clip_high=1e9, clip_c=1e9)
+    return [x.exp().item() for x in (old, now, after)], loss.item(), unclipped.item()
+
+
+def page(data: dict) -> str:
+    """docs/walkthrough.md."""
+    row, samples, results, update = data["row"], data["samples"], score(data), data["update"]
+    question, truth = row["extra_info"]["question"], row["reward_model"]["ground_truth"]
+    paragraphs = [scores.split_paragraphs(sample["text"]) for sample in samples]
+    oracle = [toy_world.first_wrong_paragraph(question, lines) for lines in paragraphs]
+    judge = ["-" if sample["critique"] is None else str(scores.parse_critique(sample["critique"], len(lines)))
+             for sample, lines in zip(samples, paragraphs)]  # fmt: skip
+    rewards = torch.tensor([result["score"] for result in results])
+    rule_rewards = torch.tensor([1.0 if result["acc"] else -1.0 for result in results])
+    advantages, rule_only = compute_advantages(rewards[None])[0].tolist(), compute_advantages(rule_rewards[None])[0].tolist()
+
+    # Three samples to look at, and the first token in which the flawed and the sound one differ: before it they are the same.
+    flawed = next(n for n, result in enumerate(results) if result["flawed_positive"])
+    overlooked = next(n for n, r in enumerate(results) if r["oracle_flawed_positive"] and not r["flawed_positive"])
+    sound = next(n for n, result in enumerate(results) if result["truly_correct"])
+    fork = next(n for n, pair in enumerate(zip(samples[flawed]["tokens"], samples[sound]["tokens"])) if len(set(pair)) == 2)
+    line = "".join(samples[sound]["tokens"][:fork]).split("\n\n")[-1]
+    losses, moves = [], []
+    for number in (sound, flawed):
+        token = f"`{line}{samples[number]['tokens'][fork]}`"
+        (old, now, after), loss, unclipped = one_token(data, number, fork, advantages[number])
+        losses.append([token, str(number + 1), f"{now / old:.4f}", f"{advantages[number]:+.3f}", f"{unclipped:+.4f}",
+                       f"{loss:+.4f}", f"{loss / update['tokens']:+.2e}"])  # fmt: skip
+        moves.append([token, *(f"{p:.4f}" for p in (old, now, after))])
+
+    columns = zip(paragraphs, rule_rewards, judge, oracle, rewards, advantages, rule_only)
+    group = toy_world.table(
+        ["", "solution", "rule", "judge", "oracle", "reward", "advantage", "rule only"],
+        *([str(n), f"`{', '.join(lines)}`", "right" if reward_by_rule > 0 else "wrong", says, str(knows), f"{reward:g}",
+           f"{advantage:+.3f}", f"{other:+.3f}"]
+          for n, (lines, reward_by_rule, says, knows, reward, advantage, other) in enumerate(columns, 1)),
+    )  # fmt: skip
+    loss_table = toy_world.table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
+    if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
+        raise ValueError("group: the words of the page need a flawed sample below its group's mean and no clipping; take another")
+    one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
+    sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
+    nodded = paragraphs[overlooked][oracle[overlooked]]
+    prompt = scores.format_critic_prompt(question, truth, samples[flawed]["text"], data["reward_kwargs"]["prompt_style"])
+    style = data["reward_kwargs"]["prompt_style"]
+    return f"""# One step of the demo, in numbers
+
+One prompt of step {data["step"]} of a demo run (seed 0, FAPO with the trained judge), from the question to the new
+probabilities. Two models wrote the texts; every other number below is computed by the functions that the run uses.
+`docs/make_walkthrough.py` writes this page, and a test compares it with what that script writes.
+
+## The prompt
+
+> {question}
+
+The true answer is {truth}, and that is all the rule knows. The step draws 16 such prompts and lets the policy answer each
+{len(samples)} times at temperature 1: a *group*.
+
+## Eight samples and their advantages
+
+A solution is one paragraph per sum and a last one with the answer; paragraphs count from 0, -1 says "no wrong one".
+
+{group}
+
+- **Rule** (`compute_score`): is the last box the true answer? {int((rule_rewards > 0).sum())} of {len(samples)} are right.
+- **Judge** (`compute_score_fapo`): the first wrong paragraph, asked of right answers only.
+- **Oracle** (`first_wrong_paragraph`): what the judge should have said. The training never sees it.
+- **Reward**: 1 where the rule says right and the judge -1, 0 where the judge names a paragraph, -1 where the rule says
+  wrong.
+- **Advantage** (`compute_advantages`): (reward - {rewards.mean():.3f}) / {rewards.std():.3f},
+  mean and standard deviation of the group.
+- **Rule only**: the advantage if right were 1 whatever the judge says. All that is right would be encouraged alike.
+
+That is FAPO in one table. Under the rule alone sample {two}, right with a wrong step, has {rule_only[flawed]:+.3f},
+as much as a sound solution; with FAPO it has {advantages[flawed]:+.3f}. The sign turns because most samples of this group
+are right: were most of them wrong, a flawed one would still be above the mean.
+
+## What the judge reads and writes
+
+Sample {two}, as the judge reads it (the prompt style "{style}", made for a judge of 1 M parameters):
+
+```text
+{prompt}
+```
+
+It computes each line again from the value stated before, and stops at the first that differs:
+
+```text
+{samples[flawed]["critique"]}
+```
+
+`parse_critique` takes the index from the box: {judge[flawed]}, and so does the oracle. Of sample {overlooked + 1} it writes
+
+```text
+{samples[overlooked]["critique"]}
+```
+
+It nods paragraph {oracle[overlooked]} through, `{nodded}`, and the sample is paid as if it were sound. A judge that
+errs now and then is enough to learn from; what it overlooks every time is what survives in the policy.
+
+## The loss of one token
+
+Samples {one} and {two} have the same text up to `{line}`. There one goes on with `{sound_token}` and the other with
+`{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so by the time of its update the policy has
+moved a little: r is the token's probability at its update over that before the step. `compute_policy_loss` gives,
+with N = {N} response tokens in the mini-batch:
+
+{loss_table}
+
+Neither is clipped: that would take an r above 1.28 for the first and below 0.8 for the second. The loss of the
+mini-batch is the sum of the last column over its {N} tokens. Every token of a sample has the sample's advantage:
+nobody told the update which digit is wrong. It finds out because the other tokens of sample {two} stand in sound
+solutions as well, and there they are encouraged.
+
+## The new probability
+
+{toy_world.table(["token", *WHEN], *moves)}
+
+That is what {update["of"]} updates with a learning rate of {update["lr"]:g} do, through all the samples of the step
+and not these eight alone. The demo does 60 such steps.
+
+## Made by
+
+The log-probabilities were recorded by doing the step's update again, from the checkpoint before it and the samples of
+the step. A run of `recipes/toy_demo.sh` whose FAPO policy has
+`--save-rollouts --save-every 1 --keep-checkpoints 0` has all that is needed:
+
+```bash
+python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step {data["step"]} --group {data["group"]}
+```
+"""
+
+
+def main() -> None:
+    import tyro
+
+    config = tyro.cli(Config)
+    source = DOCS / "walkthrough.json"
+    if config.record:
+        text = json.dumps(record(config.record, config.step, config.group), indent=1)
+        source.write_text(re.sub(r"\[\s+[^][]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n")  # a list, a line
+    (DOCS / "walkthrough.md").write_text(page(json.loads(source.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""README and docs: every command parses, every link, flag and metric exists, examples run, the walkthrough is current."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+import compute_score
+import reward_loop
+from test_recipes import ROOT, commands, load, parse
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
+OTHERS_FLAGS = {"--help", "--head", "--address", "--gpu-memory-utilization", "--max-num-seqs"}  # Ray's and vLLM's
+
+
+def blocks(page, *languages):
+    return [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M) if language in languages]
+
+
+@each_page
+def test_every_command_parses(page):
+    for script, arguments in (command for block in blocks(page, "", "bash") for command in commands(block)):
+        parse(script, arguments)
+
+
+def test_there_are_commands_to_parse():
+    found = [command for page in PAGES for block in blocks(page, "", "bash") for command in commands(block)]
+    assert len(found) >= 25 and len({script for script, _ in found}) >= 10
+
+
+@each_page
+def test_no_line_is_longer_than_120_characters(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+
+
+def anchors(page):
+    """What a link may name after the "#", as GitHub makes it of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)", text, re.M)}
+
+
+@each_page
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), target
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_readmes_tree_has_every_script_once():
+    tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+\.py)`", tree, re.M)) == sorted(path.name for path in ROOT.glob("*.py"))
+
+
+def test_every_flag_that_is_named_exists():
+    source = "".join(path.read_text() for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs") for path in folder.glob("*.py"))
+    known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
+    known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+        assert named <= known, f"{page.name}: {named - known}"
+
+
+def test_every_metric_and_status_is_in_the_glossary():
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    source = "".join((ROOT / name).read_text() for name in ("grpo_trainer.py", "policy.py", "run_folder.py"))
+    metrics = set(re.findall(r'"((?:reward|genrm|dynamic|response_length|actor|rollout|time|perf)/\w+)"', source))
+    assert len(metrics) > 25
+    missing = {name for name in metrics | set(reward_loop.STATUSES) if f"`{name}`" not in glossary}
+    assert not missing, f"docs/glossary.md does not explain {missing}"
+    judged = set(re.findall(r'"(\w+)"', (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]))
+    assert len(judged) == 6 and all(f"| `{status}` |" in glossary for status in judged)
+
+
+def test_the_examples_of_reward_functions_run(monkeypatch):
+    """Those that need no server to say what they say: a rule, and FAPO with one more term, for an answer that is wrong."""
+    monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
+    names = {}
+    for page in ("reward_functions", "judge"):
+        for block in blocks(ROOT / f"docs/{page}.md", "python"):
+            exec(compile(block, f"docs/{page}.md", "exec"), names)
+    about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
+    assert names["my_rule"](solution_str="2+2\n#### 4", **about) == 1.0
+    solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
+    result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))
+    assert result["paragraphs"] == 9 and result["score"] == pytest.approx(-1.03)
+    prompt = names["fapo"].format_critic_prompt("2+2?", "4", "two\n\nfour", prompt_style="terse")
+    assert "[0] two\n[1] four" in prompt and prompt.endswith("\\boxed{}.")
+
+
+def test_the_readmes_equations_are_the_code_line_for_line():
+    section = (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
+    lines = [line.strip() for block in re.findall(r"```python\n(.*?)```", section, re.S) for line in block.splitlines()]
+    source = [line.strip().split("  #")[0] for line in (ROOT / "algorithm.py").read_text().splitlines()]
+    positions = [source.index(line) for line in lines]
+    assert len(lines) >= 10 and positions == sorted(positions)
+
+
+def test_the_walkthrough_is_what_its_script_writes():
+    module = load("docs/make_walkthrough")
+    data = json.loads((ROOT / "docs/walkthrough.json").read_text())
+    assert module.page(data) == (ROOT / "docs/walkthrough.md").read_text()
+    for sample, result in zip(data["samples"], module.score(data)):
+        assert "".join(sample["tokens"]).removesuffix("<|end|>") == sample["text"]
+        assert all(len(row) == len(sample["tokens"]) for row in sample["logprobs"])
+        assert result["genrm_status"] == ("skipped" if sample["critique"] is None else "ok")
