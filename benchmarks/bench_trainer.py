@@ -4,6 +4,7 @@
     python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
     python benchmarks/bench_trainer.py --long           # and the tiny one with prompts of 300 tokens, answers of 1,000
     python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
+    python benchmarks/bench_trainer.py --ranks 1 2 4    # instead: the policy on so many ranks; with --model for that one
 
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
 
@@ -15,14 +16,19 @@ steps; the median of each round shows how far the machine drifts; the best step 
 Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
 compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
 
+Ranks: the same samples, updated by one process with all threads and by ranks with one thread each (gloo, on this machine): what
+each holds between updates, its peak above that, and how long the update and the hand-over of all weights take.
+
 Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at once.
 
 Left out: GPUs, vLLM, reference models, several updates a step. Both sides call the reward function in process; in training
 grpo_trainer.py hands samples to Ray workers instead (bench_reward_loop.py measures those).
 """
 
+import contextlib
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -34,18 +40,23 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
 import torch
 import tyro
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import reward_loop
 import toy_world
 from algorithm import compute_advantages, compute_policy_loss
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
+from policy_group import PolicyGroup
 from rollout import rollout_hf
+from vllm_server import WeightFolder
 
 GROUP = 8
 NEVER = 1 << 30  # as an end token: no model can sample it
@@ -70,6 +81,8 @@ class Config:
     """CPU threads of either side; 0: torch's own choice."""
     memory: bool = False
     """Measure memory instead of speed."""
+    ranks: tuple[int, ...] = ()
+    """Measure a policy on so many ranks instead."""
 
 
 # ---- one side in a process of its own ----------------------------------------------------------------------------------
@@ -306,14 +319,21 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
     return same
 
 
-def compare_speed(config: Config, threads: int) -> bool:
-    with_trl = importlib.util.find_spec("trl") is not None
+@contextlib.contextmanager
+def tiny_model():
+    """The folder of a Llama of 1 M parameters, and eight prompts for it."""
     rng = random.Random(0)
     problems = [str(toy_world.random_problem(rng, toy_world.REST)) for _ in range(8)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
         tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(rng))
         tokenizer.save_pretrained(folder)
         toy_world.new_model(len(tokenizer), seed=0).save_pretrained(folder)
+        yield folder, problems
+
+
+def compare_speed(config: Config, threads: int) -> bool:
+    with_trl = importlib.util.find_spec("trl") is not None
+    with tiny_model() as (folder, problems):
         tiny = {"model": folder, "prompts": problems, "length": 64, "steps": config.tiny_steps, "threads": threads}
         same = compare("A Llama of 1 M parameters", tiny, config, with_trl)
         if config.long:
@@ -341,6 +361,64 @@ def compare_memory(threads: int) -> None:
         print(f"| {name} | {tokens:,} | {found['above']:,.0f} | {found['before']:,.0f} | {found['seconds']:.1f} |", flush=True)
 
 
+def bytes_held(policy) -> list[int]:
+    """Bytes of parameters, gradients and moments in this process."""
+    parameters = list(policy.model.parameters())
+    moments = [value for p in parameters for key, value in policy.optimizer.state[p].items() if key != "step"]
+    parts = parameters, [p.grad for p in parameters if p.grad is not None], moments
+    return [sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in part) for part in parts]
+
+
+def forget_peak(policy) -> float:
+    Path("/proc/self/clear_refs").write_text("5")
+    return megabytes("VmRSS")
+
+
+def compare_ranks(model: str, prompts: list[str], length: int, config: Config, threads: int) -> None:
+    """One table: the same step's samples on 1, 2 ... ranks."""
+    tokenizer, messages = load({"model": model, "prompts": prompts})
+    ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
+    samples = [Sample({}, prompt) for prompt in ids for _ in range(GROUP)]
+    rollout_hf(our_policy(model, 1).model, samples, max_response_length=length, temperature=1.0, eos_ids={NEVER}, seed=0,
+               rollout_batch_size=512)  # fmt: skip
+    with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
+    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, {length} tokens each, medians of {config.tiny_steps} updates\n")
+    print("| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | hand-over s | MB |")
+    print("| ---: " * 7 + "|")
+    for count in config.ranks:
+        options = dict(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=len(prompts), device="cpu",
+                       max_tokens_per_micro_batch=2048, policy_ranks=count)  # fmt: skip
+        torch.set_num_threads(threads)
+        folder = WeightFolder(f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
+        if count == 1:
+            policy, target = Policy(TrainerConfig(**options), model, torch.device("cpu")), folder
+            each = lambda function: [function(policy)]  # noqa: E731
+        else:
+            policy, target = PolicyGroup(TrainerConfig(**options), model), ray.remote(num_cpus=0)(WeightFolder).remote(
+                f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
+            each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])  # noqa: E731
+        policy.update(samples, lr=1e-6)  # afterwards gradients and moments exist
+        before = max(each(forget_peak))
+        seconds, handed = [], []
+        for _ in range(config.tiny_steps):
+            begun = time.perf_counter()
+            policy.update(samples, lr=1e-6)
+            seconds.append(time.perf_counter() - begun)
+        peak = max(each(lambda policy: megabytes("VmHWM"))) - before
+        for _ in range(3):
+            begun = time.perf_counter()
+            policy.send_weights([target], torch.float32)
+            handed.append(time.perf_counter() - begun)
+        held = [max(sizes) / 2**20 for sizes in zip(*each(bytes_held))]
+        sent = sum(math.prod(shape) for shape in policy.about()["shapes"].values()) * 4 / 2**20
+        print(f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | {peak:.0f} | "
+              f"{statistics.median(seconds):.3f} | {statistics.median(handed):.3f} | {sent:.1f} |", flush=True)
+        folder.close()
+        if count > 1:
+            policy.shutdown()
+            ray.kill(target)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script again, as one of the things it measures
         transformers_logging.disable_progress_bar()
@@ -353,6 +431,12 @@ def main() -> None:
     try:
         if config.memory:
             compare_memory(threads)
+        elif config.ranks:
+            reward_loop.connect_ray()
+            with tiny_model() as (folder, problems):
+                compare_ranks(folder, problems, 64, config, threads)
+                if config.model:
+                    compare_ranks(config.model, problems[:2], 32, config, threads)
         elif not compare_speed(config, threads):
             raise SystemExit(1)
     except (ValueError, OSError, RuntimeError) as error:
