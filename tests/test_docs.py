@@ -12,7 +12,8 @@ from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
-OTHERS_FLAGS = {"--help", "--head", "--address", "--gpu-memory-utilization", "--max-num-seqs"}  # Ray's and vLLM's
+OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
+OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
 
 
 def blocks(page, *languages):
