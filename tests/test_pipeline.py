@@ -5,6 +5,8 @@ says so and begin with the number of the weights that they come from.
 """
 
 import asyncio
+import concurrent.futures
+import gc
 import json
 import os
 import re
@@ -23,6 +25,7 @@ import bench_pipeline
 import grpo_trainer
 from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedServers, PlayedTrainer
 from grpo_trainer import draw
+from policy_group import RanksLost
 
 PER_STEP = 16  # samples: 4 prompts x 4
 
@@ -243,13 +246,19 @@ def thread_ends(trainer):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("moment", ["in the update", "while waiting"])
-def test_ctrl_c_with_rollouts_that_never_end_leaves_at_once(settings, tmp_path, moment):
+class NeverSays(PlayedRewards):
+    """The judge of step 3 is at it for ever."""
+
+    def submit(self, sample):
+        return super().submit(sample) if sample["step"] < 3 else concurrent.futures.Future()
+
+
+@pytest.mark.parametrize("moment", ["in the update", "while waiting for verdicts"])
+def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settings, tmp_path, moment, caplog):
     async def generate(scene, step):
-        if step == 3:
-            if moment == "while waiting":
-                await until(lambda: scene.trainer.state["step"] == 2)
-                os.kill(os.getpid(), signal.SIGINT)
+        if scene.asked == 4 * PER_STEP and moment != "in the update":
+            os.kill(os.getpid(), signal.SIGINT)
+        if step == 4 or step == 3 and moment == "in the update":
             await asyncio.sleep(3600)
 
     def update(scene, step):
@@ -257,15 +266,44 @@ def test_ctrl_c_with_rollouts_that_never_end_leaves_at_once(settings, tmp_path, 
             asyncio.run(until(lambda: scene.asked == 3 * PER_STEP))
             signal.raise_signal(signal.SIGTERM)
 
-    # Without staleness 1 the rollouts of step 3 are waited for in the step itself.
-    staleness = 1 if moment == "in the update" else 0
-    scene = Scene(trainer_of(settings, tmp_path, save_every=0, max_staleness=staleness), generate, update)
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update, NeverSays())
     with pytest.raises(KeyboardInterrupt):
         scene.run()
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]  # the step was finished
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (staleness == 0)
+    assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (moment != "in the update")
     thread_ends(scene.trainer)
+    del scene
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]  # no word on requests that were given up
+
+
+def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
+    """In the update of step 4 while step 5 is rolled out: new ranks from the checkpoint of step 2, in the same process."""
+    lost = []
+
+    async def generate(scene, step):
+        if step == 5 and not lost:
+            await asyncio.sleep(3600)
+
+    def update(scene, step):
+        if step == 4 and not lost:
+            asyncio.run(until(lambda: scene.asked == 5 * PER_STEP))
+            lost.append(step)
+            raise RanksLost("rank 1 died")
+
+    scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
+
+    def restart(source):
+        scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
+
+    scene.policy.restart, scene.policy.load_optimizer = restart, lambda folder: None
+    metrics = scene.run()
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5]
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
+    assert scene.prompts() == [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
+    for step, samples in scene.trained.items():
+        assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
 
 
 def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
