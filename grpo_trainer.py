@@ -19,6 +19,7 @@ What is left out: a critic model, prompts with images, turns and tools.
 Four words for four things: score (the function's), penalty (length), reward (their sum), advantage (reward within its group).
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -28,8 +29,9 @@ import random
 import re
 import shlex
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -113,7 +115,11 @@ class Config(reward_loop.RewardOptions):
     temperature: float = 1.0
     """Sampling temperature of rollouts; the loss uses the same distribution. (The paper trains its GenRM at 1.2.)"""
     max_logprob_diff: float = 0.2
-    """The run stops when sampler and trainer differ by more than this (rollout/logprob_diff): the sampler's weights are old."""
+    """The run stops when sampler and trainer differ by more than this (rollout/logprob_diff): the sampler's weights are old.
+    Each step of rollout/staleness adds as much again: that far one update may move the policy."""
+    max_staleness: int = 0
+    """0: the samples of a step come from the newest weights. K: those of the next K steps are rolled out and judged during the
+    update, from weights that are up to K steps old (--rollout vllm; --tis-cap 2 corrects for it)."""
 
     # Algorithm
     advantage: Literal["fapo", "papo"] = "fapo"
@@ -212,7 +218,7 @@ class Trainer:
     def one_step(self, step: int) -> None:
         """One step of GRPO on FAPO's rewards."""
         config, started = self.config, time.perf_counter()
-        everything, samples, metrics, drawn = self.collect(step)  # draw prompts, roll out and score, drop what teaches nothing
+        everything, samples, metrics, drawn = self.next_batch(step)  # draw, roll out and score, drop groups that teach nothing
         try:
             self.set_advantages(samples)
         finally:  # the samples explain what may go wrong here or from here on
@@ -224,8 +230,7 @@ class Trainer:
             updated = time.perf_counter()
             self.check_sampler(step, metrics)
             if self.servers:
-                self.servers.sync(self.policy)
-                metrics["time/sync"] = time.perf_counter() - updated
+                metrics |= self.hand_over_weights()
             self.state |= {"step": step, "prompts_drawn": drawn}
             self.updates_at_step = self.policy.num_updates
             metrics |= {"actor/restarts": self.restarts} if config.policy_ranks > 1 else {}
@@ -235,23 +240,47 @@ class Trainer:
 
     # ---- the parts of a step, in the order in which a sample passes them
 
-    def collect(self, step: int) -> tuple[list[Sample], list[Sample], dict, int]:
-        """The samples of a step, group after group, all and those to learn from; metrics; prompts drawn in the whole run by then.
+    def next_batch(self, step: int) -> tuple[list[Sample], list[Sample], dict, int]:
+        """What `collect` gives for this step. With --max-staleness the samples of the steps after it are rolled out from here on.
 
-        With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
+        In a thread, one step after the other; `hand_over_weights` waits for them. Outside of `one_step` nothing is generated: an
+        evaluation has the servers, with the newest weights, to itself.
         """
-        config, drawn = self.config, self.state["prompts_drawn"]
+        config = self.config
+        if not config.max_staleness:
+            *_, batch = self.collect(step)
+            return batch
+        for _, rollout in self.ahead:  # of the step before, all ended: an error of theirs ends the run here
+            rollout.result()
+        for later in range(step + len(self.ahead), min(step + config.max_staleness, config.total_steps) + 1):
+            collecting = self.collect(later)
+            self.ahead.append((collecting, self.thread.submit(next, collecting)))
+        collecting, rollout = self.ahead.popleft()
+        rollout.result()
+        return next(collecting)
+
+    def collect(self, step: int):
+        """A generator of two parts: the first rolls out, the second waits for verdicts and yields what the step needs.
+
+        That is its samples, group after group, all and those to learn from; metrics; prompts drawn in the whole run by then.
+        With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds. To know which, the
+        first part then waits for verdicts too.
+        """
+        config, staleness = self.config, step - 1 - self.state["step"]  # the servers have the weights of after that step
         rounds, kept, dropped, times = [], [], Counter(), Counter()
         refills = config.max_refills if config.dynamic_sampling and not config.replay else 0
         while not rounds or len(kept) < config.train_batch_size and len(rounds) <= refills:
-            rows = draw(self.train_rows, drawn, config.train_batch_size - len(kept), config.seed)
-            drawn += len(rows)
+            rows = draw(self.train_rows, self.drawn, config.train_batch_size - len(kept), config.seed)
+            drawn = self.drawn = self.drawn + len(rows)  # the steps after this one go on drawing before this one is done
             if config.replay:
                 samples = read_rollouts(config.replay, step)
             else:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(config.group_size)]
                 seed = config.seed * 1_000_003 + step + (len(rounds) << 40)
-                times += self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
+                verdicts = self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
+                if not refills:
+                    yield  # all is rolled out
+                times += verdicts()
             rounds.append(samples)
             for group in groups_of(samples, config.group_size):
                 reason = why_useless(group)
@@ -259,6 +288,8 @@ class Trainer:
                 if not (reason and config.dynamic_sampling):
                     kept.append(group)
             self.check_verdicts(step, sum(rounds, []))
+        if refills:
+            yield
         everything = sum(rounds, [])
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
             last = everything[-config.group_size :]
@@ -274,15 +305,17 @@ class Trainer:
             "response_length/clipped": mean(sample.response_ids[-1] not in self.eos_ids for sample in everything),
             "perf/tokens": sum(lengths),
         }
+        if not config.replay:
+            metrics["rollout/staleness"] = staleness
         if config.dynamic_sampling:
             metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
-        return everything, training, metrics, drawn
+        yield everything, training, metrics, drawn
 
-    def roll_out_and_score(self, samples, step: int, temperature: float, top_p: float, seed: int, title: str) -> Counter:
-        """Fills in responses and results. In standalone mode a sample is on its way to its reward the moment it ends.
+    def roll_out_and_score(self, samples, step: int, temperature: float, top_p: float, seed: int, title: str):
+        """Fills in the responses. In standalone mode a sample is on its way to its reward the moment it ends.
 
-        Returns the seconds of the rollout and of waiting after it.
+        Returns a function that waits for the results, fills them in too, and returns the seconds of the rollout and of its wait.
         """
         config, started, futures = self.config, time.perf_counter(), {}
 
@@ -300,18 +333,23 @@ class Trainer:
             options = dict(max_response_length=config.max_response_length, temperature=temperature, top_p=top_p,
                            eos_ids=self.eos_ids, rollout_batch_size=config.rollout_batch_size, on_finished=finished)  # fmt: skip
             if self.servers:
-                rollout_vllm(self.servers, samples, **options)
+                rollout_vllm(self.servers, samples, stop=self.leaving, **options)
             else:
                 rollout_hf(self.policy.model, samples, seed=seed, remote_code=config.trust_remote_code, **options)
-        rolled_out = time.perf_counter()
-        if config.reward_mode == "standalone":
-            results = [futures[id(sample)].result() for sample in samples]
-        else:
-            self.policy.release_memory()  # a judge that slept wakes up
-            results = self.rewards.score_batch([to_score(sample) for sample in samples])
-        for sample, result in zip(samples, results):
-            sample.result = result
-        return Counter({"time/rollout": rolled_out - started, "time/reward_wait": time.perf_counter() - rolled_out})
+        seconds = time.perf_counter() - started
+
+        def verdicts() -> Counter:
+            asked = time.perf_counter()
+            if config.reward_mode == "standalone":
+                results = [futures[id(sample)].result() for sample in samples]
+            else:
+                self.policy.release_memory()  # a judge that slept wakes up
+                results = self.rewards.score_batch([to_score(sample) for sample in samples])
+            for sample, result in zip(samples, results):
+                sample.result = result
+            return Counter({"time/rollout": seconds, "time/reward_wait": time.perf_counter() - asked})
+
+        return verdicts
 
     def check_verdicts(self, step: int, samples: list[Sample]) -> None:
         """Raises RuntimeError where too many samples have no verdict."""
@@ -339,12 +377,28 @@ class Trainer:
 
     def check_sampler(self, step: int, metrics: dict) -> None:
         """Raises RuntimeError where the samples did not come from the policy's weights."""
-        difference, limit = metrics["rollout/logprob_diff"], self.config.max_logprob_diff
-        if not difference <= limit and not self.config.replay:  # a NaN is no agreement
+        if self.config.replay:
+            return
+        difference, limit, staleness = metrics["rollout/logprob_diff"], self.config.max_logprob_diff, metrics["rollout/staleness"]
+        # Samples that are a step old show what that step's update moved, too, which may be as much as the limit. A sampler that
+        # has stayed behind is further off with every step.
+        if not difference <= limit * (1 + staleness):  # a NaN is no agreement
             raise RuntimeError(
-                f"step {step}: rollout/logprob_diff {difference:.3f} is over max_logprob_diff {limit}: the sampler does not use "
-                "the trainer's weights, or not their precision"
+                f"step {step}: rollout/logprob_diff {difference:.3f} is over max_logprob_diff {limit}"
+                + f" x {1 + staleness} (staleness {staleness})" * (staleness > 0)
+                + ": the sampler does not use the trainer's weights, or not their precision"
             )
+
+    def hand_over_weights(self) -> dict:
+        """The new weights to the servers, when what is being rolled out has ended: never in the middle of a response."""
+        started, rollouts = time.perf_counter(), [rollout for _, rollout in self.ahead]
+        while concurrent.futures.wait(rollouts, timeout=0.2).not_done:
+            if self.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
+                return {}
+        ended = time.perf_counter()
+        self.servers.sync(self.policy)
+        times = {"time/rollout_wait": ended - started} if self.config.max_staleness else {}
+        return times | {"time/sync": time.perf_counter() - ended}
 
     # ---- the run
 
@@ -355,6 +409,7 @@ class Trainer:
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        self.thread, self.leaving = concurrent.futures.ThreadPoolExecutor(1, "rollouts"), threading.Event()
         self.find_checkpoint()
         self.restarts = self.updates_at_step = 0
         self.tokenizer = load_tokenizer(self.source, config)
@@ -370,12 +425,14 @@ class Trainer:
         config = self.config
         write_config(config, resumed=self.state["step"] > 0)
         with contextlib.ExitStack() as stack:
+            stack.callback(self.thread.shutdown, cancel_futures=True)  # last: when nothing is left that it could wait for
             self.log = Log(config, self.state["step"])
             stack.callback(self.log.close)
             if self.state["step"] >= config.total_steps and self.is_evaluated(self.state["step"]):
                 print(f"nothing to do: {self.source} is step {self.state['step']} of {config.total_steps}")
                 return Path(self.source)
             self.start(stack)
+            stack.callback(self.leaving.set)
             try:
                 if not self.log.history:
                     self.log.metrics({"step": 0})
@@ -408,9 +465,13 @@ class Trainer:
         self.source = str(done[-1]) if done else self.config.model
         self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
         self.saved = self.state["step"]
+        self.drawn, self.ahead = self.state["prompts_drawn"], deque()  # what has been drawn; of steps to come: (collect, rollout)
 
     def recover(self, error: RanksLost) -> None:
         """New ranks from the newest checkpoint, where the run goes on. Judges, workers and the policy's servers stay as they are."""
+        self.leaving.set()  # what is ahead is drawn again
+        concurrent.futures.wait([rollout for _, rollout in self.ahead])
+        self.leaving.clear()
         while True:
             self.restarts += 1
             if self.restarts > self.config.max_restarts:
@@ -486,7 +547,9 @@ class Trainer:
         for n_sampled, rows in self.val_rows.items():
             for n, temperature, suffix in [(n_sampled, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(n)]
-                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+                title = f"evaluation {step}"
+                verdicts = self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, title)
+                verdicts()
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
         self.log.samples(step, "val", shown, self.eos_ids)

@@ -44,6 +44,16 @@ def check(config) -> None:
         raise ValueError(f"temperature: {config.temperature} must be above 0; greedy rollouts of a group are all the same")
     if not 0 < config.val_top_p <= 1:
         raise ValueError(f"val_top_p: {config.val_top_p} must be above 0 and at most 1")
+    if config.max_staleness:
+        ahead = f"max_staleness: {config.max_staleness} rolls out and judges during the update"
+        if config.rollout == "hf":
+            raise ValueError(f"{ahead}, and --rollout hf in the same process cannot overlap with it; take vllm, or 0")
+        if config.reward_mode == "colocate":
+            raise ValueError(f"{ahead}, and --reward-mode colocate has the judge sleep then; take standalone, or 0")
+        if config.replay:
+            raise ValueError(f"{ahead}, and --replay rolls out nothing; take 0")
+        if config.tis_cap is None:
+            print(f"{ahead}, with weights that are older by then: --tis-cap 2 corrects for it, and is off")
     if config.overlong_buffer > config.max_response_length:
         limit = f"max_response_length {config.max_response_length}; lower it, 0 is no penalty"
         raise ValueError(f"overlong_buffer: {config.overlong_buffer} is larger than {limit}")

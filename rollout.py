@@ -167,11 +167,12 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 
 
 def rollout_vllm(servers, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, rollout_batch_size,
-                 on_finished=lambda sample: None):  # fmt: skip
+                 on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
     """As rollout_hf, on a PolicyServers: one request per sample, token ids in, token ids and log-probabilities out.
 
     With top_p the log-probabilities are those within the nucleus. No request has a seed, which vLLM's CPU engine does not
     survive: unlike rollout_hf, the same call twice gives different samples. Raises RuntimeError where a request fails.
+    stop: when another thread sets it, what is on its way is given up; RuntimeError then, too.
     """
     address, key = servers.servers.router_address, servers.servers.config.api_key
     body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0, return_token_ids=True)
@@ -201,9 +202,12 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
         options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
         async with aiohttp.ClientSession(f"http://{address}", **options) as session:
             everything = asyncio.gather(*(generate_one(session, sample) for sample in samples))
+            everything.add_done_callback(lambda all: all.exception())  # or asyncio reports what was given up as forgotten
             while not everything.done():
                 await asyncio.wait({everything}, timeout=1.0)
                 servers.check_policy()
+                if stop.is_set():
+                    raise RuntimeError("the rollouts were given up")
             everything.result()
 
     asyncio.run(generate_all())

@@ -1,0 +1,234 @@
+"""Does a step wait for its judge, or for its rollouts? Set durations, played through the trainer's own loop.
+
+    python benchmarks/bench_pipeline.py                                  # about two minutes, no model, no Ray, hardly any CPU
+    python benchmarks/bench_pipeline.py --rollout 8 --judge 3 --update 6 --hand-over 0.2
+
+grpo_trainer.Trainer runs as it is: its draw, its rollouts over HTTP, its waiting for verdicts, its thread, its log. What is
+played is at the other end: a server whose responses take as long as they are told, rewards that come so long after their
+response, an update and a hand-over of weights that sleep. The longest rollout of each step takes --rollout seconds, the others
+0.3 to 1.0 of that; each verdict comes --judge seconds after its response.
+
+The judge's share is what a step takes longer than without a judge, as the FAPO paper counts it (18 % for 7B, 14 % for 32B).
+Exit code 1 where a step of --max-staleness 1 takes on average more than 1.1 times the longer of (rollout + the judge's rest) and
+(update + hand-over). tests/test_pipeline.py uses the same stand-ins.
+
+Left out: what overlapping work costs where it shares cores or GPUs; policies that get better or worse.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import grpo_trainer
+import run_folder
+import toy_world
+
+PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
+
+
+@dataclass
+class Config:
+    """Durations in seconds."""
+
+    rollout: float = 0.8
+    """The longest rollout of a step."""
+    judge: float = 0.3
+    """From a response to its verdict."""
+    update: float = 0.6
+    """The update of the policy."""
+    hand_over: float = 0.02
+    """New weights to the servers."""
+    steps: int = 20
+    """Steps of each run; the first, which nothing overlaps, counts."""
+
+
+# ---- the stand-ins
+
+
+class PlayedServers:
+    """PolicyServers and vLLM behind it: a real HTTP server. A response's first token is the number of its weights.
+
+    version: that of the first weights. generate(body): awaited, takes as long as a response shall take.
+    """
+
+    def __init__(self, version: int, generate, hand_over: float = 0.0):
+        self.version, self.generate, self.hand_over, self.generating = version, generate, hand_over, 0
+        self.servers, self.config = self, SimpleNamespace(api_key="")
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.router_address = f"127.0.0.1:{asyncio.run_coroutine_threadsafe(self.serve(), self.loop).result()}"
+
+    async def serve(self) -> int:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.answer)
+        self.runner = web.AppRunner(app, handler_cancellation=True)  # as vLLM: who leaves is not answered
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    async def answer(self, request):
+        body, version = await request.json(), self.version
+        self.generating += 1
+        try:
+            await self.generate(body)
+        finally:
+            self.generating -= 1
+        choice = {"finish_reason": "stop", "token_ids": [version, 1], "logprobs": {"token_logprobs": [0.0, 0.0]}}
+        return web.json_response({"choices": [choice]})
+
+    def sync(self, policy) -> None:
+        if self.generating:
+            raise AssertionError(f"new weights in the middle of {self.generating} responses")
+        time.sleep(self.hand_over)
+        self.version += 1
+
+    def check_policy(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class PlayedRewards:
+    """RewardLoopManager: every sample gets a verdict, so many seconds later."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds, self.loop = seconds, asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def score(self, sample: dict) -> float | None:
+        return float(random.random() < 0.5)
+
+    def submit(self, sample: dict) -> concurrent.futures.Future:
+        future, score = concurrent.futures.Future(), self.score(sample)
+        info, status = {"score": score, "acc": bool(score)}, "no_verdict" if score is None else "ok"
+        result = {"reward_score": score, "reward_extra_info": info, "status": status}
+        if self.seconds:
+            self.loop.call_soon_threadsafe(self.loop.call_later, self.seconds, future.set_result, result)
+        else:
+            future.set_result(result)
+        return future
+
+
+class PlayedPolicy:
+    """Policy: an update sleeps."""
+
+    def __init__(self, config, seconds: float = 0.0):
+        self.config, self.seconds, self.num_updates = config, seconds, 0
+
+    def update(self, samples, lr: float) -> dict:
+        time.sleep(self.seconds)
+        self.num_updates += 1
+        return {"actor/updates": 1, "rollout/logprob_diff": 0.0}
+
+    def save(self, folder: Path) -> None:
+        shutil.copytree(self.config.model, folder)
+
+
+class PlayedTrainer(grpo_trainer.Trainer):
+    """The trainer, with these instead of a model, servers and rewards."""
+
+    def play(self, servers, rewards, policy) -> list[dict]:
+        """The whole run. Returns its metrics."""
+        self.servers, self.rewards, self.policy, self.eos_ids = servers, rewards, policy, {1}
+        self.run()
+        return [json.loads(line) for line in Path(self.config.out_dir, "metrics.jsonl").read_text().splitlines()]
+
+    def start(self, stack) -> None:
+        stack.callback(self.servers.shutdown)
+        self.interrupts = run_folder.Interrupts()
+        stack.callback(self.interrupts.restore)
+
+
+def write_input(folder: Path) -> dict:
+    """A model's shape, a tokenizer and 64 rows; returns the settings that name them."""
+    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    toy_world.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i) for i in range(64)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return dict(model=str(folder / "model"), train_file=str(folder / "train.parquet"), rollout="vllm", tis_cap=2.0, device="cpu",
+                max_response_length=8, overlong_buffer=0, save_every=0)  # fmt: skip
+
+
+# ---- the benchmark
+
+
+def durations(config: Config, step: int) -> list[float]:
+    """Seconds of each rollout of a step: the same in every run."""
+    rng = random.Random(step)
+    fractions = [rng.uniform(0.3, 1.0) for _ in range(PROMPTS * GROUP)]
+    return [config.rollout * fraction / max(fractions) for fraction in fractions]
+
+
+def seconds_per_step(config: Config, settings: dict, folder: Path, staleness: int, judge: float) -> tuple[float, float, float]:
+    """Of a run: the mean step; the median one, and how much of that waited for verdicts."""
+    trainer = PlayedTrainer(grpo_trainer.Config(
+        **settings, out_dir=str(folder / f"{staleness}_{judge}"), total_steps=config.steps, train_batch_size=PROMPTS,
+        mini_batch_size=PROMPTS // MINI_BATCHES, group_size=GROUP, max_staleness=staleness, val_every=0,
+    ))  # fmt: skip
+    left = iter([seconds for step in range(config.steps) for seconds in durations(config, step)])
+    servers = PlayedServers(0, lambda body: asyncio.sleep(next(left)), config.hand_over)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again: a tenth of a second and more, now and then
+    with contextlib.redirect_stdout(None):
+        metrics = trainer.play(servers, PlayedRewards(judge), PlayedPolicy(trainer.config, config.update))
+    steps, waits = ([line[key] for line in metrics[1:]] for key in ("time/step", "time/reward_wait"))
+    return statistics.mean(steps), statistics.median(steps), statistics.median(waits)
+
+
+def gain_by_mini_batch(config: Config) -> float:
+    """Seconds that a step without staleness would gain if each mini-batch's update began when its own verdicts are there."""
+    gains = []
+    for step in range(config.steps):
+        seconds, size, end = durations(config, step), PROMPTS * GROUP // MINI_BATCHES, 0.0
+        for first in range(0, len(seconds), size):
+            end = max(end, max(seconds[first : first + size]) + config.judge) + config.update / MINI_BATCHES
+        gains.append(max(seconds) + config.judge + config.update - end)
+    return sum(gains) / len(gains)
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    limit = 1.1 * max(config.rollout + config.judge, config.update + config.hand_over)
+    print(f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, hand-over {config.hand_over} s\n")
+    print("| --max-staleness | step s, mean | median | of it waiting for verdicts | median without a judge | the judge's share |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    steps = {}
+    with tempfile.TemporaryDirectory() as name:
+        settings = write_input(Path(name))
+        for staleness in (0, 1, 2):
+            steps[staleness], median, waited = seconds_per_step(config, settings, Path(name), staleness, config.judge)
+            _, without, _ = seconds_per_step(config, settings, Path(name), staleness, 0.0)
+            figures = f"{steps[staleness]:.3f} | {median:.3f} | {waited:.3f} | {without:.3f} | {1 - without / median:.1%}"
+            print(f"| {staleness} | {figures} |", flush=True)
+    print(f"\n1.1 x the longer of (rollout + judge) and (update + hand-over): {limit:.3f} s")
+    gain = gain_by_mini_batch(config)
+    print(f"without staleness, were the update of each of the {MINI_BATCHES} mini-batches to begin with its own verdicts (it "
+          f"does not): {gain:.3f} s less ({gain / steps[0]:.1%})")  # fmt: skip
+    sys.exit(steps[1] > limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""--max-staleness: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail meanwhile.
+
+The trainer's own loop against the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose responses end when a test
+says so and begin with the number of the weights that they come from.
+"""
+
+import asyncio
+import concurrent.futures
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import bench_pipeline
+import grpo_trainer
+from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedServers, PlayedTrainer
+from grpo_trainer import draw
+from policy_group import RanksLost
+
+PER_STEP = 16  # samples: 4 prompts x 4
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return bench_pipeline.write_input(tmp_path_factory.mktemp("pipeline"))
+
+
+def trainer_of(settings, folder, **changes):
+    defaults = dict(total_steps=5, train_batch_size=4, mini_batch_size=2, group_size=4, max_staleness=1, val_every=0,
+                    samples_per_step=1000, save_every=1, keep_checkpoints=0)  # fmt: skip
+    return PlayedTrainer(grpo_trainer.Config(**settings | dict(out_dir=str(folder / "run")) | defaults | changes))
+
+
+class Scene:
+    """A run in which a test hooks in. Both hooks get the step: `generate` for each response (of training), `update`."""
+
+    def __init__(self, trainer, generate=None, update=None, rewards=None):
+        self.trainer, self.generate_hook, self.update_hook = trainer, generate, update
+        self.first = trainer.state["step"]
+        self.asked = 0  # requests for training samples so far
+        self.updating = self.first  # the step whose update has begun
+        self.trained = {}  # step -> its samples
+        self.evaluated = []  # (weights, training responses under way, steps trained) of each response of an evaluation
+        self.servers, self.policy = PlayedServers(self.first, self.generate), PlayedPolicy(trainer.config)
+        self.play_update, self.policy.update = self.policy.update, self.update
+        self.rewards = rewards or PlayedRewards()
+
+    def run(self):
+        return self.trainer.play(self.servers, self.rewards, self.policy)
+
+    async def generate(self, body):
+        if body["top_p"] < 1:
+            self.evaluated.append((self.servers.version, self.servers.generating, self.updating))
+        else:
+            self.asked += 1
+            step = self.first + 1 + (self.asked - 1) // PER_STEP
+            if self.generate_hook:
+                await self.generate_hook(self, step)
+
+    def update(self, samples, lr):
+        self.updating += 1
+        self.trained[self.updating] = samples
+        if self.update_hook:
+            self.update_hook(self, self.updating)
+        return self.play_update(samples, lr)
+
+    def prompts(self):
+        return [sample.row["extra_info"]["index"] for step in sorted(self.trained) for sample in self.trained[step][::4]]
+
+
+async def until(condition):
+    """For the hooks: waits, a while at most."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_responses(settings, tmp_path, staleness):
+    async def generate(scene, step):
+        if step > 1 + staleness:  # what is ahead ends only after the update before it, and some time after
+            await until(lambda: len(scene.trained) >= step - staleness and scene.policy.num_updates >= step - staleness)
+            await asyncio.sleep(0.05)  # long enough for a hand-over that does not wait; PlayedServers.sync would raise
+
+    def update(scene, step):
+        ahead = min(step + staleness, 5) * PER_STEP
+        asyncio.run(until(lambda: scene.asked == ahead))  # the rollouts ahead have begun: the two overlap
+
+    scene = Scene(trainer_of(settings, tmp_path, max_staleness=staleness), generate, update)
+    metrics = scene.run()
+    expected = [min(step, staleness) for step in range(5)]
+    assert [line["rollout/staleness"] for line in metrics[1:]] == expected
+    for step, samples in scene.trained.items():  # whose weights were really there
+        assert {sample.response_ids[0] for sample in samples} == {step - 1 - expected[step - 1]}
+    assert scene.asked == 5 * PER_STEP and scene.servers.version == 5  # nothing is drawn for after the last step
+    rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
+    assert scene.prompts() == rows and scene.trainer.state["prompts_drawn"] == 20
+    assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
+
+
+def test_without_staleness_nothing_overlaps(settings, tmp_path):
+    async def generate(scene, step):
+        assert scene.servers.version == scene.policy.num_updates == step - 1
+
+    def update(scene, step):
+        assert scene.asked == step * PER_STEP and scene.servers.generating == 0
+
+    scene = Scene(trainer_of(settings, tmp_path, max_staleness=0), generate, update)
+    metrics = scene.run()
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0] * 5 and "time/rollout_wait" not in metrics[1]
+    assert all({sample.response_ids[0] for sample in samples} == {step - 1} for step, samples in scene.trained.items())
+    assert not scene.trainer.thread._threads  # the thread of the rollouts was not even started
+
+
+def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings, tmp_path):
+    """Also where the rollouts ahead end only some time after the update."""
+
+    async def generate(scene, step):
+        if step > 1:
+            await until(lambda: scene.policy.num_updates >= step - 1)
+            await asyncio.sleep(0.05)
+            assert scene.evaluated[-1][2] < step - 1  # so far, only evaluations of steps before
+
+    rows = pq.read_table(settings["train_file"]).slice(0, 3)
+    pq.write_table(rows, tmp_path / "val.parquet")
+    scene = Scene(trainer_of(settings, tmp_path, val_file=(str(tmp_path / "val.parquet"),), val_every=2), generate)
+    metrics = scene.run()
+    assert [line["step"] for line in metrics if "val/toy/mean@1" in line] == [0, 2, 4, 5] and len(scene.evaluated) == 4 * 3
+    for version, generating, step in scene.evaluated:
+        assert version == step and generating <= 3
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 1, 1, 1]
+
+
+class ByRow(PlayedRewards):
+    """A third of the rows are always right, a third always wrong, the others differ within their group."""
+
+    calls = 0
+
+    def score(self, sample):
+        self.calls += 1
+        return [1.0, 0.0, float(self.calls % 2)][sample["extra_info"]["index"] % 3]
+
+
+def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settings, tmp_path):
+    """Refills are drawn before the steps ahead go on; a run that was stopped goes on with the prompt after its last."""
+    options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
+    stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
+    Scene(stopped, rewards=ByRow()).run()
+    drawn = stopped.state["prompts_drawn"]
+    resumed = trainer_of(settings, tmp_path, total_steps=5, resume="auto", **options)
+    assert resumed.state == {"step": 2, "prompts_drawn": drawn}
+    scene = Scene(resumed, rewards=ByRow())
+    metrics = scene.run()
+    assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]  # on-policy at the start and after it went on
+    total = sum(line["dynamic/prompts"] for line in metrics[1:])
+    rows = draw(scene.trainer.train_rows, 0, total, 0)
+    written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    assert [sample["prompt"] for sample in written][::4] == [row["prompt"][-1]["content"] for row in rows]
+    assert scene.trainer.state["prompts_drawn"] == total
+    for step, samples in scene.trained.items():
+        assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
+
+
+def killed_in_the_middle(settings, folder):
+    """A process of its own that ends by SIGKILL in the update of step 3, with the rollouts of step 4 on their way."""
+
+    def update(scene, step):
+        if step == 3:
+            asyncio.run(until(lambda: scene.asked == 4 * PER_STEP))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def generate(scene, step):
+        if step == 4:
+            await asyncio.sleep(3600)
+
+    Scene(trainer_of(settings, folder), generate, update).run()
+
+
+@pytest.mark.slow
+def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(settings, tmp_path):
+    code = f"import pathlib, test_pipeline as t; t.killed_in_the_middle({settings!r}, pathlib.Path({str(tmp_path)!r}))"
+    paths = os.pathsep.join(str(Path(__file__).parent.parent / name) for name in ("", "tests"))
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    written = Path(tmp_path, "run/samples.jsonl").read_text()
+    assert '"step": 3' in written and '"step": 4' not in written  # what is logged is trained on, or was about to be
+
+    scene = Scene(trainer_of(settings, tmp_path, resume="auto"))
+    metrics = scene.run()
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5] and sorted(scene.trained) == [3, 4, 5]
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
+    rows = draw(scene.trainer.train_rows, 0, 20, 0)
+    assert scene.prompts() == [row["extra_info"]["index"] for row in rows[8:]]  # the batch in flight is drawn again
+    samples = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    assert [sample["prompt"] for sample in samples][::4] == [row["prompt"][-1]["content"] for row in rows]
+    assert [sample["step"] for sample in samples] == [step for step in range(1, 6) for _ in range(PER_STEP)]
+
+
+def test_a_rollout_that_fails_in_the_background_stops_the_run_with_its_message(settings, tmp_path):
+    """The step that is being trained meanwhile is not lost."""
+
+    async def generate(scene, step):
+        if step == 3:
+            raise web.HTTPBadRequest(text="the prompt is too long")
+
+    def update(scene, step):
+        if step == 2:
+            asyncio.run(until(lambda: scene.trainer.ahead[-1][1].done()))
+
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update)
+    with pytest.raises(RuntimeError, match="HTTP 400: the prompt is too long"):
+        scene.run()
+    assert sorted(scene.trained) == [1, 2]
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
+    assert scene.asked <= 3 * PER_STEP
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_path, dynamic):
+    class FallsSilent(ByRow):
+        def score(self, sample):
+            return super().score(sample) if sample["step"] < 3 else None
+
+    scene = Scene(trainer_of(settings, tmp_path, dynamic_sampling=dynamic), rewards=FallsSilent())
+    with pytest.raises(RuntimeError, match="step 3: 100% of the samples that needed a verdict have none"):
+        scene.run()
+    assert sorted(scene.trained) == [1, 2]
+
+
+def thread_ends(trainer):
+    for thread in trainer.thread._threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+class NeverSays(PlayedRewards):
+    """The judge of step 3 is at it for ever."""
+
+    def submit(self, sample):
+        return super().submit(sample) if sample["step"] < 3 else concurrent.futures.Future()
+
+
+@pytest.mark.parametrize("moment", ["in the update", "while waiting for verdicts"])
+def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settings, tmp_path, moment, caplog):
+    async def generate(scene, step):
+        if scene.asked == 4 * PER_STEP and moment != "in the update":
+            os.kill(os.getpid(), signal.SIGINT)
+        if step == 4 or step == 3 and moment == "in the update":
+            await asyncio.sleep(3600)
+
+    def update(scene, step):
+        if moment == "in the update" and step == 2:
+            asyncio.run(until(lambda: scene.asked == 3 * PER_STEP))
+            signal.raise_signal(signal.SIGTERM)
+
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update, NeverSays())
+    with pytest.raises(KeyboardInterrupt):
+        scene.run()
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]  # the step was finished
+    lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (moment != "in the update")
+    thread_ends(scene.trainer)
+    del scene
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]  # no word on requests that were given up
+
+
+def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
+    """In the update of step 4 while step 5 is rolled out: new ranks from the checkpoint of step 2, in the same process."""
+    lost = []
+
+    async def generate(scene, step):
+        if step == 5 and not lost:
+            await asyncio.sleep(3600)
+
+    def update(scene, step):
+        if step == 4 and not lost:
+            asyncio.run(until(lambda: scene.asked == 5 * PER_STEP))
+            lost.append(step)
+            raise RanksLost("rank 1 died")
+
+    scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
+
+    def restart(source):
+        scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
+
+    scene.policy.restart, scene.policy.load_optimizer = restart, lambda folder: None
+    metrics = scene.run()
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5]
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
+    assert scene.prompts() == [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
+    for step, samples in scene.trained.items():
+        assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
+
+
+def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
+    async def generate(scene, step):
+        if step == 3:
+            await asyncio.sleep(3600)
+
+    def update(scene, step):
+        if step == 2:
+            raise RuntimeError("loss nan")
+
+    scene = Scene(trainer_of(settings, tmp_path), generate, update)
+    with pytest.raises(RuntimeError, match="loss nan"):
+        scene.run()
+    thread_ends(scene.trainer)
+
+
+def test_the_limit_on_the_difference_allows_as_much_again_for_each_step_of_staleness():
+    def check(difference, staleness, **changes):
+        config = SimpleNamespace(**dict(max_logprob_diff=0.2, replay=None) | changes)
+        metrics = {"rollout/logprob_diff": difference, "rollout/staleness": staleness}
+        grpo_trainer.Trainer.check_sampler(SimpleNamespace(config=config), 7, metrics)
+
+    check(0.19, 0)
+    check(0.39, 1)
+    check(0.41, 0, replay="run")
+    for difference, staleness, text in [(0.21, 0, "0.2: the"), (0.41, 1, "0.2 x 2 (staleness 1): the"), (float("nan"), 1, "0.2")]:
+        with pytest.raises(RuntimeError, match=rf"step 7: .* is over max_logprob_diff {re.escape(text)}"):
+            check(difference, staleness)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(rollout="hf"), "max_staleness: 1 rolls out and judges during the update, and --rollout hf in the same process"),
+        (dict(reward_mode="colocate"), "max_staleness: 1 .*, and --reward-mode colocate has the judge sleep then; take stand"),
+        (dict(replay="run"), "max_staleness: 1 .* and --replay rolls out nothing; take 0"),
+        (dict(max_staleness=-1), "max_staleness: -1 must be at least 0"),
+    ],
+)
+def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(settings, tmp_path, **changes)
+
+
+def test_old_samples_without_a_correction_are_warned_of_in_one_line(settings, tmp_path, capsys):
+    trainer_of(settings, tmp_path)
+    assert capsys.readouterr().out == ""
+    trainer_of(settings, tmp_path, tis_cap=None)
+    assert re.fullmatch(r"max_staleness: 1 [^\n]*--tis-cap 2 corrects for it, and is off\n", capsys.readouterr().out)
