@@ -298,7 +298,7 @@ class Policy:
             for index, done in writing.items():
                 try:
                     ray.get(done)
-                except ray.exceptions.RayActorError:  # its node went
+                except ray.exceptions.RayError:  # its node went
                     gone.add(index)
         return gone
 

@@ -13,7 +13,6 @@ Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import json
@@ -298,9 +297,11 @@ class PolicyServers:
             for node in nodes - set(self.folders):
                 options = dict(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
                 new[node] = ray.remote(WeightFolder).options(**options).remote(self.path, self.files, self.size)
-            if new and not self.policy.send_weights(list(new.values()), self.dtype):
-                ray.get([folder.publish.remote() for folder in new.values()])
-                self.folders |= new
+            gone = self.policy.send_weights(list(new.values()), self.dtype) if new else ()
+            for index, (node, folder) in enumerate(new.items()):
+                if index not in gone:
+                    ray.get(folder.publish.remote())
+                    self.folders[node] = folder
 
     def is_current(self, slot: Slot) -> bool:
         """Whether a server may join: one that was restarted may have read the weights of before a sync and be ready after it."""
@@ -318,12 +319,17 @@ class PolicyServers:
             return self.broadcast(policy)
         with self.lock:
             nodes, folders = list(self.folders), list(self.folders.values())
-            for index in policy.send_weights(folders, self.dtype):
-                del self.folders[nodes[index]]
+            gone = {nodes[index] for index in policy.send_weights(folders, self.dtype)}
         with self.servers.lock:  # no server can join between the new files and the reload
-            for node, folder in self.folders.items():
-                with contextlib.suppress(*[ray.exceptions.RayActorError] * (node is not None)):  # its servers went with it
+            for node, folder in zip(nodes, folders):
+                try:
                     folder.publish() if node is None else ray.get(folder.publish.remote())
+                except ray.exceptions.RayError:
+                    gone.add(node)
+            for node in gone:
+                del self.folders[node]
+            if gone:  # where only the folder died its servers go on
+                self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
             for call in RELOAD:
                 self.servers.ask_all(*call)
         if not self.checked:

@@ -13,12 +13,15 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+import policy as policy_file
 import policy_group
 import reward_loop
+from genrm_server import Config
 from grpo_trainer import train
 from policy import Policy
 from policy_group import PolicyGroup, RanksLost
-from rollout import write_rollouts
+from rollout import PolicyServers, write_rollouts
+from test_genrm_server import stand_in  # noqa: F401
 from tiny import CPU, a_step, config_of
 
 pytestmark = pytest.mark.slow
@@ -182,3 +185,77 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
         for key, value in alone.items():
             assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
     assert all(torch.allclose(weights[0][name], weight, atol=2e-5) for name, weight in weights[1].items())
+
+
+class Sender:
+    """Of a group only what PolicyServers needs: weights that go to Ray actors."""
+
+    device, starts, lost = CPU, 1, False
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def about(self):
+        return self.policy.about()
+
+    def send_weights(self, folders, dtype):
+        if self.lost:
+            raise RanksLost("a rank of the policy died")
+        gone = set()
+        for number, pack in enumerate(self.policy.packs(dtype)):
+            for index, folder in enumerate(folders):
+                try:
+                    ray.get(folder.add.remote(number, pack))
+                except ray.exceptions.RayActorError:
+                    gone.add(index)
+        return gone
+
+
+def test_weights_reach_the_servers_of_every_node_also_after_a_death(folder, model, tokenizer, stand_in, monkeypatch):  # noqa: F811
+    """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may die, and a server that
+    comes back needs the ranks: without them whoever samples is told."""
+    ray.shutdown()
+    reward_loop.connect_ray()  # one whose actors find the played vLLM
+    monkeypatch.setattr(policy_file, "PACK", 50_000)
+    policy = Policy(settings(folder), folder, CPU)
+    sender = Sender(policy)
+    servers = PolicyServers(sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs"))
+
+    def served():
+        parts = [load_file(path) for path in Path(servers.path).glob("*.safetensors")]
+        assert len(parts) > 5 and len({name for part in parts for name in part}) == sum(map(len, parts))
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def is_served():
+        return all(torch.equal(served()[name], weight) for name, weight in policy.model.state_dict().items())
+
+    try:
+        assert is_served() and len(servers.folders) == 1  # one node, one folder, two servers
+        with torch.no_grad():
+            policy.model.lm_head.weight.add_(1.0)
+        assert not is_served()
+        servers.sync(sender)
+        assert is_served() and all(slot.joined for slot in servers.servers.slots)
+        ray.kill(next(iter(servers.folders.values())))
+        policy.model.lm_head.weight.data.add_(1.0)
+        servers.sync(sender)
+        assert is_served() and len(servers.folders) == 1  # a new one
+        ray.kill(next(iter(servers.folders.values())))
+        sender.lost = True
+        os.kill(ray.get(servers.actors[0].__ray_call__.remote(lambda self: self.child.pid)), signal.SIGKILL)
+        with pytest.raises(RanksLost):
+            while True:
+                servers.check_policy()
+                time.sleep(0.1)
+        sender.lost = False
+        end = time.monotonic() + 60
+        while not (servers.servers.restarts and servers.folders and servers.servers.slots[0].joined):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert is_served()
+    finally:
+        servers.shutdown()
+    end = time.monotonic() + 30
+    while os.path.lexists(servers.path):  # the last folder goes with its actor
+        assert time.monotonic() < end
+        time.sleep(0.1)
