@@ -10,7 +10,7 @@ response, an update and a hand-over of weights that sleep. The longest rollout o
 
 The judge's share is what a step takes longer than without a judge, as the FAPO paper counts it (18 % for 7B, 14 % for 32B).
 Exit code 1 where a step of --max-staleness 1 takes on average more than 1.1 times the longer of (rollout + the judge's rest) and
-(update + hand-over). tests/test_pipeline.py uses the same stand-ins.
+(update + hand-over): that wants an idle machine. tests/test_pipeline.py uses the same stand-ins.
 
 Left out: what overlapping work costs where it shares cores or GPUs; policies that get better or worse.
 """

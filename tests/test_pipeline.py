@@ -23,6 +23,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import bench_pipeline
 import grpo_trainer
+import run_folder
 from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedServers, PlayedTrainer
 from grpo_trainer import draw
 from policy_group import RanksLost
@@ -33,6 +34,11 @@ PER_STEP = 16  # samples: 4 prompts x 4
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return bench_pipeline.write_input(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr(run_folder.Log, "plot", lambda self: None)  # a second each
 
 
 def trainer_of(settings, folder, **changes):
@@ -295,6 +301,7 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
     scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
 
     def restart(source):
+        asyncio.run(until(lambda: scene.servers.generating == 0))  # it has seen that nobody waits for step 5 any more
         scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
 
     scene.policy.restart, scene.policy.load_optimizer = restart, lambda folder: None
