@@ -34,6 +34,7 @@ from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 import torch
 import transformers
 import tyro
@@ -46,7 +47,9 @@ import genrm_server
 import grpo_trainer
 import policy
 import preflight
+import reward_loop
 import toy_world
+from policy_group import PolicyGroup
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
@@ -290,6 +293,35 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         servers.shutdown()
 
 
+def check_ranks(work: Path, device=GPU, length=256):
+    """The same update by one process and by two ranks, and what each of those holds."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and count < 2:
+        yield "two ranks", None, f"needs 2 GPUs, torch sees {count}"
+        return
+    config, rng = dict(lr_warmup_steps=0, group_size=8, mini_batch_size=2), random.Random(0)
+    alone = load(work, device, **config)
+    samples = roll_out(alone, samples_of(work, 4), length)
+    for sample in samples:
+        sample.advantage = rng.gauss(1, 1)
+    expected, seconds, peak, _ = measure(device, lambda: [alone.update(samples, lr=1e-6) for _ in range(2)][-1])
+    del alone
+    measure(device, lambda: None)  # gives its memory back: a rank may be on the same GPU
+    reward_loop.connect_ray()
+    group = PolicyGroup(grpo_trainer.Config(model=str(work / "model"), train_file="", out_dir=str(work), policy_ranks=2,
+                                            device=device.type, max_tokens_per_micro_batch=4096, **config), str(work / "model"))  # fmt: skip
+    try:
+        found, of_two, *_ = measure(device, lambda: [group.update(samples, lr=1e-6) for _ in range(2)][-1])
+        held = ray.get([actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors])
+    finally:
+        group.shutdown()
+    for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        off = abs(found[key] - expected[key]) / max(abs(expected[key]), 1e-2)
+        yield f"two ranks and one process: {key}", off < 0.02, f"{found[key]:.5f} and {expected[key]:.5f}"
+    text = f"{1e-9 * max(held):.1f} GB at the peak on each, alone {peak:.1f}; {of_two:.1f} s for two updates, alone {seconds:.1f}"
+    yield "two ranks: memory and time", max(held) <= 1e9 * peak, text
+
+
 def check_sleep(work: Path):
     def used():
         free, total = torch.cuda.mem_get_info(GPU)
@@ -355,6 +387,7 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "precision": (check_precision, 180, False),
     "rollouts": (check_rollouts, 120, False),
     "update": (check_update, 120, False),
+    "ranks": (check_ranks, 240, False),
     "servers": (check_servers, 360, True),
     "nccl": (partial(check_servers, transfer="nccl"), 360, True),
     "sleep": (check_sleep, 240, True),

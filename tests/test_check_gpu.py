@@ -70,6 +70,14 @@ def test_weights_by_nccl_are_skipped_with_less_than_two_gpus(work, monkeypatch):
     assert list(check_gpu.check_servers(work, transfer="nccl")) == [("weights by NCCL", None, "needs 2 GPUs, torch sees 1")]
 
 
+@pytest.mark.slow
+def test_two_ranks_beside_one_process(work, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert list(check_gpu.check_ranks(work)) == [("two ranks", None, "needs 2 GPUs, torch sees 1")]
+    rows = list(check_gpu.check_ranks(work, CPU, length=6))
+    assert [holds for _, holds, _ in rows] == [True] * 4, rows
+
+
 @pytest.mark.parametrize("name", check_gpu.RUNS)
 def test_the_whole_runs_have_flags_that_the_trainer_takes(name):
     flags = shlex.split(check_gpu.RUN + check_gpu.RUNS[name])
