@@ -71,7 +71,7 @@ def generate(model, alive, max_response_length, temperature, top_p, stop_ids, ge
         logits = next_logits(model, ids, attended, positions, cache)
         cache.reorder_cache(rows)
         attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]
-        running = torch.ones(len(alive), dtype=torch.bool)
+        running = [True] * len(alive)
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
             # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
@@ -84,12 +84,12 @@ def generate(model, alive, max_response_length, temperature, top_p, stop_ids, ge
                     if is_end or length == max_response_length:
                         running[row] = False
                         on_finished(sample)
-            if not running.any():
+            if not any(running):
                 break
-            if running.sum() <= len(running) // 2:  # half of the rows are done: compute only the others from here on
-                keep = running.nonzero()[:, 0]
-                alive, running = [alive[row] for row in keep.tolist()], running[keep]
-                keep = keep.to(device)
+            if sum(running) <= len(running) // 2:  # half of the rows are done: compute only the others from here on
+                keep = [row for row, is_running in enumerate(running) if is_running]
+                alive, running = [alive[row] for row in keep], [True] * len(keep)
+                keep = torch.tensor(keep, device=device)
                 attended, position, tokens = attended[keep], position[keep], tokens[keep]
                 cache.reorder_cache(keep)
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
