@@ -436,24 +436,26 @@ class Trainer:
             try:
                 if not self.log.history:
                     self.log.metrics({"step": 0})
-                self.evaluate(self.state["step"])  # also where a run was stopped in an evaluation
-                while self.state["step"] < config.total_steps:
-                    step = self.state["step"] + 1
+                while True:
                     try:
+                        self.evaluate(self.state["step"])  # also where a run was stopped in an evaluation
+                        if self.state["step"] >= config.total_steps:
+                            break
+                        step = self.state["step"] + 1
                         self.one_step(step)
                         self.show(self.log.history[-1])
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                            self.save()
+                            with self.interrupts.held():  # ranks that were left alone would go on writing
+                                self.save()
+                        if step % 10 == 0:
+                            self.log.plot()
                     except RanksLost as error:
                         self.recover(error)
-                        continue
-                    self.evaluate(step)
-                    if step % 10 == 0:
-                        self.log.plot()
             except BaseException:  # whatever it was: nothing that was learnt is lost
                 # In the middle of an update the weights are no step's, and nobody asked for them.
                 if self.state["step"] > self.saved and self.policy.num_updates == self.updates_at_step:
-                    self.save()
+                    with contextlib.suppress(RanksLost):  # the error on its way says more
+                        self.save()
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
         print(f"page: {view_run.write_page([config.out_dir])}")

@@ -18,6 +18,7 @@ Shapes: B sequences of a micro-batch, T tokens of the longest response, N respon
 import contextlib
 import copy
 import math
+import os
 import socket
 import warnings
 from collections import Counter
@@ -85,6 +86,7 @@ class Policy:
     """
 
     starts = 1  # how often its processes were started; a PolicyGroup's may be started again
+    transfer = None  # the NCCL group with the servers
 
     def __init__(self, config, source: str, device: torch.device, ranks: Ranks | None = None):
         self.config, self.device, self.ranks, self.num_updates = config, device, ranks or Ranks(), 0
@@ -92,7 +94,8 @@ class Policy:
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
         if self.ranks.count > 1:
-            torch.set_num_threads(config.num_threads or 1)
+            cores = len(os.sched_getaffinity(0)) // self.ranks.turns if config.policy_offload else 1  # Adam is on the CPU then
+            torch.set_num_threads(config.num_threads or max(cores, 1))
             self.ranks.join(device)
         self.model, self.share_prompts = self.ranks.by_turns(lambda: self.load(source, is_checked=True))
         self.share_prompts = self.ranks.agree(self.share_prompts)
@@ -266,7 +269,7 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None):
         """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own."""
         for name, tensor in self.model.state_dict().items():
-            tensor = tensor.detach().to(dtype or tensor.dtype)  # before it is gathered: there is less to send
+            tensor = tensor.detach().to(self.device, dtype or tensor.dtype)  # before it is gathered: there is less to send
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def packs(self, dtype: torch.dtype):
@@ -298,14 +301,17 @@ class Policy:
             for index, done in writing.items():
                 try:
                     ray.get(done)
-                except ray.exceptions.RayError:  # its node went
+                except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):  # its node went
                     gone.add(index)
         return gone
 
     def offer_transfer(self) -> tuple[str, int]:
         """Where rank 0 can be met by servers that take weights by NCCL."""
+        import ray
+
+        host = ray.util.get_node_ip_address() if self.ranks.count > 1 else "127.0.0.1"  # servers may be on other nodes
         with socket.socket() as free:
-            free.bind((self.ranks.address, 0))
+            free.bind((host, 0))
             return free.getsockname()
 
     def open_transfer(self, address: str, port: int, size: int) -> None:
@@ -328,8 +334,9 @@ class Policy:
             torch.cuda.synchronize(self.device)
 
     def abandon_transfer(self) -> None:
-        """Ends a transfer that hangs; from another thread."""
-        self.transfer.destroy()
+        """Ends a transfer that hangs; from another thread. A group that is still being made cannot be ended."""
+        if self.transfer is not None:
+            self.transfer.destroy()
 
     def release_memory(self) -> None:
         """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it."""

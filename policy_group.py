@@ -4,11 +4,13 @@
     metrics = group.update(samples, lr=1e-6)       # all ranks at once, each with its share of the samples
 
 The trainer keeps everything else in its own process: data, servers, rewards, logs, Ctrl-C. So it may run on a machine without a
-GPU, and a rank that dies takes nothing along: RanksLost is raised at once, and `restart` starts all ranks anew.
+GPU, and a rank that dies takes nothing along: RanksLost is raised at once (for a node that is cut off: when Ray has declared it
+dead, after RAY_health_check_failure_threshold x RAY_health_check_period_ms), and `restart` starts all ranks anew.
 
 Left out: ranks that join or leave while others go on, groups of different devices.
 """
 
+import contextlib
 import dataclasses
 import re
 import socket
@@ -53,6 +55,7 @@ class PolicyGroup:
     def start(self, source: str, patience: float) -> None:
         """All ranks, from the weights in the folder `source`."""
         config = SimpleNamespace(**dataclasses.asdict(self.config))  # whose class the ranks need not be able to import
+        config.model, source = map(absolute, (config.model, source))  # they work in another folder
         on_gpu, self.starts = self.device.type == "cuda", self.starts + 1
         bundles, strategy = rank_bundles(config)
         self.placement = ray.util.placement_group(bundles, strategy=strategy)
@@ -79,7 +82,7 @@ class PolicyGroup:
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
         self.about_model = self.call("about")[0]
-        if len(per_node) > 1:
+        if not alone:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
@@ -90,10 +93,11 @@ class PolicyGroup:
 
     def shutdown(self) -> None:
         """Ends all ranks; those that wait in a collective, too."""
-        for actor in self.actors:
-            ray.kill(actor)
-        if self.placement is not None:
-            ray.util.remove_placement_group(self.placement)
+        with contextlib.suppress(ray.exceptions.RayError):  # all of it went with its Ray
+            for actor in self.actors:
+                ray.kill(actor)
+            if self.placement is not None:
+                ray.util.remove_placement_group(self.placement)
         self.actors, self.placement = [], None
 
     def call(self, method: str, *arguments) -> list:
@@ -108,28 +112,30 @@ class PolicyGroup:
                 try:
                     answers[calls[done]] = ray.get(done)
                 except ray.exceptions.RayError as error:
-                    raise self.verdict(error, calls, waiting) from None
+                    raise self.verdict(error, waiting) from None
             return [answers[rank] for rank in range(len(answers))]
 
-    def verdict(self, error, calls: dict, waiting: list) -> Exception:
+    def verdict(self, error, waiting: list) -> Exception:
         """What has happened: a rank's own error, or a death that the error is a consequence of."""
-        late, _ = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S) if waiting else ([], [])
-        for failed in [error, *(exception_of(call) for call in late)]:
-            if isinstance(failed, ray.exceptions.ActorDiedError) and failed.actor_init_failed:
-                *_, (kind, text) = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(failed), re.MULTILINE)  # Ray keeps its text only
-                return (ValueError if kind == "ValueError" else RuntimeError)(text)
-        for failed in [error, *(exception_of(call) for call in late)]:
-            if isinstance(failed, ray.exceptions.RayActorError):
+        late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S) if waiting else ([], [])
+        if hanging:  # in a collective with the one that failed: they would take the next call's tensors for its
+            self.shutdown()
+        found = [error, *filter(None, map(exception_of, late))]
+        for failed in found:
+            if isinstance(failed, ray.exceptions.RayActorError) and not failed.actor_init_failed:
                 return RanksLost(f"a rank of the policy died ({' '.join(str(failed).split())[:200]})")
+        if isinstance(error, ray.exceptions.RayActorError):  # in its constructor; Ray keeps the text only
+            kind, text = [("", str(error)), *re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)][-1]
+            return (ValueError if kind == "ValueError" else RuntimeError)(text)
         return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
     def check_shared_folder(self) -> None:
         """RuntimeError where a rank's node does not see the run's folder, to which all of them write."""
-        folder = str(Path(self.config.out_dir).absolute())
+        path = Path(self.config.out_dir, "config.json").absolute()  # the trainer has just written it
+        text = path.read_text()
         for actor in self.actors:
-            sees = actor.__ray_call__.remote(lambda self, folder=folder: Path(folder).is_dir())
-            if not ray.get(sees):
-                raise RuntimeError(f"out_dir: {folder} is not there on another node; put it, and the model, on a shared file system")
+            if not ray.get(actor.__ray_call__.remote(lambda self: path.is_file() and path.read_text() == text)):
+                raise RuntimeError(f"out_dir: {path.parent} is not there on another node; put it, and the model, on a shared file system")
 
     # ---- the methods of a Policy
 
@@ -176,6 +182,11 @@ def rank_bundles(config) -> tuple[list[dict], str]:
     """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, because they talk all the time."""
     on_gpu = config.device == "cuda"
     return [{"CPU": RANK_CPUS, "GPU": 1} if on_gpu else {"CPU": RANK_CPUS}] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
+
+
+def absolute(source: str) -> str:
+    """A folder's full path; a hub name stays as it is."""
+    return str(Path(source).absolute()) if Path(source).exists() else source
 
 
 def exception_of(call) -> Exception | None:

@@ -44,6 +44,8 @@ def check(config) -> None:
         raise ValueError(f"temperature: {config.temperature} must be above 0; greedy rollouts of a group are all the same")
     if not 0 < config.val_top_p <= 1:
         raise ValueError(f"val_top_p: {config.val_top_p} must be above 0 and at most 1")
+    if config.policy_offload and config.policy_ranks == 1:
+        raise ValueError("policy_offload: it is about the shards of several ranks; give --policy-ranks 2 or more, or leave it off")
     if config.max_staleness:
         ahead = f"max_staleness: {config.max_staleness} rolls out and judges during the update"
         if config.rollout == "hf":
@@ -229,8 +231,8 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     numbers["update: activations of a micro-batch"] = kept
     numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
     copies = weights and weights / 2  # in bf16: kept for the backward pass, and from token to token
-    if config.policy_ranks > 1:  # two layers at a time, in bf16 on a GPU, and embedding and head in float32, with their gradients
-        numbers["update: gathered weights"] = weights and 2 * outside + 2 * of_layer
+    if config.policy_ranks > 1:  # two layers at a time, in bf16 on a GPU, and embedding and head in float32, with gradients twice
+        numbers["update: gathered weights"] = weights and 3 * outside + 3 * of_layer
     elif device == "cuda":
         numbers |= {"update: weights in bf16": copies} if not config.gradient_checkpointing else {}
         numbers |= {"rollout: weights in bf16": copies} if config.rollout == "hf" else {}
@@ -265,7 +267,7 @@ def placement(config) -> dict[str, list[str]]:
     judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
     servers = genrm_server.Config("", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
                                   device=config.device)  # fmt: skip
-    wanted = {"judge": genrm_server.reserved(judges), "rank": rank_bundles(config), "policy server": genrm_server.reserved([servers])}
+    wanted = {"rank": rank_bundles(config), "judge": genrm_server.reserved(judges), "policy server": genrm_server.reserved([servers])}
     addresses, held, groups = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, {}, []
     try:
         for name, (bundles, strategy) in wanted.items():

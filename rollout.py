@@ -273,17 +273,18 @@ class PolicyServers:
     def before_starting(self, slot: Slot) -> None:
         """Of a server in an actor: sees to it that its node has the weights. The actor may have moved to another one."""
         if self.actors:
+            starts = self.policy.starts
             try:
                 self.provide({ray.get(slot.server.node.remote())})
             except RanksLost as error:
-                self.lost = error
+                self.lost = starts, error
                 raise
 
     def check_policy(self) -> None:
         """Raises RanksLost where a server needs weights and the policy's ranks are gone: without new ones it never comes."""
         lost, self.lost = self.lost, None
-        if lost:
-            raise lost
+        if lost and lost[0] == self.policy.starts:  # not of ranks before these
+            raise lost[1]
 
     def provide(self, nodes: set[str]) -> None:
         """Makes a folder with the policy's weights of now on each of these nodes that has none."""
@@ -323,11 +324,14 @@ class PolicyServers:
         with self.servers.lock:  # no server can join between the new files and the reload
             for node, folder in zip(nodes, folders):
                 try:
-                    folder.publish() if node is None else ray.get(folder.publish.remote())
-                except ray.exceptions.RayError:
+                    if node not in gone:
+                        folder.publish() if node is None else ray.get(folder.publish.remote())
+                except ray.exceptions.RayActorError:
                     gone.add(node)
-            for node in gone:
-                del self.folders[node]
+            with self.lock:
+                for node, folder in zip(nodes, folders):
+                    if node in gone and self.folders.get(node) is folder:  # else a server's thread has renewed it
+                        del self.folders[node]
             if gone:  # where only the folder died its servers go on
                 self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
             for call in RELOAD:

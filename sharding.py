@@ -46,7 +46,8 @@ class Ranks:
         """Returns when all ranks have joined."""
         # Groups that device meshes make know no other time limit.
         dist.distributed_c10d.default_pg_timeout = PATIENCE
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address))
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self.address)
         host, port = self.store.rsplit(":", 1)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(minutes=5))
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

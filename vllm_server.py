@@ -207,7 +207,7 @@ class WeightFolder:
     def publish(self) -> None:
         """The parts that came since the last time take the place of the old ones."""
         new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        for path in set(self.folder.glob("*.safetensors")) - set(new.values()):
+        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
             path.unlink()
         for path, target in new.items():
             path.replace(target)
