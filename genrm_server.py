@@ -132,6 +132,7 @@ GOOD_SECONDS = 300.0
 RESTART_DELAY = 1.0  # seconds before the first restart; doubled with each one in a row, 60 at most
 CALL_SECONDS = 600.0  # for a control call: reading weights takes a while, and so do the requests that end before sleep
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
+SLEEP_WITHOUT_WEIGHTS = "/sleep?level=2&mode=wait"  # for servers that get new ones when they wake
 
 
 @dataclass(eq=False)
@@ -162,8 +163,8 @@ class ModelServers:
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
-                 before_starting=lambda slot: None, before_joining=lambda slot: True):
-        self.before_starting, self.before_joining = before_starting, before_joining
+                 before_starting=lambda slot: None, before_joining=lambda slot: True, sleep_call: str = SLEEP):
+        self.before_starting, self.before_joining, self.sleep_call = before_starting, before_joining, sleep_call
         self.config = config = complete(config)
         self.label = f"[{name}] " if name else ""
         self.slots = [Slot(server, number, config.log_dir / f"server_{number}.log")
@@ -301,7 +302,7 @@ class ModelServers:
         """Lets a healthy server into the router, and into a new router again."""
         with self.lock if not slot.joined else contextlib.nullcontext():
             if not slot.joined and self.asleep:  # it must not take the memory that the others left to the trainer
-                self.ask(slot, SLEEP)
+                self.ask(slot, self.sleep_call)
             if not slot.joined and not self.before_joining(slot):
                 return False
             start = self.router_starts
@@ -353,7 +354,8 @@ class ModelServers:
         for slot, error in failed.items():
             if slot.joined:  # else its thread knows
                 self.say(f"{error}; it is restarted")
-                self.call(slot, "stop", 0)
+                with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
+                    self.call(slot, "stop", 0)
                 self.leave(slot)
 
     def sleep(self, asleep: bool = True) -> bool:
@@ -366,7 +368,7 @@ class ModelServers:
             return False
         with self.lock:
             self.asleep = asleep
-            self.ask_all(SLEEP if asleep else "/wake_up")
+            self.ask_all(self.sleep_call if asleep else "/wake_up")
         return True
 
     def wake_up(self) -> bool:

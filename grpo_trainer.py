@@ -106,6 +106,10 @@ class Config(reward_loop.RewardOptions):
     """On CPU: cores for those servers, such as "1"; default: all, shared out evenly."""
     rollout_gpus: str = ""
     """GPUs for those servers, such as 0,1,2; default: the first that judges and policy leave free."""
+    rollout_shares_gpus: bool = False
+    """Those servers take the policy's GPUs, in turns with it: they sleep during the update, its optimizer waits in the host's
+    memory during rollouts. How much they take is --gpu-memory-utilization in --rollout-vllm-args, 0.5 where it is not given: at
+    most what the policy's weights, which stay there, leave free."""
     rollout_vllm_args: str = ""
     """Arguments for those servers: --rollout-vllm-args="--gpu-memory-utilization 0.5" where they share the trainer's GPU."""
     weight_sync: Literal["file", "nccl"] = "file"
@@ -226,6 +230,8 @@ class Trainer:
         rewarded = time.perf_counter()
         with self.interrupts.held():  # a Ctrl-C from here on waits until the step is whole and logged
             lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
+            if self.servers and config.rollout_shares_gpus:
+                self.servers.sleep()  # the new weights wake them
             metrics |= self.policy.update(samples, lr)
             updated = time.perf_counter()
             self.check_sampler(step, metrics)
@@ -482,6 +488,8 @@ class Trainer:
             count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
             print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
             try:
+                if self.servers and self.config.rollout_shares_gpus:
+                    self.servers.sleep()
                 self.policy.restart(self.source)
                 if self.saved:
                     self.policy.load_optimizer(Path(self.source))
@@ -522,7 +530,8 @@ class Trainer:
             servers = genrm_server.Config(
                 model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel, cpus=config.rollout_cpus, gpus=config.rollout_gpus,
                 max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
-                log_dir=Path(config.out_dir, "rollout_logs"), vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
+                sleep_mode=config.rollout_shares_gpus, log_dir=Path(config.out_dir, "rollout_logs"),
+                vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
             )  # fmt: skip
             self.servers = PolicyServers(self.policy, self.tokenizer, servers, config.weight_sync)
             stack.callback(self.servers.shutdown)

@@ -143,6 +143,7 @@ class Policy:
         Raises RuntimeError where the loss or the gradient is not finite.
         """
         config, rank = self.config, self.ranks.rank
+        self.optimizer_to(None)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         mini_batches = deal(samples, config.group_size, config.mini_batch_size)
@@ -338,10 +339,22 @@ class Policy:
         if self.transfer is not None:
             self.transfer.destroy()
 
-    def release_memory(self) -> None:
-        """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it."""
+    def release_memory(self, optimizer: bool = False) -> None:
+        """Gives the GPU memory that PyTorch keeps for later back to the device, for others that share it.
+
+        optimizer: that of the gradients too, and the optimizer's state waits in the host's memory for the next update.
+        """
+        if optimizer:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer_to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def optimizer_to(self, device: str | None) -> None:
+        """Moves the optimizer's state to this device; None: to where the weights are."""
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                state[key] = value.to(device or parameter.device)
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder (from rank 0), and the optimizer beside it, for any number of ranks to load."""

@@ -168,8 +168,8 @@ class PolicyGroup:
         """Ends rank 0, which hangs; whoever waits for it is told."""
         ray.kill(self.actors[0])
 
-    def release_memory(self) -> None:
-        self.call("release_memory")
+    def release_memory(self, optimizer: bool = False) -> None:
+        self.call("release_memory", optimizer)
 
     def save(self, folder: Path) -> None:
         self.call("save", folder.absolute())

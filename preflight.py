@@ -84,9 +84,32 @@ def settle(config):
     device, rollout_gpus, genrm_gpus = place(config) if config.policy_ranks > 1 else deal_gpus(config, torch.cuda.device_count())
     if config.weight_sync == "nccl" and device == "cpu":
         raise ValueError("weight_sync: nccl sends from GPU to GPU, and the policy is on the CPU; take file")
+    vllm_args = config.rollout_vllm_args
+    if config.rollout_shares_gpus:
+        check_sharing(config, device)
+        rollout_gpus = device[5:]  # of one rank; those of several are known when Ray has placed them
+        if "gpu-memory-utilization" not in vllm_args:  # vLLM's own default is nearly all, and the policy is there already
+            vllm_args += " --gpu-memory-utilization 0.5"
     budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
     return dataclasses.replace(config, device=device, rollout_gpus=rollout_gpus, genrm_gpus=genrm_gpus,
-                               max_tokens_per_micro_batch=budget, reward_fn=reward_function(config))  # fmt: skip
+                               rollout_vllm_args=vllm_args, max_tokens_per_micro_batch=budget,
+                               reward_fn=reward_function(config))  # fmt: skip
+
+
+def check_sharing(config, device: str) -> None:
+    """Refuses what --rollout-shares-gpus does not go with."""
+    needed = config.rollout_servers * config.rollout_tensor_parallel
+    for is_wrong, why in (
+        (config.rollout == "hf", "with --rollout hf there are no servers; take vllm"),
+        (device == "cpu", "vLLM cannot sleep on the CPU, where the policy is; leave it out"),
+        (config.rollout_gpus, f"the servers get the policy's GPUs, and rollout_gpus is {config.rollout_gpus}; leave one out"),
+        (config.weight_sync == "nccl", "weight_sync nccl cannot send within a GPU; take file"),
+        (config.max_staleness, f"max_staleness {config.max_staleness} rolls out during the update, when servers sleep; take 0"),
+        (needed > config.policy_ranks, f"rollout_servers x rollout_tensor_parallel is {needed}, and the policy is on "
+                                       f"{config.policy_ranks} GPUs; lower one of them"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(f"rollout_shares_gpus: {why}")
 
 
 def deal_gpus(config, count: int) -> tuple[str, str, str]:
@@ -150,7 +173,8 @@ def place(config) -> tuple[str, str, str]:
 def gpus_needed(config) -> dict[str, int]:
     """How many GPUs the ranks, the policy's servers and the judges take."""
     return {"policy_ranks": config.policy_ranks,
-            "rollout_servers": config.rollout_servers * config.rollout_tensor_parallel * (config.rollout == "vllm"),
+            "rollout_servers": config.rollout_servers * config.rollout_tensor_parallel
+            * (config.rollout == "vllm" and not config.rollout_shares_gpus),
             "genrm_servers": len(config.genrm) * config.genrm_servers * config.genrm_tensor_parallel}  # fmt: skip
 
 
@@ -265,7 +289,8 @@ def report(config, train_rows: list[dict]) -> None:
 def placement(config) -> dict[str, list[str]]:
     """What Ray would place on which node (its address), found out by reserving it all and giving it back at once."""
     judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
-    servers = genrm_server.Config("", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
+    count = 0 if config.rollout_shares_gpus else config.rollout_servers
+    servers = genrm_server.Config("", num_servers=count, tensor_parallel_size=config.rollout_tensor_parallel,
                                   device=config.device)  # fmt: skip
     wanted = {"rank": rank_bundles(config), "judge": genrm_server.reserved(judges), "policy server": genrm_server.reserved([servers])}
     addresses, held, groups = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, {}, []

@@ -13,6 +13,7 @@ Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
@@ -32,10 +33,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from genrm_server import Config, ModelServers, Slot, complete, end_servers, http, place_servers
+from genrm_server import SLEEP_WITHOUT_WEIGHTS, Config, ModelServers, Slot, complete, end_servers, http, place_servers
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
 from policy_group import RanksLost
-from vllm_server import WeightFolder
+from vllm_server import VllmServer, WeightFolder
 
 
 # ------------------------------------------------------------------------------------------------------------ in this process
@@ -229,6 +230,9 @@ class PolicyServers:
 
     transfer="nccl" sends later weights from GPU to GPU instead (vLLM's weight transfer; the trainer's GPU must be none of the
     servers'). The folder then keeps the first weights: a server that was restarted waits outside the router for the next sync.
+
+    config.sleep_mode: the servers share the policy's GPUs. `sleep` leaves these to the policy, and the next sync wakes the
+    servers; while they are awake the policy's optimizer is in the host's memory.
     """
 
     def __init__(self, policy, tokenizer, config: Config, transfer: str = "file"):
@@ -262,16 +266,26 @@ class PolicyServers:
                 policy.send_weights([here], self.dtype)
                 here.publish()
             else:
-                self.actors, self.placement = place_servers([config])
+                if config.sleep_mode:
+                    self.actors = place_beside(config, policy.actors)
+                else:
+                    self.actors, self.placement = place_servers([config])
                 self.provide({ray.get(actor.node.remote()) for actor in self.actors})
+            if config.sleep_mode:
+                policy.release_memory(optimizer=True)
             self.servers = ModelServers(config, "policy", self.actors, before_starting=self.before_starting,
-                                        before_joining=self.is_current)
+                                        before_joining=self.is_current, sleep_call=SLEEP_WITHOUT_WEIGHTS)
         except BaseException:
             self.shutdown()
             raise
 
     def before_starting(self, slot: Slot) -> None:
-        """Of a server in an actor: sees to it that its node has the weights. The actor may have moved to another one."""
+        """Of a server in an actor: sees to it that its node has the weights. The actor may have moved to another one.
+
+        While the others sleep no server starts: the policy has the memory.
+        """
+        while self.servers and self.servers.asleep and not self.servers.stopping.wait(0.2):
+            pass
         if self.actors:
             starts = self.policy.starts
             try:
@@ -306,13 +320,21 @@ class PolicyServers:
 
     def is_current(self, slot: Slot) -> bool:
         """Whether a server may join: one that was restarted may have read the weights of before a sync and be ready after it."""
-        if self.servers is None:  # all are starting for the first time
+        if self.servers is None or self.servers.asleep:  # all start for the first time, or none has weights until they wake
             return True
         if self.transfer == "nccl":
             return not self.members or self.members.get(slot.url) == slot.restarts
         for call in RELOAD:
             self.servers.ask(slot, *call)
         return True
+
+    def sleep(self) -> None:
+        """Leaves GPUs that are shared to the policy, until the next sync. Nothing may be generating."""
+        self.servers.sleep()
+        for slot in self.servers.slots:
+            if not slot.joined:  # it is just starting, and would take the memory for as long as that lasts
+                with contextlib.suppress(Exception):  # an actor that is gone, of which its thread tells
+                    self.servers.call(slot, "stop", 0)
 
     def sync(self, policy) -> None:
         """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when it is restarted."""
@@ -334,7 +356,12 @@ class PolicyServers:
                         del self.folders[node]
             if gone:  # where only the folder died its servers go on
                 self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
-            for call in RELOAD:
+            calls = RELOAD
+            if self.servers.asleep:
+                policy.release_memory(optimizer=True)
+                self.servers.asleep = False
+                calls = (("/wake_up?tags=weights",), *RELOAD, ("/wake_up?tags=kv_cache",))  # keys last: reloading takes memory
+            for call in calls:
                 self.servers.ask_all(*call)
         if not self.checked:
             self.checked = True
@@ -404,6 +431,32 @@ class PolicyServers:
             if node is not None and ray.is_initialized():
                 ray.kill(folder)
         self.here.close()
+
+
+def place_beside(config: Config, ranks: list) -> list:
+    """An actor for each of the policy's servers, on nodes and GPUs of the ranks. It reserves none in Ray: they have done that.
+
+    config: complete(). ValueError where no node has GPUs enough for a server.
+    """
+
+    def held(rank):
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+    gpus, size = {}, config.tensor_parallel_size  # node -> its GPUs
+    for node, ids in ray.get([rank.__ray_call__.remote(held) for rank in ranks]):
+        gpus.setdefault(node, []).extend(ids)
+    places = [(node, ids[at : at + size]) for node, ids in gpus.items() for at in range(0, len(ids) - size + 1, size)]
+    if len(places) < config.num_servers:
+        have = [len(ids) for ids in gpus.values()]
+        raise ValueError(f"rollout_shares_gpus: {config.num_servers} servers, each with {size} GPUs of one node, and the policy "
+                         f"has {have} on its nodes; lower rollout_servers or rollout_tensor_parallel")  # fmt: skip
+    actors, driver = [], ray.get_runtime_context().get_node_id()
+    for index, (node, ids) in enumerate(places[: config.num_servers]):
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = dict(num_cpus=config.ray_cpus, max_restarts=-1, scheduling_strategy=strategy)
+        actors.append(ray.remote(VllmServer).options(**options).remote(config, index, 0, 1, gpus=ids, driver_node=driver))
+    return actors
 
 
 # ------------------------------------------------------------------------------------------------ kept, to be trained on again

@@ -1,6 +1,7 @@
 """genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server in real processes), slow ones with vLLM on CPU."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -12,15 +13,18 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import genrm_server
+import grpo_trainer
 import vllm_server
-from genrm_server import Config, ModelServers, RewardModelManager, http
-from rollout import PolicyServers
-from tiny import policy_of
+from genrm_server import Config, ModelServers, RewardModelManager, complete, http
+from rollout import PolicyServers, place_beside
+from tiny import CPU, a_step, policy_of
 from vllm_server import share
 
 ROOT = Path(__file__).parent.parent
@@ -426,6 +430,60 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     assert not servers.folder.exists()
 
 
+def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, tokenizer, monkeypatch):
+    """One step of the trainer on one GPU, which is played; then servers that die while the others sleep, or just before."""
+    import torch
+
+    policy, events = policy_of(model, rollout_shares_gpus=True), []
+    policy.device = torch.device("cuda")
+    put, ask = policy.optimizer_to, ModelServers.ask
+    monkeypatch.setattr(policy, "weights", lambda dtype: ((name, t.to(dtype)) for name, t in model.state_dict().items()))
+    monkeypatch.setattr(policy, "optimizer_to", lambda device: (events.append(f"optimizer to {device}"), put(device)))
+    monkeypatch.setattr(ModelServers, "ask", lambda self, slot, path, *body: (events.append(path), ask(self, slot, path, *body)))
+    servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, gpus="0,1", sleep_mode=True))
+    slots, policy.device = servers.servers.slots, CPU
+    trainer = SimpleNamespace(
+        config=policy.config, policy=policy, servers=servers, interrupts=SimpleNamespace(held=contextlib.nullcontext), state={},
+        next_batch=lambda step: (samples, samples, {"perf/tokens": 1}, 4), set_advantages=lambda samples: None, eos_ids=set(),
+        check_sampler=lambda *_: None, log=SimpleNamespace(samples=print, metrics=print), ahead=[])  # fmt: skip
+    trainer.hand_over_weights = lambda: grpo_trainer.Trainer.hand_over_weights(trainer)
+    reset, samples = "/reset_prefix_cache?reset_running_requests=true", a_step(model)
+    try:
+        assert events == ["optimizer to cpu"] and "--enable-sleep-mode" in told(servers.servers)["argv"]
+        grpo_trainer.Trainer.one_step(trainer, 1)
+        wake = ["/wake_up?tags=weights", "/collective_rpc", reset, "/wake_up?tags=kv_cache"]
+        moves = ["optimizer to None", "optimizer to cpu"]  # before and after the update
+        assert events[1:] == ["/sleep?level=2&mode=wait"] * 2 + moves + sorted(wake * 2, key=wake.index)
+        launches = []  # whether the others slept
+        for slot in slots:
+            def launch(*args, really=slot.server.launch):
+                launches.append(servers.servers.asleep)
+                really(*args)
+
+            monkeypatch.setattr(slot.server, "launch", launch)
+        servers.sleep()
+        events.clear()
+        assert servers.is_current(slots[1]) and not events  # nothing is read into memory that is not there
+        slots[0].server.child.kill()
+        until(lambda: slots[0].restarts == 1)
+        servers.sync(policy)
+        until(lambda: slots[0].joined)
+        calls = told(servers.servers)["calls"]
+        assert launches == [False] and "/collective_rpc" in calls and not any("sleep" in call or "wake" in call for call in calls)
+        (servers.folder / "hang").touch()
+        slots[1].server.child.kill()
+        until(lambda: len(launches) == 2 and slots[1].server.alive())
+        servers.sleep()
+        assert not slots[1].server.alive() and slots[0].server.alive()
+        (servers.folder / "hang").unlink()
+        until(lambda: slots[1].restarts == 2)
+        servers.sync(policy)
+        until(lambda: slots[1].joined)
+        assert launches == [False] * 3
+    finally:
+        servers.shutdown()
+
+
 def test_sleep_and_wake(stand_in, capfd):
     with running(settings(stand_in)) as servers:
         assert [servers.sleep(), servers.wake_up(), servers.sleep()] == [False] * 3  # harmless
@@ -629,6 +687,49 @@ def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed
 
 
 # ---- in Ray, with the stand-in; meanwhile the killed server restarts ---------------------------------------------------------
+
+@pytest.mark.slow
+def test_servers_that_share_the_gpus_of_ranks(stand_in, model, tokenizer, monkeypatch):
+    """In a Ray that claims to have three GPUs, of which two ranks take two."""
+    import ray
+    import torch
+
+    policy = policy_of(model)
+
+    class Rank:
+        pass
+
+    def send_weights(folders, dtype):
+        for number, pack in enumerate(policy.packs(dtype)):
+            ray.get([folder.add.remote(number, pack) for folder in folders])
+        return set()
+
+    ray.init("local", num_cpus=4, num_gpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        ranks, servers = [ray.remote(Rank).options(num_gpus=1).remote() for _ in range(2)], None
+        gpus = ray.get([rank.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in ranks])
+        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks,
+                                starts=1, release_memory=policy.release_memory)  # fmt: skip
+        config = settings(stand_in, num_servers=2, sleep_mode=True, device="cuda")
+        servers = PolicyServers(group, tokenizer, config)
+        assert [told(servers.servers, number)["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)] == gpus
+        assert ray.available_resources()["GPU"] == 1
+        ray.kill(servers.actors[1])  # with its node, say: what the trainer asks of it costs nothing but its share of the work
+        servers.sleep()
+        servers.sync(group)
+        assert "/wake_up?tags=kv_cache" in told(servers.servers)["calls"]
+        large = complete(replace(config, num_servers=1, tensor_parallel_size=2))
+        recorded = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, gpus, **__: gpus))
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "remote", lambda cls: recorded)
+            assert place_beside(large, ranks) == [gpus]
+        with pytest.raises(ValueError, match=r"2 servers, each with 2 GPUs of one node, and the policy has \[2\] on its nodes"):
+            place_beside(replace(large, num_servers=2), ranks)
+    finally:
+        if servers:
+            servers.shutdown()
+        ray.shutdown()
+
 
 DRIVER = """
 import sys, time

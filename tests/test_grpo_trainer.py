@@ -31,7 +31,7 @@ import reward_loop
 import run_folder
 import toy_world
 from policy import Sample
-from preflight import deal_gpus, estimate_memory, report
+from preflight import deal_gpus, estimate_memory, report, settle
 from tiny import config_of
 
 # ------------------------------------------------------------------------------------------------------------- small parts
@@ -437,6 +437,30 @@ def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
 def test_gpus_that_collide_or_are_not_there_are_refused(changes, count, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         deal_gpus(config_of(**changes), count)
+
+
+def test_shared_gpus(monkeypatch):
+    """The policy's servers get its GPU, and half of its memory if nothing else is said; what does not go with that is refused."""
+
+    def settled(**changes):
+        return settle(config_of(**dict(rollout="vllm", rollout_shares_gpus=True) | changes))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("preflight.ray.cluster_resources", lambda: {"GPU": 2})
+    config = settled(genrm=("j",))
+    assert (config.device, config.rollout_gpus, config.genrm_gpus) == ("cuda:1", "1", "0")
+    assert config.rollout_vllm_args.split() == ["--gpu-memory-utilization", "0.5"]
+    several = settled(policy_ranks=2, rollout_servers=2, rollout_vllm_args="--gpu-memory-utilization=0.3")
+    assert (several.device, several.rollout_gpus, several.rollout_vllm_args) == ("cuda", "", "--gpu-memory-utilization=0.3")
+    for changes, message in (
+        (dict(rollout="hf"), "there are no servers; take vllm"), (dict(device="cpu"), "vLLM cannot sleep on the CPU"),
+        (dict(rollout_gpus="0"), "and rollout_gpus is 0"), (dict(weight_sync="nccl"), "weight_sync nccl"),
+        (dict(max_staleness=1), "max_staleness 1 rolls out during the update"),
+        (dict(rollout_servers=2), "is 2, and the policy is on 1 GPU"),
+        (dict(policy_ranks=2, rollout_servers=2, rollout_tensor_parallel=2), "is 4, and the policy is on 2 GPUs"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^rollout_shares_gpus: .*{message}"):
+            settled(**changes)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text", "mamba", "llama"])

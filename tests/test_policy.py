@@ -44,6 +44,27 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
 
 
+def test_an_optimizer_that_was_in_the_hosts_memory_goes_on_exactly(model, monkeypatch):
+    """Also where there is no GPU: there each move makes a copy, as between two devices."""
+    stayed, moved = policy_of(model), policy_of(model)
+    device, to = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.Tensor.to
+    for policy in (stayed, moved):
+        policy.device, policy.model = device, policy.model.to(device)
+    for seed in range(2):
+        samples = a_step(model, seed)
+        assert stayed.update(samples, 1e-2) == moved.update(samples, 1e-2)
+        before = {name: (value.data_ptr(), value.clone()) for name, value in moved.moments().items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", lambda self, *args, **options: to(self, *args, **options).clone())
+            moved.release_memory(optimizer=True)
+            assert not any(parameter.grad is not None for parameter in moved.model.parameters())
+        assert before and {name.rpartition("/")[2] for name in before} == {"step", "exp_avg", "exp_avg_sq"}
+        for name, value in moved.moments().items():
+            address, kept = before[name]
+            assert value.device == CPU and value.data_ptr() != address and torch.equal(value, kept.cpu()), name
+    assert torch.equal(weights_of(stayed), weights_of(moved))
+
+
 def test_update_does_not_depend_on_micro_batches(model):
     samples = a_step(model)
     whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, entropy_coef=0.01)
