@@ -437,7 +437,8 @@ def place_servers(configs: list[Config]) -> tuple[list, object]:
     configs: complete(). RuntimeError when the cluster has no room.
     """
     import ray
-    wanted, (bundles, strategy) = [(config, index) for config in configs for index in range(config.num_servers)], reserved(configs)
+    wanted = [(config, index) for config in configs for index in range(config.num_servers)]
+    bundles, strategy = reserved(configs)
     group, actors = ray.util.placement_group(bundles, strategy=strategy), []
     if not group.wait(60):
         ray.util.remove_placement_group(group)

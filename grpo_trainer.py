@@ -409,7 +409,7 @@ class Trainer:
     # ---- the run
 
     def __init__(self, config: Config):
-        self.started_ray = config.policy_ranks > 1 and reward_loop.connect_ray()  # what it can deal out decides where the ranks are
+        self.started_ray = config.policy_ranks > 1 and reward_loop.connect_ray()  # which deals out the GPUs
         self.config = config = settle(config)
         check(config)
         transformers_logging.disable_progress_bar()
@@ -476,7 +476,7 @@ class Trainer:
         self.drawn, self.ahead = self.state["prompts_drawn"], deque()  # what has been drawn; of steps to come: (collect, rollout)
 
     def recover(self, error: RanksLost) -> None:
-        """New ranks from the newest checkpoint, where the run goes on. Judges, workers and the policy's servers stay as they are."""
+        """New ranks from the newest checkpoint, where the run goes on. Judges, workers and the policy's servers stay."""
         self.leaving.set()  # what is ahead is drawn again
         concurrent.futures.wait([rollout for _, rollout in self.ahead])
         self.leaving.clear()

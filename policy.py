@@ -47,7 +47,8 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 SHARE_FROM = 0.25
 PACK = 2**29  # bytes of weights that travel together
 # What adds up over micro-batches, mini-batches and ranks.
-SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "difference_sum", "entropy_sum", "tokens")
+SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum",
+        "difference_sum", "entropy_sum", "tokens")  # fmt: skip
 
 
 @dataclass
@@ -493,7 +494,7 @@ def can_share_prompts(model) -> bool:
     ids = [number * 7919 % size for number in range(1, 20)]
     sequences, responses = [ids[:11], ids[:8] + ids[12:], ids[:8] + ids[11:13], ids[4:9]], [3, 7, 2, 1]
     try:
-        shared, plain = (logprobs_and_entropy(model, sequences, responses, 1.0, share_prompts=share)[0] for share in (True, False))
+        shared, plain = (logprobs_and_entropy(model, sequences, responses, 1.0, share_prompts=s)[0] for s in (True, False))
     except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError):  # a cache of its own kind, say
         return False
     return (shared - plain).abs().mean().item() < (1e-4 if shared.device.type == "cpu" else 0.05)

@@ -62,7 +62,7 @@ class PolicyGroup:
         if not self.placement.wait(patience):
             free = ray.available_resources()
             raise RuntimeError(f"policy_ranks: the Ray cluster has no room for {len(bundles)} x {bundles[0]}; free are "
-                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; lower it, or add nodes")  # fmt: skip
+                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; lower it or add nodes")  # fmt: skip
         table = ray.util.placement_group_table(self.placement)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = [table[number] for number in range(len(bundles))]
@@ -101,7 +101,7 @@ class PolicyGroup:
         self.actors, self.placement = [], None
 
     def call(self, method: str, *arguments) -> list:
-        """A method of all ranks at the same time -> their answers. Notices at once when one dies or fails while others wait for it."""
+        """A method of all ranks at the same time -> their answers. One that dies or fails is noticed while others wait for it."""
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
@@ -135,7 +135,7 @@ class PolicyGroup:
         text = path.read_text()
         for actor in self.actors:
             if not ray.get(actor.__ray_call__.remote(lambda self: path.is_file() and path.read_text() == text)):
-                raise RuntimeError(f"out_dir: {path.parent} is not there on another node; put it, and the model, on a shared file system")
+                raise RuntimeError(f"out_dir: another node does not see {path.parent}; a shared file system must hold it and the model")
 
     # ---- the methods of a Policy
 
@@ -179,7 +179,7 @@ class PolicyGroup:
 
 
 def rank_bundles(config) -> tuple[list[dict], str]:
-    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, because they talk all the time."""
+    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, as they talk all the time."""
     on_gpu = config.device == "cuda"
     return [{"CPU": RANK_CPUS, "GPU": 1} if on_gpu else {"CPU": RANK_CPUS}] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
 

@@ -45,7 +45,7 @@ def check(config) -> None:
     if not 0 < config.val_top_p <= 1:
         raise ValueError(f"val_top_p: {config.val_top_p} must be above 0 and at most 1")
     if config.policy_offload and config.policy_ranks == 1:
-        raise ValueError("policy_offload: it is about the shards of several ranks; give --policy-ranks 2 or more, or leave it off")
+        raise ValueError("policy_offload: it is about the shards of several ranks; give --policy-ranks 2 or leave it off")
     if config.max_staleness:
         ahead = f"max_staleness: {config.max_staleness} rolls out and judges during the update"
         if config.rollout == "hf":
@@ -87,7 +87,7 @@ def settle(config):
     vllm_args = config.rollout_vllm_args
     if config.rollout_shares_gpus:
         check_sharing(config, device)
-        rollout_gpus = device[5:]  # of one rank; those of several are known when Ray has placed them
+        rollout_gpus = by_name([device[5:]]) if device[5:] else ""  # Ray places those of several
         if "gpu-memory-utilization" not in vllm_args:  # vLLM's own default is nearly all, and the policy is there already
             vllm_args += " --gpu-memory-utilization 0.5"
     budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
@@ -147,8 +147,14 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
                                  f'--{name}-vllm-args="--gpu-memory-utilization 0.4"')  # fmt: skip
             if not sleeps:
                 taken[gpu] = f"{name}_gpus"
-        dealt[name] = ",".join(chosen)
+        dealt[name] = by_name(chosen)
     return policy, dealt["rollout"], dealt["genrm"]
+
+
+def by_name(gpus: list[str]) -> str:
+    """GPUs as CUDA_VISIBLE_DEVICES of another process names them, from the numbers that torch gives them in this one."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(names[int(gpu)] for gpu in gpus) if names else ",".join(gpus)
 
 
 def place(config) -> tuple[str, str, str]:
@@ -160,13 +166,13 @@ def place(config) -> tuple[str, str, str]:
         if getattr(config, name):
             raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
     if config.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: {config.device!r} names one GPU, and policy_ranks is {config.policy_ranks}; take auto, cpu or cuda")
+        raise ValueError(f"device: {config.device!r} names one GPU, policy_ranks is {config.policy_ranks}; take auto, cpu or cuda")
     have = ray.cluster_resources().get("GPU", 0)
     device = config.device if config.device != "auto" else "cuda" if have else "cpu"
     needs = gpus_needed(config)
     if device == "cuda" and sum(needs.values()) > have:
         text = " + ".join(f"{count} for {name}" for name, count in needs.items() if count)
-        raise ValueError(f"policy_ranks: {text} are {sum(needs.values())} GPUs, and the Ray cluster has {have:g}; lower one of them")
+        raise ValueError(f"policy_ranks: {text} are {sum(needs.values())} GPUs, the Ray cluster has {have:g}; lower one")
     return device, "", ""
 
 
@@ -292,7 +298,8 @@ def placement(config) -> dict[str, list[str]]:
     count = 0 if config.rollout_shares_gpus else config.rollout_servers
     servers = genrm_server.Config("", num_servers=count, tensor_parallel_size=config.rollout_tensor_parallel,
                                   device=config.device)  # fmt: skip
-    wanted = {"rank": rank_bundles(config), "judge": genrm_server.reserved(judges), "policy server": genrm_server.reserved([servers])}
+    wanted = {"rank": rank_bundles(config)}
+    wanted |= {"judge": genrm_server.reserved(judges), "policy server": genrm_server.reserved([servers])}
     addresses, held, groups = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, {}, []
     try:
         for name, (bundles, strategy) in wanted.items():

@@ -130,8 +130,8 @@ class RewardOptions:
         started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
         """
         may_be_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
-        more = "genrm_servers genrm_tensor_parallel num_workers timeout max_in_flight max_concurrency max_rpm max_tpm tokens_per_call".split()
-        for name in (*may_be_0, *more):
+        more = "genrm_servers genrm_tensor_parallel num_workers timeout max_in_flight"
+        for name in (*may_be_0, *more.split(), "max_concurrency", "max_rpm", "max_tpm", "tokens_per_call"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 if name in may_be_0 else value > 0):
                 raise ValueError(f"{name} is {value}: it must be {'at least' if name in may_be_0 else 'greater than'} 0")

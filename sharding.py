@@ -80,7 +80,7 @@ class Ranks:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface with this IPv4 address: gloo would take the one of the host's name, often the loopback."""
+    """The network interface with this IPv4 address: gloo would take the one of the host's name, often the loopback."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # one without an address
             answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR

@@ -196,7 +196,7 @@ class WeightFolder:
         Path(path).symlink_to(self.folder)
         # Removes both when the pipe to this process closes because it ends, however it ends. In the background of a shell that
         # is gone: nobody's child, because Ray kills those of its workers.
-        rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not the link of another one that has taken over
+        rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not another one's link
         self.remover = subprocess.Popen(["sh", "-c", rest, self.folder, path], stdin=subprocess.PIPE, start_new_session=True)
         self.path = Path(path)
 

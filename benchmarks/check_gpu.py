@@ -305,11 +305,12 @@ def check_ranks(work: Path, device=GPU, length=256):
     for sample in samples:
         sample.advantage = rng.gauss(1, 1)
     expected, seconds, peak, _ = measure(device, lambda: [alone.update(samples, lr=1e-6) for _ in range(2)][-1])
-    del alone
+    alone = None
     measure(device, lambda: None)  # gives its memory back: a rank may be on the same GPU
     reward_loop.connect_ray()
     group = PolicyGroup(grpo_trainer.Config(model=str(work / "model"), train_file="", out_dir=str(work), policy_ranks=2,
-                                            device=device.type, max_tokens_per_micro_batch=4096, **config), str(work / "model"))  # fmt: skip
+                                            device=device.type, max_tokens_per_micro_batch=4096, **config),
+                        str(work / "model"))  # fmt: skip
     try:
         found, of_two, *_ = measure(device, lambda: [group.update(samples, lr=1e-6) for _ in range(2)][-1])
         held = ray.get([actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors])

@@ -437,7 +437,7 @@ def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, 
     policy, events = policy_of(model, rollout_shares_gpus=True), []
     policy.device = torch.device("cuda")
     put, ask = policy.optimizer_to, ModelServers.ask
-    monkeypatch.setattr(policy, "weights", lambda dtype: ((name, tensor.to(dtype)) for name, tensor in model.state_dict().items()))
+    monkeypatch.setattr(policy, "weights", lambda dtype: ((name, t.to(dtype)) for name, t in model.state_dict().items()))
     monkeypatch.setattr(policy, "optimizer_to", lambda device: (events.append(f"optimizer to {device}"), put(device)))
     monkeypatch.setattr(ModelServers, "ask", lambda self, slot, path, *body: (events.append(path), ask(self, slot, path, *body)))
     servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, gpus="0,1", sleep_mode=True))
@@ -708,8 +708,8 @@ def test_servers_that_share_the_gpus_of_ranks(stand_in, model, tokenizer, monkey
     try:
         ranks, servers = [ray.remote(Rank).options(num_gpus=1).remote() for _ in range(2)], None
         gpus = ray.get([rank.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in ranks])
-        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks, starts=1,
-                                release_memory=policy.release_memory)  # fmt: skip
+        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks,
+                                starts=1, release_memory=policy.release_memory)  # fmt: skip
         config = settings(stand_in, num_servers=2, sleep_mode=True, device="cuda")
         servers = PolicyServers(group, tokenizer, config)
         assert [told(servers.servers, number)["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)] == gpus

@@ -424,6 +424,12 @@ def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
     assert deal_gpus(config_of(**changes), count) == expected
 
 
+def test_gpus_have_the_names_that_other_processes_know_them_by(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6f")
+    config = config_of(rollout="vllm", genrm=("j",))
+    assert deal_gpus(config, 3) == ("cuda:2", "5", "4")
+
+
 @pytest.mark.parametrize(
     "changes, count, message",
     [
