@@ -135,7 +135,7 @@ class PolicyGroup:
         text = path.read_text()
         for actor in self.actors:
             if not ray.get(actor.__ray_call__.remote(lambda self: path.is_file() and path.read_text() == text)):
-                raise RuntimeError(f"out_dir: another node does not see {path.parent}; a shared file system must hold it and the model")
+                raise RuntimeError(f"out_dir: another node does not see {path.parent}; a shared disk must hold it")
 
     # ---- the methods of a Policy
 
