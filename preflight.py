@@ -166,7 +166,7 @@ def place(config) -> tuple[str, str, str]:
         if getattr(config, name):
             raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
     if config.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: {config.device!r} names one GPU, policy_ranks is {config.policy_ranks}; take auto, cpu or cuda")
+        raise ValueError(f"device: {config.device!r} names one GPU, policy_ranks is {config.policy_ranks}; take auto or cuda")
     have = ray.cluster_resources().get("GPU", 0)
     device = config.device if config.device != "auto" else "cuda" if have else "cpu"
     needs = gpus_needed(config)
