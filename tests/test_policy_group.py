@@ -27,6 +27,20 @@ from tiny import CPU, a_step, config_of
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def limit():
+    """What would hang here waits in a collective, which has hours."""
+
+    def stop(*_):
+        raise TimeoutError("the test was not done after 240 s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(240)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model):
     reward_loop.connect_ray()
