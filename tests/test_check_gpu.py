@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 import tyro
 
@@ -74,7 +75,10 @@ def test_weights_by_nccl_are_skipped_with_less_than_two_gpus(work, monkeypatch):
 def test_two_ranks_beside_one_process(work, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert list(check_gpu.check_ranks(work)) == [("two ranks", None, "needs 2 GPUs, torch sees 1")]
-    rows = list(check_gpu.check_ranks(work, CPU, length=6))
+    try:
+        rows = list(check_gpu.check_ranks(work, CPU, length=6))
+    finally:
+        ray.shutdown()
     assert [holds for _, holds, _ in rows] == [True] * 4, rows
 
 
