@@ -30,6 +30,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -439,18 +440,33 @@ def place_servers(configs: list[Config]) -> tuple[list, object]:
     import ray
     wanted = [(config, index) for config in configs for index in range(config.num_servers)]
     bundles, strategy = reserved(configs)
-    group, actors = ray.util.placement_group(bundles, strategy=strategy), []
-    if not group.wait(60):
-        ray.util.remove_placement_group(group)
-        raise RuntimeError(f"no room in the Ray cluster for {bundles}; free are {ray.available_resources()}")
-    nodes = [node for _, node in sorted(ray.util.placement_group_table(group)["bundles_to_node_id"].items())]
-    driver = ray.get_runtime_context().get_node_id()
+    (group, nodes), actors = hold(bundles, strategy, "vLLM servers"), []
     for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
-        options = dict(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=-1, scheduling_strategy=strategy)
-        actors.append(ray.remote(VllmServer).options(**options).remote(
-            config, index, part=nodes[:number].count(node), parts=nodes.count(node), driver_node=driver))
+        part, parts = nodes[:number].count(node), nodes.count(node)
+        actors.append(server_actor(config, index, strategy, bundle.get("GPU", 0), part=part, parts=parts))
     return actors, group
+
+
+def hold(bundles: list[dict], strategy: str, what: str, patience: float = 60.0) -> tuple[object, list[str]]:
+    """Reserves these bundles in Ray: the placement group, and the node of each. RuntimeError naming `what` without room."""
+    import ray
+    group = ray.util.placement_group(bundles, strategy=strategy)
+    if not group.wait(patience):
+        ray.util.remove_placement_group(group)
+        free, wanted = ray.available_resources(), Counter(map(str, bundles))
+        raise RuntimeError(f"{what}: the Ray cluster has no room for {' + '.join(f'{n} x {one}' for one, n in wanted.items())}; "
+                           f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes")
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return group, [nodes[number] for number in range(len(bundles))]
+
+
+def server_actor(config: Config, index: int, strategy, num_gpus: int, **place):
+    """One server as an actor, where `strategy` says; it may be restarted on another node. place: of VllmServer's arguments."""
+    import ray
+    options = dict(num_cpus=config.ray_cpus, num_gpus=num_gpus, max_restarts=-1, scheduling_strategy=strategy)
+    driver = ray.get_runtime_context().get_node_id()
+    return ray.remote(VllmServer).options(**options).remote(config, index, driver_node=driver, **place)
 
 
 def end_servers(actors: list, group) -> None:

@@ -50,7 +50,7 @@ from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, 
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
 from policy_group import PolicyGroup, RanksLost
-from preflight import check, check_sizes, load_rows, load_tokenizer, report, settle
+from preflight import check, check_sizes, load_rows, load_tokenizer, report, samples_itself, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
 from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
 from run_folder import mean, reward_metrics, validation_metrics
@@ -402,7 +402,7 @@ class Trainer:
             if self.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
                 return {}
         ended = time.perf_counter()
-        self.servers.sync(self.policy)
+        self.servers.sync()
         times = {"time/rollout_wait": ended - started} if self.config.max_staleness else {}
         return times | {"time/sync": time.perf_counter() - ended}
 
@@ -494,7 +494,7 @@ class Trainer:
                 if self.saved:
                     self.policy.load_optimizer(Path(self.source))
                 if self.servers:
-                    self.servers.sync(self.policy)
+                    self.servers.sync()
             except RanksLost as again:
                 error = again
                 continue
@@ -504,8 +504,8 @@ class Trainer:
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
         config, self.servers = self.config, None
-        samples_itself = not config.replay or bool(self.val_rows)  # else nothing is sampled and nothing is judged
-        sleeps = samples_itself and config.reward_mode == "colocate" and bool(config.genrm) and config.device != "cpu"
+        samples = samples_itself(config)
+        sleeps = samples and config.reward_mode == "colocate" and bool(config.genrm) and config.device != "cpu"
         if sleeps:  # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
@@ -522,11 +522,11 @@ class Trainer:
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; add eos_token")
-        if samples_itself and config.rollout == "hf":
+        if samples and config.rollout == "hf":
             check_sampling(self.policy)
-        if samples_itself and not sleeps:
+        if samples and not sleeps:
             self.start_rewards(stack, sleep_mode=False)
-        if samples_itself and config.rollout == "vllm":
+        if samples and config.rollout == "vllm":
             servers = genrm_server.Config(
                 model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
                 cpus=config.rollout_cpus, gpus=config.rollout_gpus,
@@ -560,8 +560,7 @@ class Trainer:
             for n, temperature, suffix in [(n_sampled, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(n)]
                 title = f"evaluation {step}"
-                verdicts = self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, title)
-                verdicts()
+                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, title)()  # waits
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
         self.log.samples(step, "val", shown, self.eos_ids)

@@ -49,6 +49,7 @@ PACK = 2**29  # bytes of weights that travel together
 # What adds up over micro-batches, mini-batches and ranks.
 SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum",
         "difference_sum", "entropy_sum", "tokens")  # fmt: skip
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of one process say so, as intended
 
 
 @dataclass
@@ -365,9 +366,7 @@ class Policy:
             whole = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.rank == 0}
             if whole:
                 self.model.save_pretrained(folder, state_dict=whole)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended, with one rank
-            dcp.save(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)
+        dcp.save(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)
 
     def load_optimizer(self, folder: Path) -> None:
         """What `save` wrote, with however many ranks."""
@@ -377,9 +376,7 @@ class Policy:
                 state = self.optimizer.state[parameter]
                 state["step"] = torch.zeros((), device=parameter.device)
                 state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)  # in place
+        dcp.load(self.moments(), checkpoint_id=folder / "optimizer", no_dist=self.ranks.count == 1)  # in place
 
     def moments(self) -> dict[str, torch.Tensor]:
         """The optimizer's state by the names of the parameters."""

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from genrm_server import hold
 from policy import Policy, Sample
 from sharding import Ranks
 
@@ -58,14 +59,8 @@ class PolicyGroup:
         config.model, source = map(absolute, (config.model, source))  # they work in another folder
         on_gpu, self.starts = self.device.type == "cuda", self.starts + 1
         bundles, strategy = rank_bundles(config)
-        self.placement = ray.util.placement_group(bundles, strategy=strategy)
-        if not self.placement.wait(patience):
-            free = ray.available_resources()
-            raise RuntimeError(f"policy_ranks: the Ray cluster has no room for {len(bundles)} x {bundles[0]}; free are "
-                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; lower it or add nodes")  # fmt: skip
-        table = ray.util.placement_group_table(self.placement)["bundles_to_node_id"]
+        self.placement, nodes = hold(bundles, strategy, "policy_ranks", patience)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        nodes = [table[number] for number in range(len(bundles))]
         per_node, here = Counter(nodes), ray.util.get_node_ip_address()
         alone = {addresses[node] for node in nodes} == {here}  # all on this machine: nothing needs to leave it
         # The ranks meet at a store in this process. It listens on one address only, unlike a store that is left to itself.
@@ -135,7 +130,8 @@ class PolicyGroup:
         text = path.read_text()
         for actor in self.actors:
             if not ray.get(actor.__ray_call__.remote(lambda self: path.is_file() and path.read_text() == text)):
-                raise RuntimeError(f"out_dir: another node does not see {path.parent}; a shared disk must hold it")
+                raise RuntimeError(f"out_dir: another node does not see {path.parent}; put it, and the model, "
+                                   "on a shared file system")  # fmt: skip
 
     # ---- the methods of a Policy
 

@@ -72,6 +72,11 @@ def check(config) -> None:
     check_folder(config)
 
 
+def samples_itself(config) -> bool:
+    """False for a replay without evaluations, in which nothing is sampled and nothing judged."""
+    return not config.replay or bool(config.val_file)
+
+
 def reward_function(config) -> str | None:
     """FILE:NAME of the function that is called."""
     if config.baseline:
@@ -159,14 +164,15 @@ def by_name(gpus: list[str]) -> str:
 
 def place(config) -> tuple[str, str, str]:
     """`deal_gpus` for a policy of several ranks: Ray, which is there already, deals out all GPUs, those of this machine too."""
-    if config.rollout == "hf" and not (config.replay and not config.val_file):
+    if config.rollout == "hf" and samples_itself(config):
         raise ValueError(f"policy_ranks: {config.policy_ranks} ranks need --rollout vllm; token by token they would gather every "
                          "layer for each token")  # fmt: skip
     for name in ("rollout_gpus", "genrm_gpus"):
         if getattr(config, name):
             raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
     if config.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: {config.device!r} names one GPU, policy_ranks is {config.policy_ranks}; take auto or cuda")
+        ranks = f"policy_ranks is {config.policy_ranks}"
+        raise ValueError(f"device: {config.device!r} names one GPU, and {ranks}; take auto, cpu or cuda")
     have = ray.cluster_resources().get("GPU", 0)
     device = config.device if config.device != "auto" else "cuda" if have else "cpu"
     needs = gpus_needed(config)
@@ -305,13 +311,11 @@ def placement(config) -> dict[str, list[str]]:
         for name, (bundles, strategy) in wanted.items():
             if not bundles:
                 continue
-            groups.append(ray.util.placement_group(bundles, strategy=strategy))
-            if not groups[-1].wait(30):
-                raise RuntimeError(f"the Ray cluster has no room for {len(bundles)} x {name} with {bundles[0]}")
-            nodes = ray.util.placement_group_table(groups[-1])["bundles_to_node_id"]
-            for number in range(len(bundles)):
-                gpus = f" ({count} GPUs)" if (count := bundles[number].get("GPU", 0)) > 1 else ""
-                held.setdefault(addresses[nodes[number]], []).append(f"{name} {number}{gpus}")
+            group, nodes = genrm_server.hold(bundles, strategy, name)
+            groups.append(group)
+            for number, (bundle, node) in enumerate(zip(bundles, nodes)):
+                gpus = f" ({count} GPUs)" if (count := bundle.get("GPU", 0)) > 1 else ""
+                held.setdefault(addresses[node], []).append(f"{name} {number}{gpus}")
     finally:
         for group in groups:
             ray.util.remove_placement_group(group)

@@ -33,10 +33,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from genrm_server import SLEEP_WITHOUT_WEIGHTS, Config, ModelServers, Slot, complete, end_servers, http, place_servers
+from genrm_server import SLEEP_WITHOUT_WEIGHTS, Config, ModelServers, Slot, complete
+from genrm_server import end_servers, http, place_servers, server_actor
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
 from policy_group import RanksLost
-from vllm_server import VllmServer, WeightFolder
+from vllm_server import WeightFolder
 
 
 # ------------------------------------------------------------------------------------------------------------ in this process
@@ -336,13 +337,13 @@ class PolicyServers:
                 with contextlib.suppress(Exception):  # an actor that is gone, of which its thread tells
                     self.servers.call(slot, "stop", 0)
 
-    def sync(self, policy) -> None:
+    def sync(self) -> None:
         """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when it is restarted."""
         if self.transfer == "nccl":
-            return self.broadcast(policy)
+            return self.broadcast()
         with self.lock:
             nodes, folders = list(self.folders), list(self.folders.values())
-            gone = {nodes[index] for index in policy.send_weights(folders, self.dtype)}
+            gone = {nodes[index] for index in self.policy.send_weights(folders, self.dtype)}
         with self.servers.lock:  # no server can join between the new files and the reload
             for node, folder in zip(nodes, folders):
                 try:
@@ -358,7 +359,7 @@ class PolicyServers:
                 self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
             calls = RELOAD
             if self.servers.asleep:
-                policy.release_memory(optimizer=True)
+                self.policy.release_memory(optimizer=True)
                 self.servers.asleep = False
                 calls = (("/wake_up?tags=weights",), *RELOAD, ("/wake_up?tags=kv_cache",))  # keys last: reloading takes memory
             for call in calls:
@@ -369,7 +370,7 @@ class PolicyServers:
                 if slot.joined and (said := self.servers.call(slot, "said", "weights were not loaded")):
                     print(f"policy servers: WARNING: {said}", flush=True)
 
-    def broadcast(self, policy) -> None:
+    def broadcast(self) -> None:
         """`sync` by NCCL: the policy (its rank 0) sends; each server's `tensor_parallel_size` processes have the next ranks.
 
         NCCL knows no time limit, so there is one here: a server that dies in the middle would leave all others waiting.
@@ -378,6 +379,7 @@ class PolicyServers:
         def healthy():
             return [slot for slot in self.servers.slots if slot.url and http("GET", slot.url + "/health")[0] == 200]
 
+        policy = self.policy
         while not healthy():  # all are being restarted
             if self.servers.given_up():
                 raise RuntimeError("policy servers: every one was given up")
@@ -451,12 +453,8 @@ def place_beside(config: Config, ranks: list) -> list:
         have = [len(ids) for ids in gpus.values()]
         raise ValueError(f"rollout_shares_gpus: {config.num_servers} servers, each with {size} GPUs of one node, and the policy "
                          f"has {have} on its nodes; lower rollout_servers or rollout_tensor_parallel")  # fmt: skip
-    actors, driver = [], ray.get_runtime_context().get_node_id()
-    for index, (node, ids) in enumerate(places[: config.num_servers]):
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = dict(num_cpus=config.ray_cpus, max_restarts=-1, scheduling_strategy=strategy)
-        actors.append(ray.remote(VllmServer).options(**options).remote(config, index, 0, 1, gpus=ids, driver_node=driver))
-    return actors
+    return [server_actor(config, index, NodeAffinitySchedulingStrategy(node, soft=False), 0, part=0, parts=1, gpus=ids)
+            for index, (node, ids) in enumerate(places[: config.num_servers])]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ kept, to be trained on again

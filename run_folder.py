@@ -189,6 +189,18 @@ def validation_metrics(samples: list, n: int, suffix: str = "") -> dict:
 # -------------------------------------------------------------------------------------------------------- metrics, samples, plots
 
 
+def read_lines(path: Path) -> tuple[list[dict], int]:
+    """The objects of a JSONL file, and how many lines are none: the last one of a run in progress may be cut in the middle."""
+    lines, torn = [], 0
+    # Not splitlines(), which would split texts at U+2028 and the like, too. Half a character at the end is half a line.
+    for line in filter(None, path.read_text(errors="replace").split("\n") if path.is_file() else []):
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            torn += 1
+    return lines, torn
+
+
 class Log:
     """metrics.jsonl (one line a step), samples.jsonl and curves.png of a run's folder; TensorBoard and W&B where asked for.
 
@@ -214,19 +226,16 @@ class Log:
     def rewind(self, step: int) -> None:
         """Drops all lines of later steps."""
         for name in ("metrics.jsonl", "samples.jsonl"):
-            path, kept = self.folder / name, []
-            # Not splitlines(), which would split texts at U+2028 and the like, too.
-            for line in path.read_text().split("\n") if path.is_file() else []:
-                with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut off in the middle
-                    if json.loads(line)["step"] <= step and not (name == "samples.jsonl" and self.unevaluated(line)):
-                        kept.append(line)
-            replace_file(path, "".join(line + "\n" for line in kept))
+            kept = [line for line in read_lines(self.folder / name)[0] if line["step"] <= step]
             if name == "metrics.jsonl":
-                self.history = [json.loads(line) for line in kept]
+                self.history = kept
+            else:
+                kept = [line for line in kept if not self.unevaluated(line)]
+            replace_file(self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
-    def unevaluated(self, line: str) -> bool:
+    def unevaluated(self, sample: dict) -> bool:
         """Whether this is a sample of an evaluation that was stopped before its metrics were written: it is done again."""
-        sample, last = json.loads(line), self.history[-1] if self.history else {"step": None}
+        last = self.history[-1] if self.history else {"step": None}
         return sample.get("split") == "val" and sample["step"] == last["step"] and not any(key.startswith("val/") for key in last)
 
     def metrics(self, values: dict) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 import tyro
 
 from compute_score import parse_critique, split_paragraphs
+from run_folder import read_lines
 from toy_world import first_wrong_paragraph
 
 # As in toy_world.py's figure, so that a run has one colour wherever it is drawn; other runs take the further ones in turn.
@@ -65,18 +66,6 @@ def find_runs(folders) -> dict[str, Path]:
         raise ValueError("folders: none was given; name the --out-dir of a run")
     common = os.path.commonpath([run.parent for run in found])
     return {run.relative_to(common).as_posix(): run for run in found}
-
-
-def read_lines(path: Path) -> tuple[list[dict], int]:
-    """The objects of a JSONL file, and how many lines are none: the last one of a run in progress may be cut in the middle."""
-    lines, torn = [], 0
-    # Not splitlines(), which would split texts at U+2028 and the like, too. Half a character at the end is half a line.
-    for line in filter(None, path.read_text(errors="replace").split("\n") if path.is_file() else []):
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            torn += 1
-    return lines, torn
 
 
 def short(value) -> float | None:

@@ -95,7 +95,7 @@ class PlayedServers:
         choice = {"finish_reason": "stop", "token_ids": [version, 1], "logprobs": {"token_logprobs": [0.0, 0.0]}}
         return web.json_response({"choices": [choice]})
 
-    def sync(self, policy) -> None:
+    def sync(self) -> None:
         if self.generating:
             raise AssertionError(f"new weights in the middle of {self.generating} responses")
         time.sleep(self.hand_over)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 import pytest
 
@@ -14,6 +15,14 @@ import toy_world  # noqa: E402  (after the environment is set)
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_is_left():
+    """The next file's tests would find it in their way."""
+    yield
+    ray = sys.modules.get("ray")
+    assert not (ray and ray.is_initialized()), "a test of this file left its Ray behind"
 
 
 @pytest.fixture(scope="session")

@@ -403,7 +403,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             assert not any(call.startswith("/collective_rpc") for call in seen["calls"])
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
-        servers.sync(policy)
+        servers.sync()
         served = load_file(servers.folder / "model.safetensors")
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
         assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
@@ -415,16 +415,16 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         until(lambda: servers.servers.restarts == 1 and len(router_workers(servers.servers)) == 2)
         assert "/collective_rpc" in told(servers.servers)["calls"]  # before it joined: weights may have changed
         (servers.folder / "die_of_collective_rpc").touch()
-        servers.sync(policy)  # one of them dies of it
+        servers.sync()  # one of them dies of it
         assert len(router_workers(servers.servers)) == 1  # with the new weights; the other one has the old ones or none
         until(lambda: servers.servers.restarts == 2 and all(slot.joined for slot in servers.servers.slots))
         assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
         (servers.folder / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
-            servers.sync(policy)
+            servers.sync()
         (servers.folder / "refuse_collective_rpc").unlink()
         (servers.folder / "die_of_collective_rpc").touch()
-        servers.sync(policy)
+        servers.sync()
     finally:
         servers.shutdown()
     assert not servers.folder.exists()
@@ -466,7 +466,7 @@ def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, 
         assert servers.is_current(slots[1]) and not events  # nothing is read into memory that is not there
         slots[0].server.child.kill()
         until(lambda: slots[0].restarts == 1)
-        servers.sync(policy)
+        servers.sync()
         until(lambda: slots[0].joined)
         calls = told(servers.servers)["calls"]
         assert launches == [False] and "/collective_rpc" in calls and not any("sleep" in call or "wake" in call for call in calls)
@@ -477,11 +477,54 @@ def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, 
         assert not slots[1].server.alive() and slots[0].server.alive()
         (servers.folder / "hang").unlink()
         until(lambda: slots[1].restarts == 2)
-        servers.sync(policy)
+        servers.sync()
         until(lambda: slots[1].joined)
         assert launches == [False] * 3
     finally:
         servers.shutdown()
+
+
+@pytest.mark.slow
+def test_servers_that_share_the_gpus_of_ranks(stand_in, model, tokenizer, monkeypatch):
+    """In a Ray that claims to have three GPUs, of which two ranks take two."""
+    import ray
+    import torch
+
+    policy = policy_of(model)
+
+    class Rank:
+        pass
+
+    def send_weights(folders, dtype):
+        for number, pack in enumerate(policy.packs(dtype)):
+            ray.get([folder.add.remote(number, pack) for folder in folders])
+        return set()
+
+    ray.init("local", num_cpus=4, num_gpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        ranks, servers = [ray.remote(Rank).options(num_gpus=1).remote() for _ in range(2)], None
+        gpus = ray.get([rank.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in ranks])
+        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks,
+                                starts=1, release_memory=policy.release_memory)  # fmt: skip
+        config = settings(stand_in, num_servers=2, sleep_mode=True, device="cuda")
+        servers = PolicyServers(group, tokenizer, config)
+        assert [told(servers.servers, number)["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)] == gpus
+        until(lambda: ray.available_resources()["GPU"] == 1)  # Ray says so a little later
+        ray.kill(servers.actors[1])  # with its node, say: what the trainer asks of it costs nothing but its share of the work
+        servers.sleep()
+        servers.sync()
+        assert "/wake_up?tags=kv_cache" in told(servers.servers)["calls"]
+        large = complete(replace(config, num_servers=1, tensor_parallel_size=2))
+        recorded = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, gpus, **__: gpus))
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "remote", lambda cls: recorded)
+            assert place_beside(large, ranks) == [gpus]
+        with pytest.raises(ValueError, match=r"2 servers, each with 2 GPUs of one node, and the policy has \[2\] on its nodes"):
+            place_beside(replace(large, num_servers=2), ranks)
+    finally:
+        if servers:
+            servers.shutdown()
+        ray.shutdown()
 
 
 def test_sleep_and_wake(stand_in, capfd):
@@ -687,49 +730,6 @@ def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed
 
 
 # ---- in Ray, with the stand-in; meanwhile the killed server restarts ---------------------------------------------------------
-
-@pytest.mark.slow
-def test_servers_that_share_the_gpus_of_ranks(stand_in, model, tokenizer, monkeypatch):
-    """In a Ray that claims to have three GPUs, of which two ranks take two."""
-    import ray
-    import torch
-
-    policy = policy_of(model)
-
-    class Rank:
-        pass
-
-    def send_weights(folders, dtype):
-        for number, pack in enumerate(policy.packs(dtype)):
-            ray.get([folder.add.remote(number, pack) for folder in folders])
-        return set()
-
-    ray.init("local", num_cpus=4, num_gpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
-    try:
-        ranks, servers = [ray.remote(Rank).options(num_gpus=1).remote() for _ in range(2)], None
-        gpus = ray.get([rank.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in ranks])
-        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks,
-                                starts=1, release_memory=policy.release_memory)  # fmt: skip
-        config = settings(stand_in, num_servers=2, sleep_mode=True, device="cuda")
-        servers = PolicyServers(group, tokenizer, config)
-        assert [told(servers.servers, number)["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)] == gpus
-        until(lambda: ray.available_resources()["GPU"] == 1)  # Ray says so a little later
-        ray.kill(servers.actors[1])  # with its node, say: what the trainer asks of it costs nothing but its share of the work
-        servers.sleep()
-        servers.sync(group)
-        assert "/wake_up?tags=kv_cache" in told(servers.servers)["calls"]
-        large = complete(replace(config, num_servers=1, tensor_parallel_size=2))
-        recorded = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, gpus, **__: gpus))
-        with monkeypatch.context() as patch:
-            patch.setattr(ray, "remote", lambda cls: recorded)
-            assert place_beside(large, ranks) == [gpus]
-        with pytest.raises(ValueError, match=r"2 servers, each with 2 GPUs of one node, and the policy has \[2\] on its nodes"):
-            place_beside(replace(large, num_servers=2), ranks)
-    finally:
-        if servers:
-            servers.shutdown()
-        ray.shutdown()
-
 
 DRIVER = """
 import sys, time

@@ -181,11 +181,11 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         assert served_difference(servers, policy) < 1e-5 and served_difference(servers, policy, temperature=1.3) < 1e-5
         move(policy, 0.02)
         stale = served_difference(servers, policy)
-        servers.sync(policy)
+        servers.sync()
         # The same prompts again: no key or value of the old weights is left in a cache.
         assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
         move(policy, 0.02)
-        servers.sync(policy)
+        servers.sync()
         servers.servers.slots[0].server.child.kill()
         assert served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new one
     finally:
@@ -214,7 +214,7 @@ def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_t
     try:
         move(policy, 0.02)
         stale = served_difference(servers, policy)
-        servers.sync(policy)
+        servers.sync()
         assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
         servers.servers.slots[1].server.child.kill()
         assert served_difference(servers, policy) < 1e-5  # by the other one
@@ -223,7 +223,7 @@ def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_t
             assert time.monotonic() < until
             time.sleep(0.5)
         move(policy, 0.02)
-        servers.sync(policy)  # a new group, with both
+        servers.sync()  # a new group, with both
         while not servers.servers.slots[1].joined:
             assert time.monotonic() < until
             time.sleep(0.1)
