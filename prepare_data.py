@@ -290,6 +290,8 @@ class Config:
     """For the order of GPQA's choices, and for the toy world."""
     toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four."""
+    toy_kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
+    """narrow_judge: the judge is shown forgotten carries only; weak_policy: the policy is wrong more often than right."""
     repeat: int = 1
     """Write all rows this many times over. For exchange with verl, which averages over k answers by k copies; the trainer
     here does not need it (--val-n)."""
@@ -374,7 +376,7 @@ def prepare(config: Config) -> dict[str, int]:
     if "toy" in config.tasks:
         import toy_world  # here, because it loads torch
 
-        toy_world.build(config.out_dir, config.seed, config.toy_models)
+        toy_world.build(config.out_dir, config.seed, config.toy_models, toy_world.KINDS[config.toy_kind])
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others are in {config.out_dir}")
     return counts

@@ -16,7 +16,6 @@ positives are as varied as mathematics. It shows the mechanism and exercises eve
 """
 
 import inspect
-import itertools
 import json
 import math
 import multiprocessing
@@ -188,14 +187,24 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: random.Random, 
     return "\n".join(checks) + (f"\n\\boxed{{{verdict}}}" if stop else "")
 
 
-# What the warm-started models go wrong in: the policy's slips are those of about 60 % right answers, most of them flawed; the
-# judge overlooks half of the wrong lines and sometimes raises a false alarm, so that reinforcement learning can mend it.
-POLICY_SLIPS = Slips(carry=0.35, off=0.10, last=0.06)
-JUDGE_OVERSIGHTS = Oversights(miss=0.5, alarm=0.05)
-# What the judge learns from has flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten carries only,
-# it overlooks "82-2=70" (nothing to borrow), and the policy finds that out within twenty steps.
-CRITIC_SLIPS = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
-CONFUSED = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)  # practice in comparing: every other line is wrong
+@dataclass(frozen=True)
+class Kind:
+    """A kind of toy world: what its models see go wrong in their warm start."""
+
+    policy: Slips = Slips(carry=0.35, off=0.10, last=0.06)  # about 60 % right answers, most of them flawed
+    critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)  # what the judge learns from
+    practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)  # the same, every other line wrong
+    judge: Oversights = Oversights(miss=0.5, alarm=0.05)  # what it overlooks, so that reinforcement learning can mend it
+
+
+# The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten carries only
+# (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out. The weak policy is wrong more
+# often than right at the start: then FAPO first encourages flawed positives, until right answers outnumber wrong ones.
+KINDS = {
+    "standard": Kind(),
+    "narrow_judge": Kind(critic=Slips(carry=0.35), practice=Slips(carry=0.8)),
+    "weak_policy": Kind(policy=Slips(carry=0.35, off=0.45, last=0.3)),
+}
 
 
 # ------------------------------------------------------------------------------------------------------ reward functions
@@ -263,8 +272,8 @@ def tokenizer_corpus(rng: random.Random) -> list[str]:
     texts = []
     for _ in range(3000):
         problem = random_problem(rng, rng.choice((REST, TOTAL)))
-        paragraphs = write_solution(problem, rng, POLICY_SLIPS)
-        critique = write_critique(problem, paragraphs, rng, JUDGE_OVERSIGHTS)
+        paragraphs = write_solution(problem, rng, Kind.policy)
+        critique = write_critique(problem, paragraphs, rng, Kind.judge)
         texts += [str(problem), "\n\n".join(paragraphs), critic_prompt(problem, paragraphs), critique]
     return texts
 
@@ -280,11 +289,11 @@ def policy_row(problem: Problem, data_source: str, split: str, index: int) -> di
     }
 
 
-def right_solution(rng: random.Random, flawed: bool) -> tuple[Problem, list[str]]:
+def right_solution(rng: random.Random, flawed: bool, slips: Slips = Kind.critic) -> tuple[Problem, list[str]]:
     """A problem and a solution with the right answer, sound or flawed as asked: what FAPO-Critic consists of."""
     while True:
         problem = random_problem(rng, REST)
-        paragraphs = write_solution(problem, rng, CRITIC_SLIPS if flawed else Slips())
+        paragraphs = write_solution(problem, rng, slips if flawed else Slips())
         answered = scores.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
         if answered and (first_wrong_paragraph(str(problem), paragraphs) >= 0) == flawed:
             return problem, paragraphs
@@ -298,9 +307,9 @@ def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
     return scores.format_critic_prompt(str(problem), problem.answer, paragraphs, prompt_style="brief")
 
 
-def critic_row(rng: random.Random, flawed: bool, split: str, index: int) -> dict:
+def critic_row(rng: random.Random, flawed: bool, split: str, index: int, slips: Slips = Kind.critic) -> dict:
     """A row of the schema for training or validating the judge."""
-    problem, paragraphs = right_solution(rng, flawed)
+    problem, paragraphs = right_solution(rng, flawed, slips)
     row = policy_row(problem, "fapo_critic", split, index) | {"ability": "math_critic"}
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)
     row["reward_model"]["ground_truth"] = first_wrong_paragraph(str(problem), paragraphs)
@@ -356,7 +365,7 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, progres
         progress.update()
 
 
-def policy_phases(rng: random.Random):
+def policy_phases(rng: random.Random, kind: Kind):
     """(what, steps, learning rate, last learning rate, weight of verdicts, examples) of the policy's warm start."""
 
     def solve(slips):
@@ -365,11 +374,11 @@ def policy_phases(rng: random.Random):
 
     return [
         ("to solve", 1000, 2e-3, 2e-4, 1.0, lambda: solve(Slips())),
-        ("to slip", 200, 1e-3, 1e-4, 1.0, lambda: solve(POLICY_SLIPS)),
+        ("to slip", 200, 1e-3, 1e-4, 1.0, lambda: solve(kind.policy)),
     ]
 
 
-def judge_phases(rng: random.Random):
+def judge_phases(rng: random.Random, kind: Kind):
     """The same for the judge. It learns to add before it compares: with solutions at hand it would only learn to copy."""
 
     def solve():
@@ -378,18 +387,18 @@ def judge_phases(rng: random.Random):
 
     def compare():  # every line is checked and every other one is wrong, whatever the answer: many verdicts to learn from
         problem = random_problem(rng, REST)
-        paragraphs = write_solution(problem, rng, CONFUSED)
+        paragraphs = write_solution(problem, rng, kind.practice)
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, Oversights(), stop=False))
 
     def criticise(oversights):
-        problem, paragraphs = right_solution(rng, rng.random() < 0.5)
+        problem, paragraphs = right_solution(rng, rng.random() < 0.5, kind.critic)
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, oversights))
 
     return [
         ("to add", 400, 2e-3, 1.2e-3, 1.0, solve),
         ("to compare", 500, 2e-3, 1.2e-3, 5.0, lambda: solve() if rng.random() < 0.3 else compare()),
         ("to criticise", 400, 1.5e-3, 2e-4, 3.0, lambda: criticise(Oversights())),
-        ("to overlook", 150, 1e-3, 1e-4, 1.0, lambda: criticise(JUDGE_OVERSIGHTS)),
+        ("to overlook", 150, 1e-3, 1e-4, 1.0, lambda: criticise(kind.judge)),
     ]
 
 
@@ -398,7 +407,7 @@ def chat(prompt: str, response: str) -> tuple[str, str]:
     return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
 
 
-def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
+def warm_start(name: str, out_dir: Path, seed: int, kind: Kind = Kind(), position: int = 0) -> None:
     """Trains the policy or the judge on one thread (two would be slower for this size) and saves it in out_dir/name."""
     import torch
     from tqdm import tqdm
@@ -408,7 +417,7 @@ def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
     rng = random.Random(f"{seed}/{name}")
     tokenizer = AutoTokenizer.from_pretrained(out_dir / name)
     model = new_model(len(tokenizer), seed)
-    phases = policy_phases(rng) if name == "policy" else judge_phases(rng)
+    phases = policy_phases(rng, kind) if name == "policy" else judge_phases(rng, kind)
     with tqdm(total=sum(phase[1] for phase in phases), desc=f"{name:6}", position=position, mininterval=2) as progress:
         for what, steps, lr, final_lr, verdict_weight, examples in phases:
             progress.set_description(f"{name:6} learns {what}")
@@ -416,7 +425,7 @@ def warm_start(name: str, out_dir: Path, seed: int, position: int = 0) -> None:
     model.save_pretrained(out_dir / name)
 
 
-def build(out_dir: Path, seed: int, models: tuple[str, ...]) -> None:
+def build(out_dir: Path, seed: int, models: tuple[str, ...], kind: Kind = Kind()) -> None:
     """Writes the toy world into `out_dir`: parquet files, and the models in policy/ and judge/, trained side by side.
 
     The same seed gives the same files.
@@ -429,8 +438,8 @@ def build(out_dir: Path, seed: int, models: tuple[str, ...]) -> None:
         "toy_train": [policy_row(random_problem(rng, REST), "toy", "train", i) for i in range(4096)],
         "toy_test": [policy_row(random_problem(rng, REST), "toy", "test", i) for i in range(512)],
         "toy_total_test": [policy_row(random_problem(rng, TOTAL), "toy_total", "test", i) for i in range(512)],
-        "fapo_critic_train": [critic_row(rng, i % 2 == 0, "train", i) for i in range(4096)],
-        "fapo_critic_test": [critic_row(rng, i % 2 == 0, "test", i) for i in range(512)],
+        "fapo_critic_train": [critic_row(rng, i % 2 == 0, "train", i, kind.critic) for i in range(4096)],
+        "fapo_critic_test": [critic_row(rng, i % 2 == 0, "test", i, kind.critic) for i in range(512)],
     }
     for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows), out_dir / f"{name}.parquet")
@@ -440,7 +449,9 @@ def build(out_dir: Path, seed: int, models: tuple[str, ...]) -> None:
         tokenizer.save_pretrained(out_dir / name)
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     with ProcessPoolExecutor(len(models), mp_context=context) as pool:
-        list(pool.map(warm_start, models, itertools.repeat(out_dir), itertools.repeat(seed), itertools.count()))
+        started = [pool.submit(warm_start, name, out_dir, seed, kind, row) for row, name in enumerate(models)]
+        for one in started:
+            one.result()
 
 
 # ---------------------------------------------------------------------------------------------------------------- report

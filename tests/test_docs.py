@@ -1,4 +1,4 @@
-"""README and docs: every command parses, every link, flag and metric exists, examples run, the walkthrough is current."""
+"""README and docs: every command parses, every link, flag and metric exists, examples run; walkthrough and evidence are current."""
 
 import asyncio
 import json
@@ -115,3 +115,45 @@ def test_the_walkthrough_is_what_its_script_writes():
         assert "".join(sample["tokens"]).removesuffix("<|end|>") == sample["text"]
         assert all(len(row) == len(sample["tokens"]) for row in sample["logprobs"])
         assert result["genrm_status"] == ("skipped" if sample["critique"] is None else "ok")
+
+
+def test_the_tables_of_the_evidence_are_what_its_runs_say():
+    module = load("docs/make_evidence")
+    runs = module.read()
+    made, found = module.tables(runs), []
+    for page in module.PAGES:
+        text = page.read_text()
+        assert module.fill(text, made) == text, f"{page.name}: run python docs/make_evidence.py"
+        found += re.findall(r"<!-- evidence: ([\w ]+) -->", text)
+    assert set(found) == set(made)
+    for world in module.STANDARD:  # nothing is left out of what the tables sum up
+        for algorithm in module.NAMES:
+            assert sorted(run["seed"] for run in module.of(runs, algorithm, world)) == [0, 1, 2]
+
+
+def write_run(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_evidence_from_runs(tmp_path):
+    module = load("docs/make_evidence")
+    with pytest.raises(OSError, match="--runs .*no finished run there"):
+        module.collect(tmp_path)
+    start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
+    steps = [{"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2} for i, acc in enumerate((0.2, 0.4, 0.9))]
+    write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
+    (run,) = module.collect(tmp_path)
+    assert run == {"world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3, "before": {"toy/mean@1": 0.5},
+                   "after": {"toy/mean@1": 0.9123}, "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]}}  # fmt: skip
+    assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0") and not module.of([run], "rule", "weak")
+    assert module.row("all", [run["before"], run["after"]], {"accuracy": "toy"}) == ["all", "0.71 (0.50-0.91)"]
+    assert module.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
+    assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
+    longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
+    assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
+    assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
+        "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
+    write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
+    with pytest.raises(ValueError, match="rule_seed3 is not finished"):
+        module.collect(tmp_path)

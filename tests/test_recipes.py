@@ -40,7 +40,7 @@ def commands(text):
         for line in text.replace('"${WHERE[@]}"', place).splitlines():
             match = re.match(r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python ([\w/]+)\.py(?: (.*)|$)", line)
             if match:
-                arguments = re.sub(r'"\$(@|\{@:2\})"', "", match[2] or "")
+                arguments = re.sub(r'"\$(@|\{@:\d\})"', "", match[2] or "")
                 arguments = re.sub(r"\s+(#|&|[12]?>|\|\|).*$", "", arguments)
                 arguments = re.sub(r"\$\{?\w+\}?", "7", arguments)
                 arguments = arguments.replace("...", "--model m --train-file t --out-dir o", 1)

@@ -192,7 +192,7 @@ def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch):
 
     rng_tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
     short = toy_world.policy_phases
-    monkeypatch.setattr(toy_world, "policy_phases", lambda rng: [(*short(rng)[0][:1], 100, *short(rng)[0][2:])])
+    monkeypatch.setattr(toy_world, "policy_phases", lambda rng, kind: [(*short(rng, kind)[0][:1], 100, *short(rng, kind)[0][2:])])
     weights = []
     for run in ("a", "b"):
         rng_tokenizer.save_pretrained(tmp_path / run / "policy")

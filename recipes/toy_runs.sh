@@ -1,0 +1,40 @@
+# The toy world's runs with their hyper-parameters, as functions: sourced by toy_demo.sh, toy_demo_quick.sh and evidence.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
+export OMP_NUM_THREADS=1
+PORT=${PORT:-30123}
+stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
+
+train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong step (paper eq. 7)
+  python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
+    --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
+    --reward-fn compute_score.py:compute_score_fapo_genrm \
+    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 \
+    --samples-per-step 16
+}
+
+serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
+  python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
+  SERVER=$!
+  trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+  until python -c "import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()" 2>/dev/null; do
+    kill -0 $SERVER || { echo "error: the judge did not start; see $2"; exit 1; }
+    sleep 1
+  done
+}
+
+train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
+  python grpo_trainer.py --model "$1/policy" --out-dir "$3" --seed "$2" \
+    --train-file "$1/toy_train.parquet" --val-file "$1/toy_test.parquet" "$1/toy_total_test.parquet" \
+    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
+    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 \
+    --samples-per-step 16 --num-reward-workers 1 "${@:4}"
+}
+
+# Who pays the policy: the rule alone (the oracle looks on), the oracle as a perfect judge, or the served judge (paper eq. 8).
+RULE=(--reward-fn toy_world.py:compute_score_fapo_oracle --baseline)
+ORACLE=(--reward-fn toy_world.py:compute_score_fapo_oracle)
+JUDGE=(--reward-fn toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs
+  '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96, "keep_critique": true}')
