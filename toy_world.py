@@ -198,8 +198,8 @@ class Kind:
 
 
 # The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten carries only
-# (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out. The weak policy is wrong more
-# often than right at the start: then FAPO first encourages flawed positives, until right answers outnumber wrong ones.
+# (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out. The weak policy is wrong far
+# more often than truly correct: FAPO first encourages flawed positives, until that turns.
 KINDS = {
     "standard": Kind(),
     "narrow_judge": Kind(critic=Slips(carry=0.35), practice=Slips(carry=0.8)),

@@ -4,7 +4,7 @@
 # it can be stopped and started anew. Ends with docs/make_evidence.py, which writes docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=${OUT:-outputs/evidence}
-LANES=${LANES:-$(nproc)}
+LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
 SEEDS="0 1 2"
 mkdir -p "$OUT"
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
@@ -17,8 +17,8 @@ once() {  # once NAME COMMAND...: runs it, in a lane of its own, unless it was f
     touch "$OUT/$1.done"; stage "$1"; } &
 }
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
-world() {  # world NAME KIND SEED: its files, and its two models
-  for model in judge policy; do
+world() {  # world NAME KIND SEED MODELS: its files, and its models
+  for model in $4; do
     once "$1/$model" python prepare_data.py --tasks toy --toy-kind "$2" --toy-models "$model" --seed "$3" --out-dir "$OUT/$1"
   done
 }
@@ -36,8 +36,8 @@ served() {  # served NAME SEEDS: FAPO with the judge of that world, trained and 
   kill $SERVER; wait $SERVER || true
 }
 
-for warm in 0 1 2; do world "warm$warm" standard "$warm"; done
-world weak weak_policy 0
+for warm in 0 1 2; do world "warm$warm" standard "$warm" "judge policy"; done
+world weak weak_policy 0 policy
 all_done
 for warm in 0 1 2; do
   name=warm$warm
@@ -63,7 +63,7 @@ for penalty in 0.667 1.333; do  # lambda, as in paper Table 5 (there as 1 - lamb
       --reward-kwargs "{\"penalty\": $penalty}" --resume auto
   done
 done
-world narrow narrow_judge 0  # a judge that was shown forgotten carries only
+world narrow narrow_judge 0 "judge policy"  # a judge that was shown forgotten carries only
 all_done
 once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge"
 all_done

@@ -131,6 +131,7 @@ def hosts(tmp_path, monkeypatch):
             for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host])
+            subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)  # or it goes some time later by itself
         subprocess.run(["ip", "link", "del", "br77"])
 
 

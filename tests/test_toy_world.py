@@ -144,6 +144,25 @@ def test_reward_functions():
         assert baseline["score"] == (1.0 if score >= 0 else -1.0) and baseline["oracle_flawed_positive"] == is_flawed
 
 
+def test_kinds_of_toy_worlds():
+    rng, shares = random.Random(0), {}
+    for name in ("standard", "weak_policy"):
+        problems = [toy_world.random_problem(rng, toy_world.REST) for _ in range(2000)]
+        solutions = [toy_world.write_solution(problem, rng, toy_world.KINDS[name].policy) for problem in problems]
+        sound = sum(toy_world.first_wrong_paragraph(str(one), text) == -1 for one, text in zip(problems, solutions)) / 2000
+        right = sum(one[-1] == f"Rest \\boxed{{{problem.answer}}}" for problem, one in zip(problems, solutions)) / 2000
+        shares[name] = (sound, right)
+    assert 0.26 < shares["standard"][0] < 0.36 and 0.6 < shares["standard"][1] < 0.72
+    assert shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4  # wrong far more often than truly correct
+    for _ in range(200):
+        problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"].critic)
+        value = problem.start
+        for step, line in zip(problem.steps, paragraphs):
+            stated = int(line.split("=")[1])
+            assert stated in (value + step, toy_world.forgets_carry(value, step))
+            value = stated
+
+
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path):
     from transformers import AutoTokenizer
 
