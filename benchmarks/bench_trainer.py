@@ -52,6 +52,7 @@ sys.path.insert(0, str(ROOT))
 import reward_loop
 import toy_world
 from algorithm import compute_advantages, compute_policy_loss
+from bench_router import machine
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from policy_group import PolicyGroup
@@ -427,7 +428,7 @@ def main() -> None:
     config = tyro.cli(Config)
     transformers_logging.disable_progress_bar()
     threads = config.num_threads or torch.get_num_threads()
-    print(f"{os.cpu_count()} processors, vector instructions: {torch.backends.cpu.get_cpu_capability()}")
+    print(machine())
     try:
         if config.memory:
             compare_memory(threads)
