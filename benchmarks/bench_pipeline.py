@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_trainer
 import run_folder
 import toy_world
-from bench_router import machine
 
 PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
 
@@ -211,6 +210,8 @@ def gain_by_mini_batch(config: Config) -> float:
 
 
 def main() -> None:
+    from bench_router import machine
+
     config = tyro.cli(Config, description=__doc__)
     limit = 1.1 * max(config.rollout + config.judge, config.update + config.hand_over)
     print(machine())

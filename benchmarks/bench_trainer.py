@@ -52,7 +52,6 @@ sys.path.insert(0, str(ROOT))
 import reward_loop
 import toy_world
 from algorithm import compute_advantages, compute_policy_loss
-from bench_router import machine
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from policy_group import PolicyGroup
@@ -425,6 +424,8 @@ def main() -> None:
         transformers_logging.disable_progress_bar()
         work(sys.argv[2])
         return
+    from bench_router import machine
+
     config = tyro.cli(Config)
     transformers_logging.disable_progress_bar()
     threads = config.num_threads or torch.get_num_threads()
