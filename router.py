@@ -28,6 +28,7 @@ Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several ro
 
 import asyncio
 import bisect
+import contextlib
 import gc
 import hmac
 import itertools
@@ -114,14 +115,10 @@ class Config:
 
 def clean_url(text) -> str:
     """A server's base URL without the slash at its end. ValueError if it is not one."""
-    try:
-        url = URL(str(text)) if re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII) else None
-    except ValueError:  # such as a port above 65535
-        url = None
-    if url and url.host and url.port:
-        return str(url).rstrip("/")
-    raise ValueError(f"server URL {text!r}: needs http:// or https://, a host, maybe a port and a path, and nothing else; write "
-                     "it like http://10.0.0.2:8000")
+    with contextlib.suppress(ValueError):  # such as a port above 65535
+        if re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII) and (url := URL(str(text))).host and url.port:
+            return str(url).rstrip("/")
+    raise ValueError(f"server URL {text!r}: needs http:// or https://, a host, maybe a port and a path: http://10.0.0.2:8000")
 
 
 def warn_if_open(host: str, api_key: str) -> str:
@@ -141,7 +138,8 @@ HEALTH_SECONDS = 10  # for a server to answer /health: a busy one is slow
 DRAIN_SECONDS = 8  # for requests in flight to end after Ctrl-C or SIGTERM
 BUCKETS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1200)  # seconds, of the latency histogram
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-NOT_TO_SERVER = HOP_BY_HOP | {"host", "content-length", "expect"}  # the client session writes its own
+NOT_TO_SERVER = HOP_BY_HOP | {"host", "content-length", "expect"}  # `forward` writes its own
+PARSING = dict(auto_decompress=False, max_line_size=1 << 16, max_field_size=1 << 16)  # both ways: as it comes, long headers
 
 
 @dataclass(eq=False)
@@ -149,6 +147,7 @@ class Worker:
     """One server and what is known about it."""
 
     url: str
+    address: aiohttp.ClientRequest | None = None  # by which the pool of connections knows it
     healthy: bool = False
     room: int = 0  # requests it may have in flight while others wait in line
     draining: bool = False
@@ -164,8 +163,7 @@ class Worker:
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def describe(self) -> dict:
-        keys = ("url", "healthy", "draining", "in_flight", "requests", "failures", "retries")
-        return {key: getattr(self, key) for key in keys}
+        return {key: getattr(self, key) for key in ("url", "healthy", "draining", "in_flight", "requests", "failures", "retries")}
 
 
 def describe_error(error: BaseException) -> str:
@@ -208,11 +206,11 @@ class Router:
         config.check()
         self.config = config
         self.api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
-        self.server_key = config.server_key or os.environ.get("ROUTER_SERVER_KEY", "")
+        self.server_key = (config.server_key or os.environ.get("ROUTER_SERVER_KEY", "")).strip()  # it is written as it is
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.forwarded = re.compile("|".join(re.escape(path.rstrip("/")) + "(/|$)" for path in config.forward))
         self.order = attrgetter("in_flight", "turn") if config.policy == "least_loaded" else attrgetter("turn")
-        self.begun: dict[asyncio.Task, float] = {}  # when each request came that is not answered, the oldest first
+        self.begun: dict[asyncio.Task, float] = {}  # when each request came that is not answered
         self.turns = itertools.count(1)
         # Who waits for a server: the first in line holds the lock, and looks again whenever the event is set.
         self.waiting, self.line, self.news = 0, asyncio.Lock(), asyncio.Event()
@@ -220,17 +218,14 @@ class Router:
     async def start(self) -> int:
         """Looks at every server once, opens the port and returns it. OSError if the port cannot be had."""
         config, loop = self.config, asyncio.get_running_loop()
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=keepalive_socket,
-                                           keepalive_timeout=3),  # vLLM closes idle connections after 5 s: be earlier
-            cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, max_line_size=1 << 16, max_field_size=1 << 16,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"))
+        pool = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=keepalive_socket,
+                                    keepalive_timeout=3)  # vLLM closes idle connections after 5 s: be earlier
+        self.session = aiohttp.ClientSession(connector=pool, timeout=aiohttp.ClientTimeout(sock_connect=config.connect_timeout))
         # The low-level server: no URL dispatcher between the socket and `handle`, and the handler of a client that
         # goes away is cancelled, which closes the connection to the server, which stops generating.
-        server = web.Server(self.handle, handler_cancellation=True, auto_decompress=False, access_log=None, logger=LOG,
-                            max_line_size=1 << 16, max_field_size=1 << 16, request_factory=lambda *parts: web.BaseRequest(
-                                *parts, loop, client_max_size=config.max_body_mib << 20))
+        server = web.Server(
+            self.handle, handler_cancellation=True, access_log=None, logger=LOG, **PARSING,
+            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=config.max_body_mib << 20))
         self.runner = web.ServerRunner(server, shutdown_timeout=DRAIN_SECONDS / 2)  # aiohttp waits twice
         await self.runner.setup()
         await asyncio.gather(*map(self.look_at, self.workers.values()))
@@ -239,8 +234,7 @@ class Router:
             await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
         except OSError as error:
             await self.stop()
-            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
-                          "choose another one") from None
+            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error})") from None
         if warning := warn_if_open(config.host, self.api_key):
             say(warning)
         return self.runner.addresses[0][1]
@@ -255,17 +249,13 @@ class Router:
     async def look_at(self, worker: Worker) -> None:
         """Asks one server for its health and draws the consequence."""
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS, sock_connect=self.config.connect_timeout)
-            async with self.session.get(worker.url + "/health", timeout=timeout, allow_redirects=False) as answer:
+            async with asyncio.timeout(HEALTH_SECONDS), self.session.get(worker.url + "/health", allow_redirects=False) as answer:
                 fine, why = answer.status < 500, f"/health answers {answer.status}"
         except Exception as error:  # whatever it is, it is not health; and the poller must never die
             fine, why = False, f"/health: {describe_error(error)}"
         worker.polls_failed = 0 if fine else worker.polls_failed + 1
-        if fine and not worker.healthy:
-            worker.failed_in_a_row = 0
-            self.set_health(worker, True, why)
-        elif worker.polls_failed >= self.config.unhealthy_after:
-            self.set_health(worker, False, why)
+        if fine or worker.polls_failed >= self.config.unhealthy_after:
+            self.set_health(worker, fine, why)
 
     async def poll_forever(self) -> None:
         while True:
@@ -274,7 +264,7 @@ class Router:
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy != healthy:
-            worker.healthy, worker.room = healthy, FIRST_IN
+            worker.healthy, worker.room, worker.failed_in_a_row = healthy, FIRST_IN, 0
             self.news.set()
             say(f"{worker.url} {'is in the rotation' if healthy else 'left the rotation'} ({why})")
 
@@ -309,12 +299,12 @@ class Router:
         try:
             if "Expect" in request.headers and request.version >= (1, 1):
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits for it with large bodies
-            try:
-                read = request.read()
-                body = await (read if request.content.is_eof() else asyncio.wait_for(read, BODY_SECONDS))
-            except TimeoutError:
-                return error_response(408, f"the request body did not arrive within {BODY_SECONDS} s")
+            # A body that is there at once is below any limit: aiohttp stops reading ahead long before that.
+            body = request.content.read_nowait() if request.content.is_eof() else \
+                await asyncio.wait_for(request.read(), BODY_SECONDS)
             return await (self.serve_workers if path == "/workers" else self.forward)(request, body)
+        except TimeoutError:
+            return error_response(408, f"the request body did not arrive within {BODY_SECONDS} s")
         except web.HTTPRequestEntityTooLarge:
             return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
         except asyncio.CancelledError:
@@ -328,10 +318,8 @@ class Router:
         """One timer for all: asyncio.timeout for each of them takes a tenth of a request's CPU time."""
         while True:
             await asyncio.sleep(min(1.0, self.config.request_timeout / 20))
-            while self.begun:
-                task, begun = next(iter(self.begun.items()))  # the oldest
-                if time.monotonic() < begun + self.config.request_timeout:
-                    break
+            late = time.monotonic() - self.config.request_timeout
+            for task in [task for task, begun in self.begun.items() if begun < late]:
                 del self.begun[task]
                 task.cancel()
 
@@ -339,19 +327,17 @@ class Router:
         """A place on the next healthy server by the policy that was not tried; for those in line one with room."""
         ready = [worker for worker in self.workers.values() if worker.healthy and not worker.draining and worker not in tried
                  and not (in_line and worker.in_flight >= worker.room)]
-        if not ready:
-            return None
-        worker = min(ready, key=self.order)
-        worker.turn = next(self.turns)
-        worker.in_flight += 1
+        worker = min(ready, key=self.order, default=None)
+        if worker:
+            worker.turn = next(self.turns)
+            worker.in_flight += 1
         return worker
 
     async def choose(self, tried: list[Worker]) -> Worker | None:
         """A place on a server; a request that no server has seen yet waits in line for it, up to queue_timeout."""
-        if tried or not self.waiting:
-            worker = self.take(tried)
-            if worker or tried or not self.config.queue_timeout:
-                return worker
+        worker = self.take(tried) if tried or not self.waiting else None
+        if worker or tried or not self.config.queue_timeout:
+            return worker
         self.waiting += 1
         try:
             async with asyncio.timeout(self.config.queue_timeout), self.line:
@@ -366,10 +352,14 @@ class Router:
 
     async def forward(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Tries servers until one answers. Cancelled when the time is up, or the client has gone away."""
-        headers = end_to_end(request.headers, NOT_TO_SERVER)
+        # Written and read on the pool's connections by hand: session.request() builds URL, headers, body, task and answer anew
+        # for what is only passed on, and takes more CPU time than all the rest.
+        headers = end_to_end(request.headers, NOT_TO_SERVER | {"authorization"} if self.server_key else NOT_TO_SERVER)
         if self.server_key:
-            headers = [(name, value) for name, value in headers if name.lower() != "authorization"]
             headers.append(("Authorization", f"Bearer {self.server_key}"))
+        if body or request.method not in ("GET", "HEAD", "OPTIONS"):
+            headers.append(("Content-Length", len(body)))
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers)
         tried = []  # servers that this request was sent to
         failed_answer = None  # the last 502-504 of a server: passed on if nothing better comes
         status, problem = 503, "no healthy server"
@@ -377,24 +367,34 @@ class Router:
             worker = await self.choose(tried)
             if not worker:
                 break
+            host, slash, base = worker.url.partition("://")[2].partition("/")
+            head = f"{request.method} {slash}{base}{request.rel_url.raw_path_qs} HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n"
             worker.retries += attempt > 0
             worker.requests += 1
             begun = time.monotonic()
-            response = None
+            connection = response = None
             try:
-                async with self.session.request(request.method, URL(worker.url + request.rel_url.raw_path_qs, encoded=True),
-                                                headers=headers, data=body or None, allow_redirects=False) as answer:
-                    passed_on = dict(status=answer.status, reason=answer.reason, headers=end_to_end(answer.headers, HOP_BY_HOP))
-                    failed, length = answer.status in FAILED, answer.content_length
-                    if failed or request.method == "HEAD" or length is not None and length <= BUFFERED:
-                        response = web.Response(body=await answer.read(), **passed_on)
-                    else:
-                        response = web.StreamResponse(**passed_on)
-                        await response.prepare(request)
-                        async for chunk in answer.content.iter_any():
-                            await response.write(chunk)
-                        await response.write_eof()
-                if answer.status == 500 and (worker.look is None or worker.look.done()):
+                worker.address = worker.address or aiohttp.ClientRequest("GET", URL(worker.url))
+                connection = await self.session.connector.connect(worker.address, [], self.session.timeout)
+                server = connection.protocol
+                server.set_response_params(skip_payload=request.method == "HEAD", read_until_eof=True, **PARSING)
+                if not connection.closed:  # else read() says why
+                    server.transport.writelines((head.encode("utf-8", "surrogateescape"), body))
+                answer, content = await server.read()
+                while answer.code < 200:  # such as 103 Early Hints
+                    answer, content = await server.read()
+                passed_on = dict(status=answer.code, reason=answer.reason, headers=end_to_end(answer.headers, HOP_BY_HOP))
+                failed, length = answer.code in FAILED, int(answer.headers.get("Content-Length", BUFFERED + 1))
+                if failed or request.method == "HEAD" or length <= BUFFERED:
+                    response = web.Response(body=content.read_nowait() if content.is_eof() else await content.read(), **passed_on)
+                else:
+                    response = web.StreamResponse(**passed_on)
+                    await response.prepare(request)
+                    async for chunk in content.iter_any():
+                        await response.write(chunk)
+                    await response.write_eof()
+                connection.release()
+                if answer.code == 500 and (worker.look is None or worker.look.done()):
                     worker.look = asyncio.create_task(self.look_at(worker))  # its engine may be dead
                 if not failed:
                     worker.failed_in_a_row = 0
@@ -403,15 +403,15 @@ class Router:
                 failed_answer = response
                 tried.append(worker)
                 worker.failures += 1
-                self.blame(worker, f"answers {answer.status}")
-            except (aiohttp.ClientError, OSError, asyncio.CancelledError) as error:
+                self.blame(worker, f"answers {answer.code}")
+            except (aiohttp.ClientError, HttpProcessingError, OSError, asyncio.CancelledError) as error:
                 # Cancelled: the client has gone away, or the time is up, or the router ends.
                 status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {describe_error(error)}"
                 client_is_there = request.transport is not None and not request.transport.is_closing()
                 part_is_out = response is not None and response.prepared
                 if client_is_there:
                     worker.failures += 1
-                    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+                    if connection is None and not isinstance(error, asyncio.CancelledError):
                         self.set_health(worker, False, describe_error(error))
                     else:
                         tried.append(worker)
@@ -421,6 +421,8 @@ class Router:
                 if part_is_out or not client_is_there or isinstance(error, asyncio.CancelledError):
                     raise asyncio.CancelledError from error
             finally:
+                if connection:
+                    connection.close()  # if it was not released
                 spent = time.monotonic() - begun
                 worker.in_flight -= 1
                 worker.seconds += spent
@@ -428,10 +430,8 @@ class Router:
                 if worker.draining and not worker.in_flight:
                     self.workers.pop(worker.url)
                 self.news.set()
-        if failed_answer is not None:
-            return failed_answer
-        retry_after = str(math.ceil(self.config.health_interval))
-        return error_response(status, f"no server could answer: {problem}", Retry_After=retry_after)
+        return failed_answer or error_response(status, f"no server could answer: {problem}",
+                                               Retry_After=str(math.ceil(self.config.health_interval)))
 
     async def serve_workers(self, request: web.BaseRequest, body: bytes) -> web.Response:
         if request.method == "GET":

@@ -210,8 +210,11 @@ def gain_by_mini_batch(config: Config) -> float:
 
 
 def main() -> None:
+    from bench_router import machine
+
     config = tyro.cli(Config, description=__doc__)
     limit = 1.1 * max(config.rollout + config.judge, config.update + config.hand_over)
+    print(machine())
     print(f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, hand-over {config.hand_over} s\n")
     print("| --max-staleness | step s, mean | median | of it waiting for verdicts | median without a judge | the judge's share |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")

@@ -20,7 +20,6 @@ each work on a limited number of critiques at once. It leaves out what a GPU sha
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import socket
@@ -325,12 +324,11 @@ class Config:
 
 def main() -> None:
     """Parses the command line and prints the tables."""
-    import platform
-
     import tyro
+    from bench_router import machine
 
     config = tyro.cli(Config)
-    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the start\n")
+    print(machine() + "\n")
     if config.part in ("both", "speed"):
         speed(config)
         print()

@@ -315,11 +315,12 @@ async def compare_policies(config: Config) -> None:
 
 
 def machine() -> str:
-    """The processor: cores, name, and which of the vector units that decide speed here."""
+    """The first line of every benchmark: cores, processor, which of the vector units that decide speed here, Python, load."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)", text)
     units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{unit}\b", text)]
-    return f"{os.cpu_count()} cores, {name[1] if name else platform.machine()}, {' '.join(units) or 'no AVX2'}"
+    return f"{os.cpu_count()} cores, {name[1] if name else platform.machine()}, {' '.join(units) or 'no AVX2'}, " \
+           f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
 
 
 async def measure(config: Config) -> None:

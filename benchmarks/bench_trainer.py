@@ -424,10 +424,12 @@ def main() -> None:
         transformers_logging.disable_progress_bar()
         work(sys.argv[2])
         return
+    from bench_router import machine
+
     config = tyro.cli(Config)
     transformers_logging.disable_progress_bar()
     threads = config.num_threads or torch.get_num_threads()
-    print(f"{os.cpu_count()} processors, vector instructions: {torch.backends.cpu.get_cpu_capability()}")
+    print(machine())
     try:
         if config.memory:
             compare_memory(threads)

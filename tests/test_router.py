@@ -86,6 +86,11 @@ async def reset(request, upstream):
     return web.Response()
 
 
+async def talk_nonsense(request, upstream):
+    request.transport.write(b"HTTP/1.1 abc\r\n\r\n")
+    return await hang(request, upstream)
+
+
 async def hang(request, upstream):
     await asyncio.Event().wait()
 
@@ -178,6 +183,32 @@ def test_answers_without_a_body():
     run(test())
 
 
+def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
+    async def test():
+        async with Upstream() as up, Running(up.url + "/base") as it:
+            for _ in range(3):  # as a header about this connection only, the length would be dropped, and the body a request
+                headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
+                assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[0] == 200
+            assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
+            assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
+            assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1  # one connection did it
+            assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
+    run(test())
+
+
+def test_only_the_final_answer_is_the_answer():
+    async def play(request, upstream):
+        request.transport.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n")
+        return await say_name(request, upstream)
+
+    async def test():
+        async with Upstream(play) as up, Running(up) as it:
+            for _ in range(2):
+                status, body, headers = await it.ask("POST", "/", data=b"{}")
+                assert (status, body) == (200, up.url.encode()) and "Link" not in headers
+    run(test())
+
+
 def test_a_stream_comes_as_it_is_written():
     async def test():
         got_first = asyncio.Event()
@@ -241,7 +272,8 @@ def test_answers_that_are_not_failures_pass_once(status):
     run(test())
 
 
-@pytest.mark.parametrize("play", [*map(answers, (502, 503, 504)), reset], ids=["502", "503", "504", "reset"])
+@pytest.mark.parametrize("play", [*map(answers, (502, 503, 504)), reset, talk_nonsense],
+                         ids=["502", "503", "504", "reset", "nonsense"])
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
     async def test():
@@ -345,6 +377,20 @@ def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_it_is_
                 await it.ask("GET", "/")
             assert len(one.seen) + len(two.seen) == 1
             assert it.worker(one).failures + it.worker(two).failures == 1
+    run(test())
+
+
+def test_a_server_that_hangs_up_at_once_is_like_any_other_that_fails():
+    async def test():
+        async with Upstream() as good:
+            closing = await asyncio.start_server(lambda reader, writer: writer.transport.abort(), "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{closing.sockets[0].getsockname()[1]}"
+            async with Running(good, url, unhealthy_after=1000) as it:
+                it.router.workers[url].healthy = True
+                results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(100)))
+                assert [result[:2] for result in results] == [(200, good.url.encode())] * 100
+                assert it.router.workers[url].failures >= 10
+            closing.close()
     run(test())
 
 
