@@ -184,10 +184,10 @@ def place(config) -> tuple[str, str, str]:
 
 def gpus_needed(config) -> dict[str, int]:
     """How many GPUs the ranks, the policy's servers and the judges take."""
-    return {"policy_ranks": config.policy_ranks,
-            "rollout_servers": config.rollout_servers * config.rollout_tensor_parallel
-            * (config.rollout == "vllm" and not config.rollout_shares_gpus),
-            "genrm_servers": len(config.genrm) * config.genrm_servers * config.genrm_tensor_parallel}  # fmt: skip
+    servers = config.rollout_servers * config.rollout_tensor_parallel * (config.rollout == "vllm" and not config.rollout_shares_gpus)
+    judges = len(config.genrm) * config.genrm_servers * config.genrm_tensor_parallel
+    used = samples_itself(config)
+    return {"policy_ranks": config.policy_ranks, "rollout_servers": used * servers, "genrm_servers": used * judges}
 
 
 def load_tokenizer(source: str, config):
@@ -286,6 +286,8 @@ def report(config, train_rows: list[dict]) -> None:
     if config.policy_ranks > 1:
         for node, held in placement(config).items():
             print(f"{node}: {', '.join(held)}")
+        if config.rollout_shares_gpus:
+            print(f"{config.rollout_servers} policy servers: on the ranks' own GPUs, in turns with them")
         where, have = f"each of {config.policy_ranks} ranks, {device}", gpu_memory() if device.type == "cuda" else have
     elif device.type == "cuda":
         have = 1e-9 * torch.cuda.get_device_properties(device).total_memory
@@ -300,8 +302,9 @@ def report(config, train_rows: list[dict]) -> None:
 
 def placement(config) -> dict[str, list[str]]:
     """What Ray would place on which node (its address), found out by reserving it all and giving it back at once."""
-    judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
-    count = 0 if config.rollout_shares_gpus else config.rollout_servers
+    used = samples_itself(config)
+    judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values() if used]
+    count = config.rollout_servers if used and not config.rollout_shares_gpus else 0
     servers = genrm_server.Config("", num_servers=count, tensor_parallel_size=config.rollout_tensor_parallel,
                                   device=config.device)  # fmt: skip
     wanted = {"rank": rank_bundles(config)}

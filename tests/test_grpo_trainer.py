@@ -418,6 +418,7 @@ def test_papo_normalises_answer_and_reasoning_apart(workshop):
         (dict(rollout="vllm", rollout_vllm_args="--gpu-memory-utilization 0.5"), 1, ("cuda:0", "0", "")),
         (dict(genrm=("j",), reward_mode="colocate"), 1, ("cuda:0", "", "0")),
         (dict(rollout="vllm", rollout_gpus="0,1", genrm=("j",), genrm_gpus="2"), 4, ("cuda:3", "0,1", "2")),
+        (dict(rollout="vllm", genrm=("j",), replay="run"), 1, ("cuda:0", "", "")),  # nothing is sampled, nothing judged
     ],
 )
 def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
@@ -445,7 +446,7 @@ def test_gpus_that_collide_or_are_not_there_are_refused(changes, count, message)
         deal_gpus(config_of(**changes), count)
 
 
-def test_shared_gpus(monkeypatch):
+def test_shared_gpus(monkeypatch, capsys):
     """The policy's servers get its GPU, and half of its memory if nothing else is said; what does not go with that is refused."""
 
     def settled(**changes):
@@ -458,6 +459,11 @@ def test_shared_gpus(monkeypatch):
     assert config.rollout_vllm_args.split() == ["--gpu-memory-utilization", "0.5"]
     several = settled(policy_ranks=2, rollout_servers=2, rollout_vllm_args="--gpu-memory-utilization=0.3")
     assert (several.device, several.rollout_gpus, several.rollout_vllm_args) == ("cuda", "", "--gpu-memory-utilization=0.3")
+    monkeypatch.setattr("preflight.placement", lambda config: {"10.0.0.1": ["rank 0", "rank 1"]})
+    monkeypatch.setattr("preflight.estimate_memory", lambda config, device: {"weights": 1.0})
+    monkeypatch.setattr("preflight.gpu_memory", lambda: 80.0)
+    report(several, [{}])
+    assert "10.0.0.1: rank 0, rank 1\n2 policy servers: on the ranks' own GPUs, in turns with them\n" in capsys.readouterr().out
     for changes, message in (
         (dict(rollout="hf"), "there are no servers; take vllm"), (dict(device="cpu"), "vLLM cannot sleep on the CPU"),
         (dict(rollout_gpus="0"), "and rollout_gpus is 0"), (dict(weight_sync="nccl"), "weight_sync nccl"),
