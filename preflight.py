@@ -184,7 +184,8 @@ def place(config) -> tuple[str, str, str]:
 
 def gpus_needed(config) -> dict[str, int]:
     """How many GPUs the ranks, the policy's servers and the judges take."""
-    servers = config.rollout_servers * config.rollout_tensor_parallel * (config.rollout == "vllm" and not config.rollout_shares_gpus)
+    own_gpus = config.rollout == "vllm" and not config.rollout_shares_gpus
+    servers = own_gpus * config.rollout_servers * config.rollout_tensor_parallel
     judges = len(config.genrm) * config.genrm_servers * config.genrm_tensor_parallel
     used = samples_itself(config)
     return {"policy_ranks": config.policy_ranks, "rollout_servers": used * servers, "genrm_servers": used * judges}

@@ -20,13 +20,13 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-import matplotlib  # noqa: E402
-import tyro  # noqa: E402
+import matplotlib
+import tyro
 
-import toy_world  # noqa: E402
+import toy_world
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")
@@ -120,8 +120,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
     rows = [[title, *(cell(last_steps(some, curve)) for curve in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate"))]
             for title, some in served.items()]  # fmt: skip
     made["narrow judge"] = table(["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows)
-    rows = [row(f"λ = {penalty}", after(of(runs, name, "warm0")), HELD_OUT)
-            for penalty, name in (("0 (rule only)", "rule"), ("2/3", "penalty0.667"), ("1", "fapo_oracle"), ("4/3", "penalty1.333"))]
+    penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
+    rows = [row(f"λ = {penalty}", after(of(runs, name, "warm0")), HELD_OUT) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
     rows = [row(NAMES[name], after(of(runs, name, "weak")), HELD_OUT) for name in ("rule", "fapo_oracle")]
     made["weak start"] = table(heads, row("before", before(of(runs, "rule", "weak")), HELD_OUT), *rows)
@@ -130,8 +130,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
 
 def fill(page: str, made: dict[str, str]) -> str:
     """The page with its tables as they should be. KeyError for a table that nobody makes."""
-    return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}",
-                  page, flags=re.S)  # fmt: skip
+    return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)",
+                  lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:

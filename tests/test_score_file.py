@@ -88,7 +88,7 @@ def test_command_line_scores_a_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):
+def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):  # noqa: F811
     port = free_port()
     data = tmp_path / "responses.jsonl"
     rows = [sample("\\boxed{1}" if index % 2 else "\\boxed{2}") for index in range(40)]  # every second one asks the judge
