@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # (here, not in plot(): an interrupt in the middle of its import would break both)
+import matplotlib.pyplot as plt  # here, not in plot(): an interrupt in the middle of its import would break both
 
 # -------------------------------------------------------------------------------------------------- the folder and its config
 
