@@ -10,6 +10,7 @@ compares it with runs.jsonl. Cells are the median over the runs, and the lowest 
 """
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -125,6 +126,14 @@ def tables(runs: list[dict]) -> dict[str, str]:
     made["penalties"] = table(heads, *rows)
     rows = [row(NAMES[name], after(of(runs, name, "weak")), HELD_OUT) for name in ("rule", "fapo_oracle")]
     made["weak start"] = table(heads, row("before", before(of(runs, "rule", "weak")), HELD_OUT), *rows)
+    rows = []
+    for name in ("rule", "fapo_oracle"):
+        flawed = [smooth(shares(run)["flawed positives"]) for run in of(runs, name, "weak")]
+        turns = sorted(turning_point(run) or math.inf for run in of(runs, name, "weak"))
+        rows.append([NAMES[name], *(cell([pick(values) for values in flawed]) for pick in (lambda v: v[0], max, lambda v: v[-1])),
+                     ", ".join(f"{turn:.0f}" for turn in turns)])  # fmt: skip
+    made["stepping stones"] = table(["flawed positives, share of all samples", "first step", "highest", "last step",
+                                     "ρ = 1 at step"], *rows)  # fmt: skip
     return made
 
 
