@@ -7,7 +7,6 @@ OUT=${OUT:-outputs/evidence}
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
 SEEDS="0 1 2"
 mkdir -p "$OUT"
-trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
 once() {  # once NAME COMMAND...: runs it, in a lane of its own, unless it was finished before; its output goes to NAME.log
   [ -f "$OUT/$1.done" ] && return

@@ -6,6 +6,15 @@ export OMP_NUM_THREADS=1
 PORT=${PORT:-30123}
 stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
 
+stop_all() {  # what runs in the background, when the script ends, however it does: a run is the child of its job's shell
+  for job in $(jobs -p); do
+    [ "$job" = "${SERVER:-}" ] || pkill -P "$job" || true
+    kill "$job" || true
+  done 2>/dev/null
+  wait
+}
+trap stop_all EXIT
+
 train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong step (paper eq. 7)
   python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
     --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
@@ -18,7 +27,6 @@ train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong s
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
   python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
-  trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
   until python -c "import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()" 2>/dev/null; do
     kill -0 $SERVER || { echo "error: the judge did not start; see $2"; exit 1; }
     sleep 1
