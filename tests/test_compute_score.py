@@ -696,6 +696,7 @@ def test_answers_that_hang_or_kill_cost_themselves_alone(fake_math_verify, monke
     assert 1 <= len(children(scores._graders)) <= scores.MAX_GRADERS
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_does_not_starve_its_neighbours_in_an_event_loop(fake_math_verify, monkeypatch):
     fake_math_verify(FAKE_MATH_VERIFY)
     monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 3.0)

@@ -267,6 +267,7 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         assert servers.router_address == address and ask(f"http://{address}")
 
 
+@pytest.mark.slow
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
     with running(settings(stand_in, num_servers=2)) as servers:
@@ -294,6 +295,7 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
         assert ask(f"http://{servers.router_address}")
 
 
+@pytest.mark.slow
 def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in, num_servers=2)) as servers:
@@ -430,6 +432,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     assert not servers.folder.exists()
 
 
+@pytest.mark.slow
 def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, tokenizer, monkeypatch):
     """One step of the trainer on one GPU, which is played; then servers that die while the others sleep, or just before."""
     import torch
@@ -542,6 +545,7 @@ def test_sleep_and_wake(stand_in, capfd):
         assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404  # not for whoever knows the router
 
 
+@pytest.mark.slow
 def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in, num_servers=2, device="cuda", gpus="0,1", sleep_mode=True)) as servers:
@@ -605,6 +609,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         process.kill()
 
 
+@pytest.mark.slow
 def test_exit_codes(stand_in):
     process = start_command(stand_in, "--num-servers", "0")
     assert process.communicate(timeout=30)[1] == "error: --num-servers 0: must be at least 1\n" and process.returncode == 2

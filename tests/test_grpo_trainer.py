@@ -391,6 +391,7 @@ def test_kept_rollouts_give_the_same_run_again_without_sampling_or_judging(works
         grpo_trainer.Trainer(dataclasses.replace(replay, group_size=3, out_dir=str(workshop / "third")))
 
 
+@pytest.mark.slow
 def test_papo_normalises_answer_and_reasoning_apart(workshop):
     """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones nothing does."""
     trainer = grpo_trainer.Trainer(run_config(workshop, "papo", advantage="papo"))
@@ -624,6 +625,7 @@ def test_dry_run_checks_and_estimates_and_starts_nothing(workshop):
     assert "Ray" not in text and not any((workshop / "dry").iterdir())
 
 
+@pytest.mark.slow
 def test_the_estimate_of_memory_counts_the_parameters(workshop):
     config = run_config(workshop, "estimate", kl_coef=0.1)
     tiny = toy_world.new_model(len(toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))), seed=0)
@@ -702,6 +704,7 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
         grpo_trainer.train(run_config(tmp_path, "run"))
 
 
+@pytest.mark.slow
 def test_unknown_flags_are_errors_and_every_flag_is_read():
     out = subprocess.run([sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True)
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr

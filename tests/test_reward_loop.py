@@ -283,6 +283,7 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(start):
     assert manager.score_batch([sample("one")])[0]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
     monkeypatch.setattr(reward_worker, "SLOW_S", 0.2)
     manager = start(f"{FAULTS}:sync_fault", timeout=2.0)
@@ -575,6 +576,7 @@ def test_tokenizers_give_token_ids_as_functions_for_verl_expect(start, tokenizer
     assert result["reward_extra_info"]["ids"] == [0, 1]
 
 
+@pytest.mark.slow
 def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
     servers = [{"url": "http://a:1"}] * 3
 

@@ -485,6 +485,7 @@ def test_the_line_is_shared_by_the_servers_that_come_back():
     run(test())
 
 
+@pytest.mark.slow
 def test_waiting_takes_no_cpu_and_ends_in_time():
     async def test():
         it = Router(Config(allow_empty=True, queue_timeout=1.5))

@@ -198,6 +198,7 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
 
 
 @in_browser
+@pytest.mark.slow
 def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
     text = dom(page)
     assert len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 2  # one a run
