@@ -488,6 +488,11 @@ def read_metrics(run: Path) -> list[dict]:
     return metrics
 
 
+def smooth(values: list[float]) -> list[float]:
+    """Each with the four before it, as their mean."""
+    return [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+
+
 def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     """One panel a question, one line a run: thin as measured on the rollouts, thick smoothed, dots on held-out problems."""
     import matplotlib
@@ -502,9 +507,8 @@ def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
             measured = {m["step"]: m[f"reward/{key}"] for m in metrics if f"reward/{key}" in m}
             held_out = {m["step"]: m[f"val/toy{val_key}/mean@1"] for m in metrics if f"val/toy{val_key}/mean@1" in m}
             values = list(measured.values())
-            smooth = [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
             axis.plot(list(measured), values, color=colour, alpha=0.25)
-            axis.plot(list(measured), smooth, color=colour, linewidth=2, label=label)
+            axis.plot(list(measured), smooth(values), color=colour, linewidth=2, label=label)
             axis.plot(list(held_out), list(held_out.values()), "o", color=colour)
         axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)

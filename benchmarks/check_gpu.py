@@ -277,7 +277,7 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         move()
         off, _ = served()
         yield f"old weights are noticed, by {transfer}", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
-        first, again = (measure(device, lambda: servers.sync())[1] for _ in range(2))
+        first, again = (measure(device, servers.sync)[1] for _ in range(2))
         off, seconds = served()
         text = f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}); {32 * length / seconds:,.0f} tokens/s"
         yield f"new weights, by {transfer}", off < AGREE, text
@@ -285,7 +285,7 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         process.kill()
         process.wait()
         move()
-        _, synced, *_ = measure(device, lambda: servers.sync())
+        _, synced, *_ = measure(device, servers.sync)
         off, seconds = served()
         text = f"{off:.4f} nats apart, back after {synced + seconds:.0f} s"
         yield f"a killed server comes back with new weights, by {transfer}", off < AGREE, text

@@ -1,6 +1,6 @@
 """Writes the evidence: docs/evidence/runs.jsonl from finished runs, and from that the figures, and the tables in the pages.
 
-    make evidence                                          # about two hours on two cores: the runs, then this
+    make evidence                                          # one to two hours on two cores: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence   # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                           # figures and tables anew, from what is in docs/evidence
 
@@ -14,7 +14,6 @@ import math
 import re
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import matplotlib
 import tyro
 
 import toy_world
+from toy_world import COLUMNS, smooth, table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -35,11 +35,8 @@ STANDARD = ("warm0", "warm1", "warm2")
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
 COLOURS = {"rule": "tab:red", "fapo_judge": "tab:green", "fapo_oracle": "tab:olive", "papo_oracle": "tab:blue"}
-HELD_OUT = {  # title: metric of the policies on held-out problems, without "val/" and the way of sampling
-    "accuracy": "toy", "flawed positives": "toy/oracle_flawed_positive_rate", "truly correct": "toy/truly_correct",
-    '"How many?" accuracy': "toy_total"}  # fmt: skip
 OF_JUDGES = {"recall": "fapo_critic/recall", "sound kept": "fapo_critic/sound_kept", "exact location": "fapo_critic/location"}
-CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "flawed_positive_rate", "response_length/mean")
+CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "flawed_positive_rate")
 
 
 @dataclass
@@ -99,15 +96,14 @@ def last_steps(runs: list[dict], curve: str) -> list[float]:
 
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the pages by its name, as Markdown."""
-    heads, table = ["512 held-out problems", *HELD_OUT], toy_world.table
-    made = {}
+    heads, made = ["512 held-out problems", *COLUMNS], {}
     for name, way in (("policies", "mean@1"), ("policies greedy", "greedy")):
-        rows = [row(title, after(of(runs, algorithm)), HELD_OUT, way) for algorithm, title in NAMES.items()]
-        made[name] = table(heads, row("before, as warm-started", before(of(runs, "rule")), HELD_OUT, way), *rows)
+        rows = [row(title, after(of(runs, algorithm)), COLUMNS, way) for algorithm, title in NAMES.items()]
+        made[name] = table(heads, row("before, as warm-started", before(of(runs, "rule")), COLUMNS, way), *rows)
     rows = []
     for number, world in enumerate(STANDARD):
-        rows.append(row(f"warm start {number}: before", before(of(runs, "rule", world)), HELD_OUT))
-        rows += [row(f"{number}: {NAMES[name]}", after(of(runs, name, world)), HELD_OUT) for name in ("rule", "fapo_judge")]
+        rows.append(row(f"warm start {number}: before", before(of(runs, "rule", world)), COLUMNS))
+        rows += [row(f"{number}: {NAMES[name]}", after(of(runs, name, world)), COLUMNS) for name in ("rule", "fapo_judge")]
     made["warm starts"] = table(heads, *rows)
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
@@ -122,10 +118,10 @@ def tables(runs: list[dict]) -> dict[str, str]:
             for title, some in served.items()]  # fmt: skip
     made["narrow judge"] = table(["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows)
     penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
-    rows = [row(f"λ = {penalty}", after(of(runs, name, "warm0")), HELD_OUT) for penalty, name in penalties.items()]
+    rows = [row(f"λ = {penalty}", after(of(runs, name, "warm0")), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
-    rows = [row(NAMES[name], after(of(runs, name, "weak")), HELD_OUT) for name in ("rule", "fapo_oracle")]
-    made["weak start"] = table(heads, row("before", before(of(runs, "rule", "weak")), HELD_OUT), *rows)
+    rows = [row(NAMES[name], after(of(runs, name, "weak")), COLUMNS) for name in ("rule", "fapo_oracle")]
+    made["weak start"] = table(heads, row("before", before(of(runs, "rule", "weak")), COLUMNS), *rows)
     rows = []
     for name in ("rule", "fapo_oracle"):
         flawed = [smooth(shares(run)["flawed positives"]) for run in of(runs, name, "weak")]
@@ -141,10 +137,6 @@ def fill(page: str, made: dict[str, str]) -> str:
     """The page with its tables as they should be. KeyError for a table that nobody makes."""
     return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)",
                   lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
-
-
-def smooth(values: list[float], width: int = 5) -> list[float]:
-    return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
@@ -181,7 +173,7 @@ def shares(run: dict) -> dict[str, list[float]]:
 
 
 def turning_point(run: dict) -> int | None:
-    """The first step from which on truly correct samples outnumber wrong ones (rho > 1); None if there is none."""
+    """The first step at which truly correct samples outnumber wrong ones (rho > 1), smoothed; None if there is none."""
     smoothed = {name: smooth(values) for name, values in shares(run).items()}
     more = [sound > wrong for sound, wrong in zip(smoothed["truly correct"], smoothed["wrong"])]
     return more.index(True) + 1 if True in more else None
@@ -192,14 +184,10 @@ def draw_weak_start(runs: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.2), constrained_layout=True, sharey=True)
     colours = {"truly correct": "tab:green", "flawed positives": "tab:orange", "wrong": "tab:gray"}
     for axis, name in zip(axes, ("rule", "fapo_oracle")):
-        some, parts = of(runs, name, "weak"), defaultdict(list)
-        for run in some:
-            for part, values in shares(run).items():
-                parts[part].append(values)
-        for part, curves in parts.items():
-            band(axis, curves, colours[part], part)
-        turns = [turn for run in some if (turn := turning_point(run))]
-        for turn in turns if name != "rule" else ():
+        some = of(runs, name, "weak")
+        for part, colour in colours.items():
+            band(axis, [shares(run)[part] for run in some], colour, part)
+        for turn in filter(None, map(turning_point, some if name == "fapo_oracle" else [])):
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
         axis.set_title(NAMES[name])
     axes[0].set_ylabel("share of all samples")

@@ -522,7 +522,7 @@ def wait_for_step(config, process, step):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(workshop):
-    """SIGKILL twice, in the middle of whatever happens to go on."""
+    """SIGKILL three times, in the middle of whatever happens to go on."""
     options = dict(
         total_steps=12, save_every=1, val_every=3, val_file=(str(workshop / "val.parquet"),), max_response_length=48,
         train_batch_size=8, keep_checkpoints=1, dynamic_sampling=True, resume="auto",
@@ -530,7 +530,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     grpo_trainer.train(run_config(workshop, "unkilled", **options))
     config, rng = run_config(workshop, "killed", **options), random.Random()
     reached = 0
-    for _ in range(2):
+    for _ in range(3):
         process = start_run(config)
         wait_for_step(config, process, reached + 1)
         time.sleep(rng.uniform(0, 1.5))

@@ -874,7 +874,7 @@ def test_a_node_goes_away(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fapo", "raises"])
-def test_judge_is_down_for_10_seconds(start, serve, tmp_path, kind):
+def test_judge_is_down_for_20_seconds(start, serve, tmp_path, kind):
     """No sample is lost, and none is paid as if the judge had found it flawless."""
 
     async def finds_a_flaw(request):
@@ -886,7 +886,7 @@ def test_judge_is_down_for_10_seconds(start, serve, tmp_path, kind):
     port = free_port()
     function = f"{ROOT}/compute_score.py:compute_score_fapo" if kind == "fapo" else write_function(tmp_path, ASK)
     manager = start(function, num_workers=2, router_address=(f"127.0.0.1:{port}",))
-    comes_back = threading.Timer(10, lambda: serve(finds_a_flaw, port))
+    comes_back = threading.Timer(20, lambda: serve(finds_a_flaw, port))
     comes_back.start()
     results = manager.score_batch([sample("\\boxed{1}")] * 50)
     comes_back.join()
