@@ -16,8 +16,8 @@ steps; the median of each round shows how far the machine drifts; the best step 
 Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
 compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
 
-Ranks: the same samples, updated by one process with all threads and by ranks with one thread each (gloo, on this machine): what
-each holds between updates, its peak above that, and how long the update and the hand-over of all weights take.
+Ranks: the same samples, updated in turn by one process with all threads and by ranks with one thread each (gloo, on this
+machine): what each holds between updates, its peak above that, and how long the update and the hand-over of all weights take.
 
 Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at once.
 
@@ -98,10 +98,10 @@ def load(job: dict):
     return tokenizer, [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
 
 
-def our_policy(model: str, num_prompts: int) -> Policy:
-    config = TrainerConfig(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=num_prompts,
-                           max_tokens_per_micro_batch=2048)  # fmt: skip
-    return Policy(config, model, torch.device("cpu"))
+def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyGroup:
+    config = TrainerConfig(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=num_prompts, device="cpu",
+                           max_tokens_per_micro_batch=2048, policy_ranks=ranks)  # fmt: skip
+    return Policy(config, model, torch.device("cpu")) if ranks == 1 else PolicyGroup(config, model)
 
 
 def with_advantages(samples: list[Sample], rewards: list[float]) -> list[Sample]:
@@ -369,50 +369,54 @@ def bytes_held(policy) -> list[int]:
     return [sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in part) for part in parts]
 
 
+def timed(function) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
 def forget_peak(policy) -> float:
     Path("/proc/self/clear_refs").write_text("5")
     return megabytes("VmRSS")
 
 
-def compare_ranks(model: str, prompts: list[str], length: int, config: Config, threads: int) -> None:
+def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int, length: int = 64) -> None:
     """One table: the same step's samples on 1, 2 ... ranks."""
     tokenizer, messages = load({"model": model, "prompts": prompts})
     ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
     samples = [Sample({}, prompt) for prompt in ids for _ in range(GROUP)]
-    rollout_hf(our_policy(model, 1).model, samples, max_response_length=length, temperature=1.0, eos_ids={NEVER}, seed=0,
+    torch.set_num_threads(threads)
+    alone = our_policy(model, len(prompts))
+    rollout_hf(alone.model, samples, max_response_length=length, temperature=1.0, eos_ids={NEVER}, seed=0,
                rollout_batch_size=512)  # fmt: skip
     with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
-    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, {length} tokens each, medians of {config.tiny_steps} updates\n")
-    print("| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | hand-over s | MB |")
-    print("| ---: " * 7 + "|")
+    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, {length} tokens each, medians of {steps} updates\n")
+    print("| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | x one process "
+          "| hand-over s | MB |")
+    print("| ---: " * 8 + "|")
+    sent = sum(math.prod(shape) for shape in alone.about()["shapes"].values()) * 4 / 2**20
     for count in config.ranks:
-        options = dict(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=len(prompts), device="cpu",
-                       max_tokens_per_micro_batch=2048, policy_ranks=count)  # fmt: skip
-        torch.set_num_threads(threads)
         folder = WeightFolder(f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
         if count == 1:
-            policy, target = Policy(TrainerConfig(**options), model, torch.device("cpu")), folder
-            each = lambda function: [function(policy)]  # noqa: E731
+            policy, target = alone, folder
+            each = lambda function: [function(alone)]  # noqa: E731
         else:
-            policy, target = PolicyGroup(TrainerConfig(**options), model), ray.remote(num_cpus=0)(WeightFolder).remote(
+            policy, target = our_policy(model, len(prompts), count), ray.remote(num_cpus=0)(WeightFolder).remote(
                 f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
             each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])  # noqa: E731
         policy.update(samples, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))
-        seconds, handed = [], []
-        for _ in range(config.tiny_steps):
-            begun = time.perf_counter()
-            policy.update(samples, lr=1e-6)
-            seconds.append(time.perf_counter() - begun)
+        seconds, handed, times = [], [], []
+        for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both
+            seconds.append(timed(lambda: policy.update(samples, lr=1e-6)))
+            times.append(seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(samples, lr=1e-6))))
         peak = max(each(lambda policy: megabytes("VmHWM"))) - before
         for _ in range(3):
-            begun = time.perf_counter()
-            policy.send_weights([target], torch.float32)
-            handed.append(time.perf_counter() - begun)
+            handed.append(timed(lambda: policy.send_weights([target], torch.float32)))
         held = [max(sizes) / 2**20 for sizes in zip(*each(bytes_held))]
-        sent = sum(math.prod(shape) for shape in policy.about()["shapes"].values()) * 4 / 2**20
         print(f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | {peak:.0f} | "
-              f"{statistics.median(seconds):.3f} | {statistics.median(handed):.3f} | {sent:.1f} |", flush=True)
+              f"{statistics.median(seconds):.3f} | {statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f}) | "
+              f"{statistics.median(handed):.3f} | {sent:.1f} |", flush=True)
         folder.close()
         if count > 1:
             policy.shutdown()
@@ -436,9 +440,9 @@ def main() -> None:
         elif config.ranks:
             reward_loop.connect_ray()
             with tiny_model() as (folder, problems):
-                compare_ranks(folder, problems, 64, config, threads)
+                compare_ranks(folder, problems, config.tiny_steps, config, threads)
                 if config.model:
-                    compare_ranks(config.model, problems[:2], 32, config, threads)
+                    compare_ranks(config.model, problems, config.model_steps, config, threads)
         elif not compare_speed(config, threads):
             raise SystemExit(1)
     except (ValueError, OSError, RuntimeError) as error:

@@ -154,7 +154,8 @@ def kill(group, rank, after):
 
 
 def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder, model, tokenizer, monkeypatch, tmp_path, capfd):
-    """One in an update, one while a checkpoint is written: only the steps since the last checkpoint are done again."""
+    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the last checkpoint are
+    done again. And Ctrl-C while the ranks write one waits for it."""
     tokenizer.save_pretrained(folder)
     row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -169,16 +170,27 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
     def update_and_die(self, samples, lr):
         if len(seen) == 2 and self.starts == 1:
             kill(self, 1, 0.05)
+            dying.touch()
         seen.append(len(samples))
         return update(self, samples, lr)
 
     def save_and_die(self, path):
-        if path.name == ".step_4.tmp" and self.starts == 2:
+        if path.name == ".step_2.tmp":
+            signal.raise_signal(signal.SIGINT)
+        if path.name == ".step_4.tmp" and self.starts == 3:
             die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             ray.get(self.actors[0].__ray_call__.remote(lambda self, die: setattr(self.model, "save_pretrained", die), die))
         return save(self, path)
 
-    seen = []
+    class DiesInConstructor(Policy):
+        def __init__(self, config, source, device, ranks):
+            if ranks.rank == 1 and dying.exists():
+                dying.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().__init__(config, source, device, ranks)
+
+    seen, dying = [], tmp_path / "dying"
+    monkeypatch.setattr(policy_group, "Policy", DiesInConstructor)
     monkeypatch.setattr(PolicyGroup, "update", update_and_die)
     monkeypatch.setattr(PolicyGroup, "save", save_and_die)
     weights, lines = [], []
@@ -186,16 +198,21 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
         out = tmp_path / f"of_{ranks}"
         config = config_of(model=folder, train_file=str(tmp_path / "rows.jsonl"), out_dir=str(out), device="cpu", replay=str(tmp_path),
                            policy_ranks=ranks, total_steps=4, save_every=2, lr=1e-3, overlong_buffer=0, max_prompt_length=64,
-                           max_response_length=32, mini_batch_size=2)  # fmt: skip
+                           max_response_length=32, mini_batch_size=2, resume="auto")  # fmt: skip
+        if ranks == 2:
+            with pytest.raises(KeyboardInterrupt):
+                train(config)
+            assert os.listdir(out / "checkpoints") == ["step_2"]
         last = train(config)
         weights.append(load_file(last / "model.safetensors"))
         lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
         assert sorted(os.listdir(out / "checkpoints")) == ["step_2", "step_4"]  # nothing half written
     said = capfd.readouterr().out
-    assert "the ranks are started anew after step 2 (1 of max_restarts 3)" in said
-    assert "the ranks are started anew after step 2 (2 of max_restarts 3)" in said
+    assert "finishing this step, then saving" in said and "--resume auto goes on after step 2" in said
+    for count in (1, 2, 3):
+        assert f"the ranks are started anew after step 2 ({count} of max_restarts 3)" in said
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2, 3, 4]
-    assert lines[0][-1]["actor/restarts"] == 2
+    assert lines[0][-1]["actor/restarts"] == 3
     for several, alone in zip(*lines):
         for key, value in alone.items():
             assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
