@@ -16,7 +16,6 @@ positives are as varied as mathematics. It shows the mechanism and exercises eve
 """
 
 import inspect
-import json
 import math
 import multiprocessing
 import os
@@ -138,7 +137,7 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     paragraphs = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
     value = problem.start
     for index, step in enumerate(problem.steps):
-        match = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", paragraphs[index]) if index < len(paragraphs) else None
+        match = re.fullmatch(r"(\d{1,9})([+-])(\d{1,9})=(\d{1,9})", paragraphs[index]) if index < len(paragraphs) else None
         if not match or int(match[1]) != value or int(match[2] + match[3]) != step or int(match[4]) != value + step:
             return index
         value = int(match[4])
@@ -448,7 +447,7 @@ def build(out_dir: Path, seed: int, models: tuple[str, ...], kind: Kind = Kind()
     for name in models:
         tokenizer.save_pretrained(out_dir / name)
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
-    with ProcessPoolExecutor(len(models), mp_context=context) as pool:
+    with ProcessPoolExecutor(len(models) or 1, mp_context=context) as pool:
         started = [pool.submit(warm_start, name, out_dir, seed, kind, row) for row, name in enumerate(models)]
         for one in started:
             one.result()
@@ -479,11 +478,13 @@ WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 
 def read_metrics(run: Path) -> list[dict]:
     """metrics.jsonl of a finished run. Raises OSError where there is none, ValueError where it was not evaluated twice."""
+    from run_folder import read_lines
+
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise OSError(f"runs: {path} does not exist; run recipes/toy_demo.sh first")
-    metrics = [json.loads(line) for line in path.read_text().splitlines()]
-    if len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
+    metrics, torn = read_lines(path)
+    if torn or len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
         raise ValueError(f"runs: {run} is not finished; its first and last line must hold an evaluation")
     return metrics
 
