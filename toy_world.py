@@ -465,12 +465,12 @@ class Config:
 
 
 RUNS = {"baseline": ("rule only", "tab:red"), "fapo": ("FAPO", "tab:green"), "papo": ("PAPO", "tab:blue")}
-PANELS = (  # title, metric of the rollouts, metric of the held-out problems after "val/toy"
-    ("answer accuracy", "acc", ""),
-    ("flawed positives by the oracle\n(share of right answers)", "oracle_flawed_positive_rate", "/oracle_flawed_positive_rate"),
-    ("truly correct\n(right answer, no wrong step)", "truly_correct", "/truly_correct"),
-    ("flawed positives as the judge sees them\n(share of right answers)", "flawed_positive_rate", "/flawed_positive_rate"),
-)
+PANELS = {
+    "acc": "answer accuracy",
+    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
+    "truly_correct": "truly correct\n(right answer, no wrong step)",
+    "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
+}
 COLUMNS = {"accuracy": "toy", "flawed positives": "toy/oracle_flawed_positive_rate", "truly correct": "toy/truly_correct",
            '"How many?" accuracy': "toy_total"}  # fmt: skip
 WAYS = {"mean@1": "T=1", "greedy": "greedy"}
@@ -496,26 +496,29 @@ def smooth(values: list[float]) -> list[float]:
 
 def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     """One panel a question, one line a run: thin as measured on the rollouts, thick smoothed, dots on held-out problems."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.2), constrained_layout=True, sharey=True)
-    for axis, (title, key, val_key) in zip(axes, PANELS):
+    figure = Figure(figsize=(4.6 * len(PANELS), 4.2), layout="constrained", dpi=110)
+    for axis, (key, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items()):
+        axis.set_title(title)
+        held_out_key = "val/toy/mean@1" if key == "acc" else f"val/toy/{key}/mean@1"
         for name, metrics in runs.items():
             label, colour = RUNS[name]
             measured = {m["step"]: m[f"reward/{key}"] for m in metrics if f"reward/{key}" in m}
-            held_out = {m["step"]: m[f"val/toy{val_key}/mean@1"] for m in metrics if f"val/toy{val_key}/mean@1" in m}
-            values = list(measured.values())
-            axis.plot(list(measured), values, color=colour, alpha=0.25)
-            axis.plot(list(measured), smooth(values), color=colour, linewidth=2, label=label)
-            axis.plot(list(held_out), list(held_out.values()), "o", color=colour)
-        axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+            held_out = {m["step"]: m[held_out_key] for m in metrics if held_out_key in m}
+            axis.plot(measured.keys(), measured.values(), color=colour, alpha=0.25)
+            axis.plot(measured.keys(), smooth(list(measured.values())), color=colour, linewidth=2, label=label)
+            axis.plot(held_out.keys(), held_out.values(), "o", color=colour)
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    """Saves panels that show shares, step by step."""
+    for axis in figure.axes:
+        axis.set(xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.axes[0].legend()
+    figure.savefig(path)
 
 
 def table(*lines: list[str]) -> str:
