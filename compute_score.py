@@ -276,14 +276,14 @@ RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be r
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
 
-_loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, str]]] = {}
+_loop_state: dict[asyncio.AbstractEventLoop, tuple] = {}  # what `_state` returns
 
 
 async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, str]]:
     """This event loop's one session (loops cannot share one), and by address: the locks for looking models up, the models."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -306,8 +306,8 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            about = dict(status=response.status, message=text, headers=response.headers)
-            raise aiohttp.ClientResponseError(response.request_info, (), **about)
+            status, headers = response.status, response.headers
+            raise aiohttp.ClientResponseError(response.request_info, (), status=status, message=text, headers=headers)
         return await response.json(content_type=None)
 
 
@@ -332,6 +332,9 @@ async def chat(
     A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried again until `timeout_s` has
     passed, after growing random pauses, or what Retry-After asks for if that is longer. Never raises for a bad server.
     """
+    settings = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)
+    body = {key: value for key, value in settings.items() if value is not None}
+    body["messages"] = [{"role": "user", "content": prompt}]
     reason = "the request was sent, and no answer came"
 
     async def attempts() -> tuple[str, str, int]:
@@ -340,10 +343,7 @@ async def chat(
         while True:
             asked = ""
             try:
-                body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
-                body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-                body |= {"chat_template_kwargs": chat_kwargs}
-                body = {key: value for key, value in body.items() if value is not None}
+                body["model"] = model or await model_id(address)
                 reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
                 choice = reply["choices"][0]
                 status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
@@ -352,7 +352,7 @@ async def chat(
             except aiohttp.ClientResponseError as error:
                 reason, asked = f"HTTP {error.status}: {error.message}", (error.headers or {}).get("Retry-After", "")
                 if error.status == 404:  # perhaps another model is served there now: look its name up next time
-                    _loop_state[asyncio.get_running_loop()][2].pop(address, None)
+                    (await _state())[2].pop(address, None)
                 if error.status not in RETRIED_STATUS:
                     return "http_error", reason, 0
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # no such address, or no chat completion

@@ -235,13 +235,9 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
         raise OSError(f"--source-dir: {source_dir} is not a directory")
     name = (source.local or source.data_source).replace("-", "_")
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
-    found = []
-    for path in sorted(source_dir.iterdir()):
-        pattern = re.escape(name) + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)"
-        match = re.fullmatch(pattern, path.name.lower().replace("-", "_"))
-        if match and (match[1] or main_split) == source.split:
-            found.append(path)
-    return found
+    pattern = re.compile(re.escape(name) + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)")
+    found = {path: pattern.fullmatch(path.name.lower().replace("-", "_")) for path in sorted(source_dir.iterdir())}
+    return [path for path, match in found.items() if match and (match[1] or main_split) == source.split]
 
 
 def hub_files(source: Source) -> list[Path]:
