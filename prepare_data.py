@@ -290,7 +290,7 @@ class Config:
     seed: int = 0
     """For the order of GPQA's choices, and for the toy world."""
     toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four."""
+    """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four. May be empty."""
     toy_kind: Literal[*toy_world.KINDS] = "standard"
     """narrow_judge: the judge is shown forgotten carries only; weak_policy: the policy is wrong more often than right."""
     repeat: int = 1

@@ -419,21 +419,16 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
     assert judge.requests == [
         {"model": "the-judge", "messages": [{"role": "user", "content": content}], "max_tokens": 16384}
     ]  # fmt: skip
-    judge = Judge("\\boxed{-1}")
-    score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, keep_critique=True)
-    assert judge.requests[0] | {"messages": None} == {"model": "m", "temperature": 0.0, "max_tokens": 7, "messages": None}
+    judge, thinking = Judge("\\boxed{-1}"), {"enable_thinking": False}
+    score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, genrm_chat_kwargs=thinking)
+    del judge.requests[0]["messages"]
+    assert judge.requests == [{"model": "m", "temperature": 0.0, "max_tokens": 7, "chat_template_kwargs": thinking}]
     assert judge.model_lookups == 0
 
 
 def test_fapo_keeps_the_critique():
     assert score_with(Judge("well \\boxed{-1}"), keep_critique=True)["critique"] == "well \\boxed{-1}"
     assert score_with(Judge(completion("well", "length")), keep_critique=True)["critique"] == "well"
-
-
-def test_the_judges_thinking_switch():
-    judge = Judge("\\boxed{-1}")
-    score_with(judge, genrm_chat_kwargs={"enable_thinking": False})
-    assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
