@@ -37,7 +37,6 @@ import aiohttp
 # --- 1. The answer in the box -----------------------------------------------------------------------------------------
 
 TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
-NO_ANSWER = "[INVALID]"  # what `pred` says when there is no box (the original's word)
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -125,7 +124,7 @@ def compute_score(
         hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
         answer = hashes[-1].replace(",", "") if hashes else None
     if answer is None:
-        return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
+        return {"score": -1.0, "acc": False, "pred": "[INVALID]"}  # the original's word
     if verifier == "math_verify":
         acc, pred = _math_verify(answer, truth), answer
     else:
@@ -270,8 +269,6 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 # --- 4. Asking the judge ----------------------------------------------------------------------------------------------
 
-MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
-CONNECT_TIMEOUT_S = 10.0
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
@@ -283,8 +280,8 @@ async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict
     """This event loop's one session (loops cannot share one), and by address: the locks for looking models up, the models."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
+        connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
