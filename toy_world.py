@@ -16,6 +16,7 @@ positives are as varied as mathematics. It shows the mechanism and exercises eve
 """
 
 import inspect
+import itertools
 import math
 import multiprocessing
 import os
@@ -130,21 +131,18 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     """The oracle: the 0-based index of the first wrong paragraph of any text, -1 if there is none.
 
     A line is right if it starts from the value stated before it, applies the problem's own step and states its true result;
-    the last one must give what the question asks of the last stated value. A malformed, missing or surplus paragraph is wrong
-    at its index. Raises ValueError where the question is not of this world.
+    the last one must give what the question asks. So a sound solution can be written in one way only, and what differs from it
+    is wrong, be it malformed, missing or surplus. Raises ValueError where the question is not of this world.
     """
     problem = parse_problem(question)
+    value, sound = problem.start, []
+    for step in problem.steps:
+        sound.append(f"{value}{step:+}={value + step}")
+        value += step
+    sound.append(f"{'Rest' if problem.question == REST else 'Total'} \\boxed{{{problem.answer}}}")
     paragraphs = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
-    value = problem.start
-    for index, step in enumerate(problem.steps):
-        match = re.fullmatch(r"(\d{1,9})([+-])(\d{1,9})=(\d{1,9})", paragraphs[index]) if index < len(paragraphs) else None
-        if not match or int(match[1]) != value or int(match[2] + match[3]) != step or int(match[4]) != value + step:
-            return index
-        value = int(match[4])
-    last = f"Rest \\boxed{{{value % 5}}}" if problem.question == REST else f"Total \\boxed{{{value}}}"
-    if len(paragraphs) <= len(problem.steps) or paragraphs[len(problem.steps)] != last:
-        return len(problem.steps)
-    return -1 if len(paragraphs) == len(problem.steps) + 1 else len(problem.steps) + 1
+    wrong = [stated != right for stated, right in itertools.zip_longest(paragraphs, sound)]
+    return wrong.index(True) if True in wrong else -1
 
 
 @dataclass(frozen=True)
