@@ -165,6 +165,7 @@ def test_kinds_of_toy_worlds():
             value = stated
 
 
+@pytest.mark.slow
 def test_a_toy_world_without_models(tmp_path):
     prepare_data.prepare(prepare_data.Config(tasks=["toy"], toy_models=(), out_dir=tmp_path))
     rows = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.iterdir()}
