@@ -19,6 +19,7 @@ What it leaves out: code execution, process rewards per token, and judges that a
 """
 
 import asyncio
+import collections
 import functools
 import inspect
 import itertools
@@ -36,7 +37,6 @@ import aiohttp
 # --- 1. The answer in the box -----------------------------------------------------------------------------------------
 
 TAIL_CHARS = 300  # only the end of a solution is searched (DAPO's and FAPO's rule; the longest MATH-500 answer has 159)
-NO_ANSWER = "[INVALID]"  # what `pred` says when there is no box (the original's word)
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -112,7 +112,7 @@ def compute_score(
     """Score of one solution by its final answer: its last box, or for GSM8K, where there is none, the number after "####".
 
     verifier: "rule" compares normalised strings; "math_verify" asks the math-verify library whether they are equal (blocks).
-    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify did not finish, score None and
+    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; where math-verify did not finish, score and acc None and
     "verify_status": "failed". Raises ValueError for an unknown verifier or a missing library.
     """
     if verifier not in ("rule", "math_verify"):
@@ -124,14 +124,14 @@ def compute_score(
         hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
         answer = hashes[-1].replace(",", "") if hashes else None
     if answer is None:
-        return {"score": -1.0, "acc": False, "pred": NO_ANSWER}
+        return {"score": -1.0, "acc": False, "pred": "[INVALID]"}  # the original's word
     if verifier == "math_verify":
         acc, pred = _math_verify(answer, truth), answer
     else:
         pred = normalize_final_answer(answer)
         acc = pred != "" and pred == normalize_final_answer(truth)
     if acc is None:
-        return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
+        return {"score": None, "acc": None, "pred": pred, "verify_status": "failed"}
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
@@ -158,7 +158,7 @@ _grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops;
 
 def _math_verify(pred: str, truth: str) -> bool | None:
     """Whether math-verify calls the two answers equal; None if it did not finish. Blocks; safe in any thread."""
-    grader = _graders.get()
+    grader, line = _graders.get(), ""
     try:
         if grader is None or grader.poll() is not None:
             command = [sys.executable, os.path.abspath(__file__), "--grade", str(GRADE_TIMEOUT_S)]
@@ -167,10 +167,11 @@ def _math_verify(pred: str, truth: str) -> bool | None:
                 raise ValueError("verifier: 'math_verify' could not start; is it installed? (pip install math-verify)")
         print(json.dumps([pred, truth]), file=grader.stdin, flush=True)
         line = grader.stdout.readline()
-        if not line:  # too slow, or the child died (out of memory)
-            grader.wait()
         return json.loads(line or "null")
     finally:
+        if grader and not line:  # it ended itself or died, or we are interrupted: its answer would pass for that to the next one
+            grader.kill()
+            grader.wait()
         _graders.put(grader)
 
 
@@ -268,24 +269,26 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 # --- 4. Asking the judge ----------------------------------------------------------------------------------------------
 
-MAX_CONNECTIONS = 1024  # per process; aiohttp's default of 100 is too small for judges
-CONNECT_TIMEOUT_S = 10.0
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s per sample, so that it is named here
 
-_loop_state: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, asyncio.Lock, dict[str, str]]] = {}
+_loop_state: dict[asyncio.AbstractEventLoop, tuple] = {}  # what `_state` returns
 
 
-def _state() -> tuple[aiohttp.ClientSession, asyncio.Lock, dict[str, str]]:
-    """This event loop's one session (loops cannot share one), and the models by address with the lock for looking them up."""
+async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, str]]:
+    """This event loop's one session (loops cannot share one), and by address: the locks for looking models up, the models."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, limit_per_host=MAX_CONNECTIONS)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # the total is chat's timeout_s
+        connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # the total is chat's timeout_s
         key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        _loop_state[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers), asyncio.Lock(), {}
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        _loop_state[loop] = session, collections.defaultdict(asyncio.Lock), {}
+        for ended in [other for other in _loop_state.copy() if other.is_closed()]:  # of asyncio.run once per sample, say
+            if state := _loop_state.pop(ended, None):
+                await state[0].close()
     return _loop_state[loop]
 
 
@@ -296,18 +299,19 @@ async def close_session() -> None:
 
 
 async def _json_request(method: str, url: str, **kwargs) -> dict:
-    async with _state()[0].request(method, url, **kwargs) as response:
+    session, _, _ = await _state()
+    async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            about = dict(status=response.status, message=text, headers=response.headers)
-            raise aiohttp.ClientResponseError(response.request_info, (), **about)
+            status, headers = response.status, response.headers
+            raise aiohttp.ClientResponseError(response.request_info, (), status=status, message=text, headers=headers)
         return await response.json(content_type=None)
 
 
 async def model_id(address: str) -> str:
     """The first model that GET /v1/models names; asked once per address, the callers in between wait for the answer."""
-    _, lock, models = _state()
-    async with lock:
+    _, locks, models = await _state()
+    async with locks[address]:
         if address not in models:
             reply = await _json_request("GET", f"http://{address}/v1/models", timeout=aiohttp.ClientTimeout(total=60))
             models[address] = reply["data"][0]["id"]
@@ -325,6 +329,9 @@ async def chat(
     A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried again until `timeout_s` has
     passed, after growing random pauses, or what Retry-After asks for if that is longer. Never raises for a bad server.
     """
+    settings = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)
+    body = {key: value for key, value in settings.items() if value is not None}
+    body["messages"] = [{"role": "user", "content": prompt}]
     reason = "the request was sent, and no answer came"
 
     async def attempts() -> tuple[str, str, int]:
@@ -333,10 +340,7 @@ async def chat(
         while True:
             asked = ""
             try:
-                body = {"model": model or await model_id(address), "messages": [{"role": "user", "content": prompt}]}
-                body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-                body |= {"chat_template_kwargs": chat_kwargs}
-                body = {key: value for key, value in body.items() if value is not None}
+                body["model"] = model or await model_id(address)
                 reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
                 choice = reply["choices"][0]
                 status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
@@ -345,7 +349,7 @@ async def chat(
             except aiohttp.ClientResponseError as error:
                 reason, asked = f"HTTP {error.status}: {error.message}", (error.headers or {}).get("Retry-After", "")
                 if error.status == 404:  # perhaps another model is served there now: look its name up next time
-                    _state()[2].pop(address, None)
+                    (await _state())[2].pop(address, None)
                 if error.status not in RETRIED_STATUS:
                     return "http_error", reason, 0
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # no such address, or no chat completion
@@ -397,7 +401,7 @@ async def compute_score_fapo(
     extra_info = extra_info or {}
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
-    result |= {"flawed_positive": None if result["acc"] else False, "genrm_status": "skipped"}
+    result |= {"flawed_positive": False if result["acc"] is False else None, "genrm_status": "skipped"}
     if not result["acc"] or is_test and not judge_test or only_measures and reward_router_address is None:
         return result
     if reward_router_address is None:

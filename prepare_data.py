@@ -12,7 +12,7 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     extra_info   {"split", "index", "question", ...}; for a judge also total_steps, subset, final_answer_correct, ...
 
 A file in --source-dir (parquet, JSON, JSONL or CSV) serves a data set if its name begins with the data source, and a split
-if the split follows: gsm8k_train_2000.jsonl. Without a split in its name it serves the first one listed in SOURCES:
+if that follows somewhere: gsm8k_train_2000.jsonl. Without a split in its name it serves the first one listed in SOURCES:
 aime24.jsonl is the test set, fapo_critic_100.jsonl the training set.
 
 What it leaves out: filtering by length (the trainer's), sampling several answers per problem (the trainer's --val-n).
@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 import tyro
 from tqdm import tqdm
 
+import toy_world
 from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter ------------------------------------------------------------------
@@ -147,7 +148,7 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is, byte for byte."""
-    for column in ("prompt", "reward_model", "extra_info"):
+    for column in ("prompt", "reward_model", "extra_info", "data_source"):
         _pick(raw, (column,))
     prompt, extra = raw["prompt"][0]["content"], raw["extra_info"]
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
@@ -162,6 +163,8 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     """A solution in steps and the index of its first wrong one. raw["answer"] is of `with_known_answers`."""
     problem, steps, label = str(_pick(raw, ("problem",))), _pick(raw, ("steps",)), int(_pick(raw, ("label",)))
+    if not (isinstance(steps, list) and all(isinstance(step, str) for step in steps)):
+        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (a CSV file cannot hold one)")
     style = "tagged" if raw["answer"] else "no_truth"
     prompt = format_critic_prompt(problem, raw["answer"], [step.strip() for step in steps], style)
     return _row(
@@ -177,7 +180,7 @@ def with_known_answers(rows: list[dict]) -> list[dict]:
     A solution whose final answer is correct tells it in its last box, also for the other solutions of the same problem.
     """
     right = [row for row in rows if row.get("final_answer_correct")]
-    boxes = [(row.get("problem"), last_boxed_only_string("\n".join(row.get("steps") or []))) for row in right]
+    boxes = [(row.get("problem"), last_boxed_only_string("\n".join(map(str, row.get("steps") or [])))) for row in right]
     answers = {problem: remove_boxed(box) for problem, box in boxes if box}
     return [row | {"answer": answers.get(row.get("problem"), "")} for row in rows]
 
@@ -232,12 +235,9 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
         raise OSError(f"--source-dir: {source_dir} is not a directory")
     name = (source.local or source.data_source).replace("-", "_")
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
-    found = []
-    for path in sorted(source_dir.iterdir()):
-        match = re.match(re.escape(name) + r"(?:_(train|test))?(?![a-z0-9])", path.name.lower().replace("-", "_"))
-        if match and path.suffix in (".parquet", ".json", ".jsonl", ".csv") and (match[1] or main_split) == source.split:
-            found.append(path)
-    return found
+    pattern = re.compile(re.escape(name) + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)")
+    found = {path: pattern.fullmatch(path.name.lower().replace("-", "_")) for path in sorted(source_dir.iterdir())}
+    return [path for path, match in found.items() if match and (match[1] or main_split) == source.split]
 
 
 def hub_files(source: Source) -> list[Path]:
@@ -260,18 +260,19 @@ def hub_files(source: Source) -> list[Path]:
 
 def read_rows(path: Path) -> Iterator[dict]:
     """The rows of a parquet, JSON (a list of objects), JSONL or CSV file. Raises ValueError naming a file that is not one."""
+    kind = path.suffix.lower()
     try:
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             for batch in pq.ParquetFile(path).iter_batches(batch_size=1000):
                 yield from batch.to_pylist()
-        elif path.suffix == ".csv":
-            with path.open(newline="", encoding="utf-8") as file:
+        elif kind == ".csv":
+            with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin a file with a byte order mark
                 yield from csv.DictReader(file)
         else:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             yield from json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.split("\n")))
-    except ValueError as error:  # pyarrow's and json's errors are ValueErrors
-        raise ValueError(f"{path}: not a readable {path.suffix} file: {error}") from error
+    except (ValueError, csv.Error) as error:  # pyarrow's and json's errors are ValueErrors
+        raise ValueError(f"{path}: not a readable {kind} file: {error}") from error
 
 
 # --- 5. Building ------------------------------------------------------------------------------------------------------
@@ -289,8 +290,8 @@ class Config:
     seed: int = 0
     """For the order of GPQA's choices, and for the toy world."""
     toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four."""
-    toy_kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
+    """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four. May be empty."""
+    toy_kind: Literal[*toy_world.KINDS] = "standard"
     """narrow_judge: the judge is shown forgotten carries only; weak_policy: the policy is wrong more often than right."""
     repeat: int = 1
     """Write all rows this many times over. For exchange with verl, which averages over k answers by k copies; the trainer
@@ -374,8 +375,6 @@ def prepare(config: Config) -> dict[str, int]:
         else:
             print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
     if "toy" in config.tasks:
-        import toy_world  # here, because it loads torch
-
         toy_world.build(config.out_dir, config.seed, config.toy_models, toy_world.KINDS[config.toy_kind])
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others are in {config.out_dir}")

@@ -16,7 +16,7 @@ positives are as varied as mathematics. It shows the mechanism and exercises eve
 """
 
 import inspect
-import json
+import itertools
 import math
 import multiprocessing
 import os
@@ -131,21 +131,18 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     """The oracle: the 0-based index of the first wrong paragraph of any text, -1 if there is none.
 
     A line is right if it starts from the value stated before it, applies the problem's own step and states its true result;
-    the last one must give what the question asks of the last stated value. A malformed, missing or surplus paragraph is wrong
-    at its index. Raises ValueError where the question is not of this world.
+    the last one must give what the question asks. So a sound solution can be written in one way only, and what differs from it
+    is wrong, be it malformed, missing or surplus. Raises ValueError where the question is not of this world.
     """
     problem = parse_problem(question)
+    value, sound = problem.start, []
+    for step in problem.steps:
+        sound.append(f"{value}{step:+}={value + step}")
+        value += step
+    sound.append(f"{'Rest' if problem.question == REST else 'Total'} \\boxed{{{problem.answer}}}")
     paragraphs = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
-    value = problem.start
-    for index, step in enumerate(problem.steps):
-        match = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", paragraphs[index]) if index < len(paragraphs) else None
-        if not match or int(match[1]) != value or int(match[2] + match[3]) != step or int(match[4]) != value + step:
-            return index
-        value = int(match[4])
-    last = f"Rest \\boxed{{{value % 5}}}" if problem.question == REST else f"Total \\boxed{{{value}}}"
-    if len(paragraphs) <= len(problem.steps) or paragraphs[len(problem.steps)] != last:
-        return len(problem.steps)
-    return -1 if len(paragraphs) == len(problem.steps) + 1 else len(problem.steps) + 1
+    wrong = [stated != right for stated, right in itertools.zip_longest(paragraphs, sound)]
+    return wrong.index(True) if True in wrong else -1
 
 
 @dataclass(frozen=True)
@@ -448,7 +445,7 @@ def build(out_dir: Path, seed: int, models: tuple[str, ...], kind: Kind = Kind()
     for name in models:
         tokenizer.save_pretrained(out_dir / name)
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
-    with ProcessPoolExecutor(len(models), mp_context=context) as pool:
+    with ProcessPoolExecutor(len(models) or 1, mp_context=context) as pool:
         started = [pool.submit(warm_start, name, out_dir, seed, kind, row) for row, name in enumerate(models)]
         for one in started:
             one.result()
@@ -466,12 +463,12 @@ class Config:
 
 
 RUNS = {"baseline": ("rule only", "tab:red"), "fapo": ("FAPO", "tab:green"), "papo": ("PAPO", "tab:blue")}
-PANELS = (  # title, metric of the rollouts, metric of the held-out problems after "val/toy"
-    ("answer accuracy", "acc", ""),
-    ("flawed positives by the oracle\n(share of right answers)", "oracle_flawed_positive_rate", "/oracle_flawed_positive_rate"),
-    ("truly correct\n(right answer, no wrong step)", "truly_correct", "/truly_correct"),
-    ("flawed positives as the judge sees them\n(share of right answers)", "flawed_positive_rate", "/flawed_positive_rate"),
-)
+PANELS = {
+    "acc": "answer accuracy",
+    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
+    "truly_correct": "truly correct\n(right answer, no wrong step)",
+    "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
+}
 COLUMNS = {"accuracy": "toy", "flawed positives": "toy/oracle_flawed_positive_rate", "truly correct": "toy/truly_correct",
            '"How many?" accuracy': "toy_total"}  # fmt: skip
 WAYS = {"mean@1": "T=1", "greedy": "greedy"}
@@ -479,11 +476,13 @@ WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 
 def read_metrics(run: Path) -> list[dict]:
     """metrics.jsonl of a finished run. Raises OSError where there is none, ValueError where it was not evaluated twice."""
+    from run_folder import read_lines
+
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise OSError(f"runs: {path} does not exist; run recipes/toy_demo.sh first")
-    metrics = [json.loads(line) for line in path.read_text().splitlines()]
-    if len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
+    metrics, torn = read_lines(path)
+    if torn or len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
         raise ValueError(f"runs: {run} is not finished; its first and last line must hold an evaluation")
     return metrics
 
@@ -495,26 +494,29 @@ def smooth(values: list[float]) -> list[float]:
 
 def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
     """One panel a question, one line a run: thin as measured on the rollouts, thick smoothed, dots on held-out problems."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.2), constrained_layout=True, sharey=True)
-    for axis, (title, key, val_key) in zip(axes, PANELS):
+    figure = Figure(figsize=(4.6 * len(PANELS), 4.2), layout="constrained", dpi=110)
+    for axis, (key, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items()):
+        axis.set_title(title)
+        held_out_key = "val/toy/mean@1" if key == "acc" else f"val/toy/{key}/mean@1"
         for name, metrics in runs.items():
             label, colour = RUNS[name]
             measured = {m["step"]: m[f"reward/{key}"] for m in metrics if f"reward/{key}" in m}
-            held_out = {m["step"]: m[f"val/toy{val_key}/mean@1"] for m in metrics if f"val/toy{val_key}/mean@1" in m}
-            values = list(measured.values())
-            axis.plot(list(measured), values, color=colour, alpha=0.25)
-            axis.plot(list(measured), smooth(values), color=colour, linewidth=2, label=label)
-            axis.plot(list(held_out), list(held_out.values()), "o", color=colour)
-        axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+            held_out = {m["step"]: m[held_out_key] for m in metrics if held_out_key in m}
+            axis.plot(measured.keys(), measured.values(), color=colour, alpha=0.25)
+            axis.plot(measured.keys(), smooth(list(measured.values())), color=colour, linewidth=2, label=label)
+            axis.plot(held_out.keys(), held_out.values(), "o", color=colour)
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    """Saves panels that show shares, step by step."""
+    for axis in figure.axes:
+        axis.set(xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.axes[0].legend()
+    figure.savefig(path)
 
 
 def table(*lines: list[str]) -> str:

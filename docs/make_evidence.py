@@ -20,14 +20,11 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-import matplotlib
 import tyro
+from matplotlib.figure import Figure
 
 import toy_world
-from toy_world import COLUMNS, smooth, table
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from toy_world import COLUMNS, PANELS, smooth, table
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")
@@ -36,7 +33,6 @@ NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle":
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
 COLOURS = {"rule": "tab:red", "fapo_judge": "tab:green", "fapo_oracle": "tab:olive", "papo_oracle": "tab:blue"}
 OF_JUDGES = {"recall": "fapo_critic/recall", "sound kept": "fapo_critic/sound_kept", "exact location": "fapo_critic/location"}
-CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "flawed_positive_rate")
 
 
 @dataclass
@@ -55,7 +51,7 @@ def collect(folder: Path) -> list[dict]:
         algorithm, _, seed = path.parent.name.partition("_seed")
         held_out = [{key[4:]: round(value, 4) for key, value in line.items() if re.match(r"val/.*/(mean@1|greedy)$", key)}
                     for line in (metrics[0], metrics[-1])]  # fmt: skip
-        curves = {name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line] for name in CURVES}
+        curves = {name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line] for name in PANELS}
         runs.append(dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0), steps=metrics[-1]["step"],
                          before=held_out[0], after=held_out[1], curves={name: c for name, c in curves.items() if c}))  # fmt: skip
     if not runs:
@@ -68,7 +64,11 @@ def read() -> list[dict]:
 
 
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
-    return [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
+    """Some of the runs. ValueError where there is none."""
+    found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
+    if not found:
+        raise ValueError(f"no finished run of {algorithm} in {' or '.join(worlds or STANDARD)}; make evidence makes all of them")
+    return found
 
 
 def cell(values: list[float]) -> str:
@@ -77,57 +77,46 @@ def cell(values: list[float]) -> str:
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
-def row(name: str, measured: list[dict], columns: dict[str, str], way: str = "mean@1") -> list[str]:
-    return [name, *(cell([held_out[f"{key}/{way}"] for held_out in measured]) for key in columns.values())]
-
-
-def before(runs: list[dict]) -> list[dict]:
-    return [run["before"] for run in runs]
-
-
-def after(runs: list[dict]) -> list[dict]:
-    return [run["after"] for run in runs]
-
-
-def last_steps(runs: list[dict], curve: str) -> list[float]:
-    """The mean of the last ten steps of each run."""
-    return [statistics.fmean(run["curves"][curve][-10:]) for run in runs]
+def row(name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after") -> list[str]:
+    return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the pages by its name, as Markdown."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
     for name, way in (("policies", "mean@1"), ("policies greedy", "greedy")):
-        rows = [row(title, after(of(runs, algorithm)), COLUMNS, way) for algorithm, title in NAMES.items()]
-        made[name] = table(heads, row("before, as warm-started", before(of(runs, "rule")), COLUMNS, way), *rows)
+        rows = [row(title, of(runs, algorithm), COLUMNS, way) for algorithm, title in NAMES.items()]
+        made[name] = table(heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows)
     rows = []
     for number, world in enumerate(STANDARD):
-        rows.append(row(f"warm start {number}: before", before(of(runs, "rule", world)), COLUMNS))
-        rows += [row(f"{number}: {NAMES[name]}", after(of(runs, name, world)), COLUMNS) for name in ("rule", "fapo_judge")]
+        rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
+        rows += [row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")]
     made["warm starts"] = table(heads, *rows)
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
-        judges = of(runs, "trained_judge", *worlds)
         for when in ("before", "after"):
-            rows += [row(f"{title}, {when}, {label}", [judge[when] for judge in judges], OF_JUDGES, way)
+            rows += [row(f"{title}, {when}, {label}", of(runs, "trained_judge", *worlds), OF_JUDGES, way, when)
                      for way, label in toy_world.WAYS.items()]  # fmt: skip
     made["judges"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
-    served = {"judge shown flaws of every kind": of(runs, "fapo_judge"),
-              "judge shown forgotten carries only": of(runs, "fapo_judge", "narrow")}  # fmt: skip
-    rows = [[title, *(cell(last_steps(some, curve)) for curve in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate"))]
-            for title, some in served.items()]  # fmt: skip
+    rows = []
+    for flaws, worlds in (("flaws of every kind", STANDARD), ("forgotten carries only", ("narrow",))):
+        curves = [run["curves"] for run in of(runs, "fapo_judge", *worlds)]
+        last_ten = [[statistics.fmean(curve[name][-10:]) for curve in curves]
+                    for name in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate")]  # fmt: skip
+        rows.append([f"judge shown {flaws}", *map(cell, last_ten)])
     made["narrow judge"] = table(["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows)
     penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
-    rows = [row(f"λ = {penalty}", after(of(runs, name, "warm0")), COLUMNS) for penalty, name in penalties.items()]
+    rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
-    rows = [row(NAMES[name], after(of(runs, name, "weak")), COLUMNS) for name in ("rule", "fapo_oracle")]
-    made["weak start"] = table(heads, row("before", before(of(runs, "rule", "weak")), COLUMNS), *rows)
+    weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
+    rows = [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
+    made["weak start"] = table(heads, row("before", weak["rule"], COLUMNS, when="before"), *rows)
     rows = []
-    for name in ("rule", "fapo_oracle"):
-        flawed = [smooth(shares(run)["flawed positives"]) for run in of(runs, name, "weak")]
-        turns = sorted(turning_point(run) or math.inf for run in of(runs, name, "weak"))
-        rows.append([NAMES[name], *(cell([pick(values) for values in flawed]) for pick in (lambda v: v[0], max, lambda v: v[-1])),
-                     ", ".join(f"{turn:.0f}" for turn in turns)])  # fmt: skip
+    for name, some in weak.items():
+        flawed = [smooth(shares(run)["flawed positives"]) for run in some]
+        first, last = cell([values[0] for values in flawed]), cell([values[-1] for values in flawed])
+        turns = sorted(turning_point(run) or math.inf for run in some)
+        rows.append([NAMES[name], first, cell(list(map(max, flawed))), last, ", ".join(f"{turn:.0f}" for turn in turns)])
     made["stepping stones"] = table(["flawed positives, share of all samples", "first step", "highest", "last step",
                                      "ρ = 1 at step"], *rows)  # fmt: skip
     return made
@@ -147,23 +136,14 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0)
 
 
-def save(figure, axes, path: Path) -> None:
-    for axis in axes:
-        axis.set(xlabel="step", ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-    axes[0].legend(loc="best")
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
 def draw_policies(runs: list[dict], path: Path) -> None:
     """Four algorithms over all warm starts and seeds."""
-    figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.2), constrained_layout=True, sharey=True)
-    for axis, (title, key, _) in zip(axes, toy_world.PANELS):
+    figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
+    for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
         for name, label in NAMES.items():
             band(axis, [run["curves"][key] for run in of(runs, name)], COLOURS[name], label)
         axis.set_title(title)
-    save(figure, axes, path)
+    toy_world.save(figure, path)
 
 
 def shares(run: dict) -> dict[str, list[float]]:
@@ -181,27 +161,25 @@ def turning_point(run: dict) -> int | None:
 
 def draw_weak_start(runs: list[dict], path: Path) -> None:
     """All samples in three parts, with the step at which FAPO turns from encouraging flawed positives to discouraging them."""
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.2), constrained_layout=True, sharey=True)
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
     colours = {"truly correct": "tab:green", "flawed positives": "tab:orange", "wrong": "tab:gray"}
-    for axis, name in zip(axes, ("rule", "fapo_oracle")):
+    for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
         some = of(runs, name, "weak")
         for part, colour in colours.items():
             band(axis, [shares(run)[part] for run in some], colour, part)
         for turn in filter(None, map(turning_point, some if name == "fapo_oracle" else [])):
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
         axis.set_title(NAMES[name])
-    axes[0].set_ylabel("share of all samples")
-    save(figure, axes, path)
+    figure.axes[0].set_ylabel("share of all samples")
+    toy_world.save(figure, path)
 
 
 def main() -> None:
     config = tyro.cli(Config)
     try:
-        if config.runs:
-            FILE.parent.mkdir(exist_ok=True)
-            FILE.write_text("".join(json.dumps(run) + "\n" for run in collect(config.runs)))
-        runs = read()
-        made = tables(runs)
+        runs = collect(config.runs) if config.runs else read()
+        made = tables(runs)  # before anything is written: a run may be missing
+        FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
         draw_policies(runs, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         for page in PAGES:

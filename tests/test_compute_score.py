@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import inspect
 import json
+import os
 import queue
 import random
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -416,21 +419,16 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
     assert judge.requests == [
         {"model": "the-judge", "messages": [{"role": "user", "content": content}], "max_tokens": 16384}
     ]  # fmt: skip
-    judge = Judge("\\boxed{-1}")
-    score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, keep_critique=True)
-    assert judge.requests[0] | {"messages": None} == {"model": "m", "temperature": 0.0, "max_tokens": 7, "messages": None}
+    judge, thinking = Judge("\\boxed{-1}"), {"enable_thinking": False}
+    score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, genrm_chat_kwargs=thinking)
+    del judge.requests[0]["messages"]
+    assert judge.requests == [{"model": "m", "temperature": 0.0, "max_tokens": 7, "chat_template_kwargs": thinking}]
     assert judge.model_lookups == 0
 
 
 def test_fapo_keeps_the_critique():
     assert score_with(Judge("well \\boxed{-1}"), keep_critique=True)["critique"] == "well \\boxed{-1}"
     assert score_with(Judge(completion("well", "length")), keep_critique=True)["critique"] == "well"
-
-
-def test_the_judges_thinking_switch():
-    judge = Judge("\\boxed{-1}")
-    score_with(judge, genrm_chat_kwargs={"enable_thinking": False})
-    assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -564,6 +562,40 @@ def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
     asyncio.run(main())
 
 
+def test_a_judge_that_hangs_does_not_hold_up_another_one():
+    hangs, works = Judge("\\boxed{0}"), Judge("\\boxed{-1}")
+    hangs.models = lambda request: asyncio.sleep(3600)
+
+    async def main():
+        async with hangs.running(), works.running():
+            waiting = asyncio.create_task(scores.chat("hello", hangs.address))
+            await asyncio.sleep(0.05)
+            assert (await scores.chat("hello", works.address, timeout_s=5))[0] == "ok"
+            waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_per_sample_leaves_no_sockets_behind():
+    """A sync function of the user's may call asyncio.run."""
+    judge, served, done = Judge("\\boxed{-1}"), threading.Event(), threading.Event()
+
+    async def serve():
+        async with judge.running():
+            served.set()
+            await asyncio.to_thread(done.wait)
+
+    server = threading.Thread(target=asyncio.run, args=(serve(),))
+    server.start()
+    assert served.wait(10)
+    before = len(os.listdir("/proc/self/fd"))
+    answers = [asyncio.run(scores.chat("hello", judge.address)) for _ in range(20)]
+    gc.collect()
+    assert {status for status, _, _ in answers} == {"ok"} and len(os.listdir("/proc/self/fd")) < before + 10
+    done.set()
+    server.join()
+
+
 def test_every_event_loop_has_its_own_session():
     def in_thread():
         results.append(score_with(Judge("\\boxed{1}"))["score"])
@@ -619,6 +651,8 @@ def verify(truth, pred, timeout_seconds, raise_on_error):
     print("noise that must not get among the answers")
     if "hang" in pred:
         time.sleep(3600)
+    if "slow" in pred:
+        time.sleep(0.3)
     if "die" in pred:
         os._exit(1)
     if "limit" in pred and "expression" in pred:
@@ -658,7 +692,7 @@ def verified(pred: str, truth: str) -> dict:
 
 
 def failed(pred: str) -> dict:
-    return {"score": None, "acc": False, "pred": pred, "verify_status": "failed"}
+    return {"score": None, "acc": None, "pred": pred, "verify_status": "failed"}
 
 
 def test_math_verify_in_its_own_process(fake_math_verify):
@@ -673,7 +707,8 @@ def test_math_verify_in_its_own_process(fake_math_verify):
     (first,) = children(scores._graders)
     assert verified("die", "1") == failed("die")
     assert verified("1", "1")["acc"] and first.poll() is not None
-    assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}")["score"] is None
+    unknown = {"flawed_positive": None, "genrm_status": "skipped"}
+    assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}") == failed("die") | unknown
 
 
 def test_math_verifys_own_time_limit_is_no_verdict(fake_math_verify):
@@ -681,6 +716,22 @@ def test_math_verifys_own_time_limit_is_no_verdict(fake_math_verify):
     assert verified("limit", "1") == failed("limit")
     assert verified("limit", "limit")["score"] == 1.0  # equal as texts
     assert verified("odd", "1")["score"] == verified("garbage", "1")["score"] == -1.0  # nothing that could be equal
+
+
+def test_an_interrupted_call_does_not_leave_its_answer_to_the_next_one(fake_math_verify):
+    """As by a time limit of the caller's own, with signal.alarm."""
+    fake_math_verify(FAKE_MATH_VERIFY)
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    assert verified("1", "1")["acc"]
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(TimeoutError):
+        verified("slow", "1")
+    signal.signal(signal.SIGALRM, before)
+    assert verified("2", "2")["acc"] and not verified("3", "4")["acc"]
 
 
 def test_answers_that_hang_or_kill_cost_themselves_alone(fake_math_verify, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 
 import pytest
 
@@ -136,7 +137,7 @@ def write_run(folder, lines):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_evidence_from_runs(tmp_path):
+def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     module = load("docs/make_evidence")
     with pytest.raises(OSError, match="--runs .*no finished run there"):
         module.collect(tmp_path)
@@ -146,14 +147,25 @@ def test_evidence_from_runs(tmp_path):
     (run,) = module.collect(tmp_path)
     assert run == {"world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3, "before": {"toy/mean@1": 0.5},
                    "after": {"toy/mean@1": 0.9123}, "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]}}  # fmt: skip
-    assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0") and not module.of([run], "rule", "weak")
-    assert module.row("all", [run["before"], run["after"]], {"accuracy": "toy"}) == ["all", "0.71 (0.50-0.91)"]
+    assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0")
+    with pytest.raises(ValueError, match="no finished run of rule in weak"):
+        module.of([run], "rule", "weak")
+    assert module.row("all", [run, {"after": run["before"]}], {"accuracy": "toy"}) == ["all", "0.71 (0.50-0.91)"]
+    assert module.row("all", [run], {"accuracy": "toy"}, when="before") == ["all", "0.50"]
     assert module.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
     assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
     assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
+    monkeypatch.setattr(module, "FILE", tmp_path / "runs.jsonl")
+    module.FILE.write_text("of before")
+    whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in module.COLUMNS.values()}
+    write_run(tmp_path / "some/warm0/rule_seed0", [whole, whole])
+    monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "some")])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "no finished run of fapo_judge in warm0" in capsys.readouterr().err and module.FILE.read_text() == "of before"
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3 is not finished"):
         module.collect(tmp_path)

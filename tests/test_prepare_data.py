@@ -182,7 +182,10 @@ def test_ready_made_rows_pass_through(tmp_path, real):
         ("fapo_critic_100.jsonl", {("fapo_critic", "train")}),
         ("fapo_critic_test.parquet", {("fapo_critic", "test")}),
         ("gpqa_diamond.csv", {("gpqa-diamond", "test")}),
-        ("GPQA-Diamond.csv", {("gpqa-diamond", "test")}),
+        ("GPQA-Diamond.CSV", {("gpqa-diamond", "test")}),
+        ("gsm8k-main-test.parquet", {("gsm8k", "test")}),
+        ("gsm8k_train_without_test.jsonl", {("gsm8k", "train")}),
+        ("gsm8k_tested.jsonl", {("gsm8k", "train")}),
         ("math500.jsonl", {("math500", "test")}),
         ("math5000.jsonl", set()),
         ("my_gsm8k.jsonl", set()),
@@ -195,18 +198,19 @@ def test_which_source_a_file_serves(tmp_path, name, served):
     assert {(source.data_source, source.split) for source in SOURCES if local_files(source, tmp_path)} == served
 
 
-@pytest.mark.parametrize("format", ["parquet", "json", "jsonl", "csv"])
-def test_formats(tmp_path, format):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # the second as spreadsheets write it
+@pytest.mark.parametrize("format", ["parquet", "json", "jsonl", "CSV"])
+def test_formats(tmp_path, format, encoding):
     rows = [{"problem": "One,\n\"two\"\u2028?", "answer": "1"}, {"problem": "Zwölf?", "answer": "12"}]
     path = tmp_path / f"math500.{format}"
     if format == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif format == "json":
-        path.write_text(json.dumps(rows, indent=1))
+        path.write_text(json.dumps(rows, indent=1), encoding=encoding)
     elif format == "jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding="utf-8")
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding=encoding)
     else:
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding=encoding) as file:
             writer = csv.DictWriter(file, ["problem", "answer"])
             writer.writeheader()
             writer.writerows(rows)
@@ -269,6 +273,12 @@ def test_hub(tmp_path, monkeypatch):
         ("aime24.jsonl", {"problem": "?", "answer": "1/2"}, r"aime24.jsonl, row 0: column Answer or answer is '1/2'"),
         ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, r"no column 'Incorrect Answer 1'"),
         ("fapo_critic.jsonl", {"prompt": [{"role": "user", "content": "?"}]}, r"critic.jsonl, row 0: no column 'reward_model'"),
+        ("fapo_critic.jsonl", {"prompt": [{}], "reward_model": {"ground_truth": 0}, "extra_info": {"index": 1}},
+         r"critic.jsonl, row 0: no column 'data_source'"),
+        ("processbench.jsonl", {"problem": "?", "steps": "['a', 'b']", "label": 1, "id": "math-0", "final_answer_correct": True},
+         r"processbench.jsonl, row 0: column 'steps' is .*expected a list"),
+        ("processbench.jsonl", {"problem": "?", "steps": [None], "label": 0, "id": "math-0", "final_answer_correct": True},
+         r"processbench.jsonl, row 0: column 'steps' is .*expected a list"),
         ("processbench.jsonl", {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
          r"processbench.jsonl, row 0: reward_model.ground_truth is '1'; expected -1 .. 0"),
     ],
@@ -284,7 +294,11 @@ def test_files_that_are_not_what_they_say(tmp_path):
     (tmp_path / "math500.jsonl").write_text('{"problem": "?", \n')
     with pytest.raises(ValueError, match="math500.jsonl"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
-    (tmp_path / "math500.jsonl").write_text("")
+    (tmp_path / "math500.jsonl").unlink()
+    (tmp_path / "math500.csv").write_text("problem,answer\n" + "x" * 140_000 + ",1\n")
+    with pytest.raises(ValueError, match="math500.csv: not a readable .csv file: field larger"):
+        prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    (tmp_path / "math500.csv").write_text("")
     with pytest.raises(ValueError, match="math500 test: no rows"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
 
@@ -360,6 +374,11 @@ def test_command_line(tmp_path):
     result = run("--tasks", "gpqa", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
     assert result.returncode == 2 and result.stderr.startswith("error: --tasks gpqa") and result.stderr.count("\n") == 1
     assert run("--tasks", "nonsense").returncode == 2
+
+
+def test_nothing_large_is_loaded_before_it_is_needed():
+    code = "import sys, prepare_data; sys.exit(not {'torch', 'transformers', 'matplotlib'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_every_task_has_a_source():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 
+import pyarrow.parquet as pq
 import pytest
 
 import compute_score
@@ -59,6 +60,7 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
         (["65 + 9 = 74"] + SOUND[1:], 0),  # malformed
         ([], 0),
         (["65+9=74\n74-8=66"] + SOUND[2:], 0),  # two lines in one paragraph
+        (["65+9=" + "7" * 5000], 0),  # more digits than int() takes
     ],
 )
 def test_oracle_by_hand(solution, index):
@@ -163,6 +165,17 @@ def test_kinds_of_toy_worlds():
             value = stated
 
 
+@pytest.mark.slow
+def test_a_toy_world_without_models(tmp_path):
+    prepare_data.prepare(prepare_data.Config(tasks=["toy"], toy_models=(), out_dir=tmp_path))
+    rows = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.iterdir()}
+    assert {name: len(some) for name, some in rows.items()} == {
+        "toy_train": 4096, "toy_test": 512, "toy_total_test": 512, "fapo_critic_train": 4096, "fapo_critic_test": 512,
+    }  # fmt: skip
+    for some in rows.values():
+        prepare_data.validate_row(some[-1], "the last row")
+
+
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path):
     from transformers import AutoTokenizer
 
@@ -202,6 +215,10 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     assert "| after, greedy | 0.500 | 1.000 | 1.000 | 0.667 | 0.100 |" in text
     assert "| before | 0.250 |" in text and "| rule only | 0.750 |" in text and "| FAPO | 0.875 |" in text
     assert (tmp_path / "report.png").stat().st_size > 10_000
+    with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')  # killed while it wrote
+    with pytest.raises(ValueError, match="fapo is not finished"):
+        toy_world.report(tmp_path)
 
 
 @pytest.mark.slow
