@@ -117,7 +117,7 @@ def http(method: str, url: str, body: dict | None = None, api_key: str = "", tim
     with requests.Session() as session:
         session.trust_env = False  # no proxy, and no key from ~/.netrc
         try:
-            headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+            headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
             answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
             return answer.status_code, answer.content.decode("utf-8", "replace")
         except requests.RequestException as error:
@@ -180,7 +180,7 @@ class ModelServers:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
                           "choose another one") from None
         config.port = self.reserved.getsockname()[1]
-        self.router_address = f"{config.host}:{config.port}"
+        self.router_address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         if warning := router.warn_if_open(config.host, config.api_key):
             self.say(warning)
         self.threads = [threading.Thread(target=self.keep_router, daemon=True)]
@@ -214,7 +214,8 @@ class ModelServers:
         return all(slot.given_up for slot in self.slots)
 
     def say(self, text: str) -> None:
-        print(self.label + text, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: servers are looked after all the same
+            print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 5.0) -> tuple[int, str]:
         return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, timeout)
@@ -324,13 +325,11 @@ class ModelServers:
         if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
             raise RuntimeError("Ray was shut down")
         answer = getattr(slot.server, method).remote(*args)
-        while True:
-            try:
-                return ray.get(answer, timeout=20)
-            except ray.exceptions.GetTimeoutError:
-                if self.stopping.is_set():
-                    raise
-                self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
+        while not ray.wait([answer], timeout=20)[0]:
+            if self.stopping.is_set():
+                raise RuntimeError("stopped while Ray set up its actor")
+            self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
+        return ray.get(answer)
 
     def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
         """A control call to one server. RuntimeError where it does not say 200."""
@@ -402,7 +401,7 @@ def complete(config: Config) -> Config:
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
-    api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
+    api_key = (config.api_key or os.environ.get("ROUTER_API_KEY", "")).strip()  # a secret's file may end with a newline
     return replace(config, device=device, api_key=api_key, server_key=api_key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
                    log_dir=Path(config.log_dir).expanduser().absolute())
@@ -545,7 +544,8 @@ def main() -> None:
     try:
         config = replace(tyro.cli(Config, args=argv[:at]), vllm_args=tuple(argv[at + 1:]))
         for number in signals:
-            signal.signal(number, lambda *_: sys.exit(0))
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it outlives its terminal
+                signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config)
         while not servers.given_up():
             time.sleep(1)

@@ -166,7 +166,7 @@ def test_cores_are_shared_out():
 
 
 def test_cpu_servers(stand_in, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as of a secret's file
     config = settings(stand_in, num_servers=2, cpus="0,1", served_model_name="judge", max_model_len=512,
                       vllm_args=("--max-num-seqs", "7"))
     with running(config) as servers:
@@ -360,30 +360,27 @@ def test_the_key_guard(monkeypatch):
 def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
     import ray
     with running(settings(stand_in)) as servers:
-        patience = iter([ray.exceptions.GetTimeoutError()] * 5)
-
-        class Actor:
-            class start:
-                remote = staticmethod(lambda: "reference")
-
-        def get(reference, timeout):
-            assert reference == "reference"  # of the one call that was made
-            for error in patience:
-                raise error
-            return "http://host:1"
-
+        waits = iter([False] * 5 + [True])
+        actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "reference"))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "get", get)
-        slot = genrm_server.Slot(Actor, 7, stand_in)
-        assert servers.call(slot, "start") == "http://host:1"
+        monkeypatch.setattr(ray, "wait", lambda references, timeout: (references if next(waits) else [], []))
+        monkeypatch.setattr(ray, "get", {"reference": "http://host:1"}.get)  # of the one call that was made
+        assert servers.call(genrm_server.Slot(actor, 7, stand_in), "start") == "http://host:1"
         assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
 
 
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
-    with running(settings(stand_in, host="0.0.0.0", api_key="k")):
+    with running(settings(stand_in, host="0.0.0.0", api_key="Schlüssel→")):
         assert "WARNING" not in capfd.readouterr().out
+
+
+def test_a_router_that_listens_on_ipv6(stand_in):
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    with running(settings(stand_in, host="::1")) as servers:
+        assert servers.router_address.startswith("[::1]:") and ask(f"http://{servers.router_address}")
 
 
 def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer):
@@ -575,8 +572,8 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
 # ---- the command line --------------------------------------------------------------------------------------------------------
 
-def start_command(model, *arguments):
-    return subprocess.Popen([sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
+def start_command(model, *arguments, before=()):
+    return subprocess.Popen([*before, sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
                              "--device", "cpu", "--log-dir", str(model.parent / "logs"), *arguments],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -605,6 +602,21 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         process.wait(30)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    finally:
+        process.kill()
+
+
+def test_under_nohup_it_outlives_its_terminal(stand_in):
+    process = start_command(stand_in, before=("nohup",))
+    try:
+        router, _ = read_addresses(process)
+        process.stdout.close()
+        process.send_signal(signal.SIGHUP)
+        victim = ask(router)["pids"][0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: http("GET", router + "/health")[0] == 503)
+        until(lambda: http("GET", router + "/health")[0] == 200)
+        assert process.poll() is None and ask(router)["pids"][0] != victim
     finally:
         process.kill()
 
