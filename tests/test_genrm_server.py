@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import genrm_server
@@ -25,7 +27,7 @@ import vllm_server
 from genrm_server import Config, ModelServers, RewardModelManager, complete, http
 from rollout import PolicyServers, place_beside
 from tiny import CPU, a_step, policy_of
-from vllm_server import share
+from vllm_server import reserve, share
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,27 +135,21 @@ def until(condition, limit=30):
 def alive(pid):
     """False for a process that is gone or waits to be reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
-def descendants(pid):
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a child belongs to the thread that started it
-        for child in (task / "children").read_text().split():
-            found += [int(child), *descendants(int(child))]
-    return found
+def descendants(process):
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def port_is_free(url):
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+    try:
+        with reserve("127.0.0.1", int(url.rpartition(":")[2])) as sock:
             sock.listen()
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
@@ -596,7 +592,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
     try:
         router, urls = read_addresses(process)
         assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
-        pids = descendants(process.pid)
+        pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
         process.wait(30)
@@ -636,35 +632,20 @@ def test_exit_codes(stand_in):
 
 # ---- with the real vLLM --------------------------------------------------------------------------------------------------------
 
-def build_tiny_model(folder, classify=False):
-    """A Llama of 2 layers over single bytes, never trained. Head size 32: vLLM's CPU attention has no smaller one."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-    torch.manual_seed(0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    fast.save_pretrained(folder)
-    config = LlamaConfig(vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-                         tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    if classify:
-        config.num_labels = 1
-    (LlamaForSequenceClassification if classify else LlamaForCausalLM)(config).eval().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory):
+def vllm(tmp_path_factory, model, tokenizer):
     """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier; started together."""
     import ray
+    import torch
+    from transformers import LlamaForSequenceClassification
     folder = tmp_path_factory.mktemp("vllm")
-    models = build_tiny_model(folder / "generate"), build_tiny_model(folder / "classify", classify=True)
+    torch.manual_seed(0)
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    models = folder / "generate", folder / "classify"
+    for path, a_model in zip(models, (model, LlamaForSequenceClassification(config))):
+        a_model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
@@ -721,7 +702,7 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
 def one_killed(vllm):
     """The answers to 32 requests, 16 on each server, of which one was killed."""
     process, router, urls, _ = vllm
-    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 800, "ignore_eos": True}
+    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
 
     def judge(_):
         return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
@@ -733,7 +714,7 @@ def one_killed(vllm):
 
         until(lambda: busiest()["in_flight"] >= 8)  # not both: the first to be done may be so before this process gets a core
         port = busiest()["url"].rpartition(":")[2]
-        victim = next(pid for pid in descendants(process.pid) if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+        victim = next(pid for pid in descendants(process) if port in psutil.Process(pid).cmdline())
         os.kill(victim, signal.SIGKILL)
         return [one.result() for one in asked]
 
@@ -742,7 +723,7 @@ def one_killed(vllm):
 def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
     process, router, urls, _ = vllm
     assert [status for status, _ in one_killed] == [200] * 32
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in one_killed)
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 400 for _, text in one_killed)
     assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
 
 
@@ -785,7 +766,7 @@ def test_named_models_in_ray(stand_in):
         assert len({pid for pair in pids for pid in pair}) == 6
         assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
         os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
-        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(psutil.Process(pids[2][0]).ppid(), signal.SIGKILL)
         until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
         until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
         pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
@@ -851,7 +832,7 @@ def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(
     process, router, urls, _ = vllm
     until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)
     assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
-    pids = descendants(process.pid)
+    pids = descendants(process)
     process.terminate()
     process.wait(30)
     until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
