@@ -25,6 +25,7 @@ Left out: Windows and macOS, one server over several nodes, scaling the number o
 import atexit
 import contextlib
 import os
+import re
 import secrets
 import signal
 import sys
@@ -40,7 +41,7 @@ import requests
 import tyro
 
 import router
-from vllm_server import Process, VllmServer, parse_ids, reserve
+from vllm_server import Process, VllmServer, reserve
 
 
 @dataclass
@@ -107,8 +108,9 @@ class Config:
         for name, lowest in least.items():
             if not getattr(self, name) >= lowest:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
-        parse_ids(self.gpus, "--gpus")
-        parse_ids(self.cpus, "--cpus")
+        for name, ids in (("gpus", self.gpus), ("cpus", self.cpus)):
+            if ids and not re.fullmatch(r"\d+(,\d+)*", ids):
+                raise ValueError(f"--{name} {ids}: write numbers separated by commas, such as 0,1")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
@@ -154,8 +156,8 @@ class ModelServers:
     """One model: its servers and their router, started by the constructor, which returns when all are ready.
 
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError with
-    the name of the log and its last lines when a server fails to start. `router_address` is "host:port", `server_urls`
-    the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
+    the name of the log and its last lines when a server fails to start. `router_address` is "host:port", the servers are in
+    `slots`, `restarts` is the number of restarts so far (after one, a server has the weights of --model).
     `before_starting(slot)` is called, if given, before a server is started, and `before_joining(slot)` when it is healthy and
     not yet asked anything; it stays out while that is false.
 
@@ -200,10 +202,6 @@ class ModelServers:
             if self.failure:
                 raise RuntimeError(self.label + self.failure)
         self.say(f"router ready at http://{self.router_address} ({len(self.slots)} servers)")
-
-    @property
-    def server_urls(self) -> list[str]:
-        return [slot.url for slot in self.slots]
 
     @property
     def restarts(self) -> int:
@@ -426,9 +424,9 @@ def local_servers(config: Config) -> list[VllmServer]:
 def reserved(configs: list[Config]) -> tuple[list[dict], str]:
     """What the servers of these models reserve in Ray, and how it deals them out: where GPUs are taken, node after node, or
     servers of several GPUs would find a single one left on each."""
-    on_gpu = any(config.device == "cuda" for config in configs)
-    return [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
-            for config in configs for _ in range(config.num_servers)], "PACK" if on_gpu else "SPREAD"
+    bundles = [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
+               for config in configs for _ in range(config.num_servers)]
+    return bundles, "PACK" if any("GPU" in bundle for bundle in bundles) else "SPREAD"
 
 
 def place_servers(configs: list[Config]) -> tuple[list, object]:

@@ -409,20 +409,21 @@ class Router:
                 worker.failures += 1
                 self.blame(worker, f"answers {answer.code}")
             except (aiohttp.ClientError, HttpProcessingError, OSError, asyncio.CancelledError) as error:
-                # Cancelled: the client has gone away, or the time is up, or the router ends.
-                status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {describe_error(error)}"
+                cancelled = isinstance(error, asyncio.CancelledError)  # the client has gone, the time is up, or the router ends
+                why = "no complete answer in time" if cancelled else describe_error(error)
+                status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {why}"
                 client_is_there = request.transport is not None and not request.transport.is_closing()
                 part_is_out = response is not None and response.prepared
                 if client_is_there:
                     worker.failures += 1
-                    if connection is None and not isinstance(error, asyncio.CancelledError):
-                        self.set_health(worker, False, describe_error(error))
+                    if connection is None and not cancelled:
+                        self.set_health(worker, False, why)
                     else:
                         tried.append(worker)
-                        self.blame(worker, describe_error(error))
+                        self.blame(worker, why)
                     if part_is_out:
                         request.transport.abort()
-                if part_is_out or not client_is_there or isinstance(error, asyncio.CancelledError):
+                if part_is_out or not client_is_there or cancelled:
                     raise asyncio.CancelledError from error
             finally:
                 if connection:

@@ -117,7 +117,7 @@ def ask(url, path="/v1/args", api_key=""):
 
 def told(servers, number=0):
     """What one of the servers says of itself, asked directly."""
-    return ask(servers.server_urls[number], api_key=servers.config.server_key)
+    return ask(servers.slots[number].url, api_key=servers.config.server_key)
 
 
 def router_workers(servers):
@@ -215,7 +215,7 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
         assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
             {new[0], told(servers, 1)["pids"][0]}
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, servers.server_urls)), limit=5)
+    until(lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5)
     servers.shutdown()  # a second time does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
@@ -284,7 +284,7 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: servers.restarts == 1)
-            until(lambda: servers.slots[0].url and http("GET", servers.server_urls[0] + "/health")[0] == 200)
+            until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
             until(lambda: "cannot listen there" in capfd.readouterr().out)
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
@@ -315,8 +315,8 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
     with running(settings(stand_in)) as servers:
         key = servers.config.server_key
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
-        assert http("GET", servers.server_urls[0] + "/health")[0] == 200
-        assert http("GET", servers.server_urls[0] + "/v1/args")[0] == 401
+        assert http("GET", servers.slots[0].url + "/health")[0] == 200
+        assert http("GET", servers.slots[0].url + "/v1/args")[0] == 401
         assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
         assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
         seen = told(servers)
@@ -680,7 +680,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
 @pytest.mark.slow
 def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
     process, router, urls, manager = vllm
-    classifier, key = manager.models["rm"].server_urls[0], manager.models["rm"].config.server_key
+    classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
         assert http("GET", url + "/health")[0] == 200
         for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/classify"), ("GET", "/metrics"),

@@ -508,11 +508,11 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
         await begin(request)
         await hang(request, upstream)
 
-    async with Upstream(hang) as up, Running(up, request_timeout=0.2) as it:
+    async with Upstream(hang) as up, Upstream() as other, Running(up, other, request_timeout=0.2, unhealthy_after=1) as it:
         status, text, _ = await it.ask("POST", "/", data=b"{}")
         assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
         await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
-        assert it.worker(up).failed_in_a_row == 1
+        assert it.worker(up).why == "1 failures in a row, the last: no complete answer in time"
     async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
         with pytest.raises(aiohttp.ClientPayloadError):
             await it.ask("GET", "/")
