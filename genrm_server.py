@@ -119,7 +119,7 @@ def http(method: str, url: str, body: dict | None = None, api_key: str = "", tim
     with requests.Session() as session:
         session.trust_env = False  # no proxy, and no key from ~/.netrc
         try:
-            headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+            headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
             answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
             return answer.status_code, answer.content.decode("utf-8", "replace")
         except requests.RequestException as error:
@@ -399,7 +399,7 @@ def complete(config: Config) -> Config:
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
-    api_key = (config.api_key or os.environ.get("ROUTER_API_KEY", "")).strip()  # a secret's file may end with a newline
+    api_key = router.read_key(config.api_key, "ROUTER_API_KEY")
     return replace(config, device=device, api_key=api_key, server_key=api_key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
                    log_dir=Path(config.log_dir).expanduser().absolute())

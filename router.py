@@ -123,6 +123,14 @@ def clean_url(text) -> str:
     raise ValueError(f"server URL {text!r}: needs http:// or https://, a host, maybe a port and a path: http://10.0.0.2:8000")
 
 
+def read_key(given: str, variable: str) -> str:
+    """A key as it was given, or from the environment. ValueError where not every client and server could send it."""
+    key = (given or os.environ.get(variable, "")).strip()  # a secret's file may end with a newline
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{variable}: the key has characters that are not plain ASCII; take another one")
+    return key
+
+
 def warn_if_open(host: str, api_key: str) -> str:
     """What to say where the network can reach a router that asks for no key; else nothing."""
     if api_key or host == "localhost" or re.fullmatch(r"127\.[\d.]+|::1", host):
@@ -210,8 +218,8 @@ class Router:
     def __init__(self, config: Config):
         config.check()
         self.config = config
-        self.api_key = (config.api_key or os.environ.get("ROUTER_API_KEY", "")).strip()  # a secret's file may end with a newline
-        self.server_key = (config.server_key or os.environ.get("ROUTER_SERVER_KEY", "")).strip()
+        self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
+        self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.order = attrgetter("in_flight", "turn") if config.policy == "least_loaded" else attrgetter("turn")
