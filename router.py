@@ -174,8 +174,7 @@ class Worker:
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def describe(self) -> dict:
-        shown = ("url", "healthy", "why", "draining", "in_flight", "requests", "failures", "retries")
-        return {key: getattr(self, key) for key in shown}
+        return {key: getattr(self, key) for key in "url healthy why draining in_flight requests failures retries".split()}
 
 
 def describe_error(error: BaseException) -> str:

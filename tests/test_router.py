@@ -34,8 +34,10 @@ class Upstream:
         self.cancelled = asyncio.Event()
 
     async def __aenter__(self):
-        self.runner = web.ServerRunner(web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
-                                                  request_factory=self.request), shutdown_timeout=0.1)
+        loop = asyncio.get_running_loop()
+        server = web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
+                            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=1 << 27))
+        self.runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self.runner.setup()
         await self.open(0)
         return self
@@ -55,9 +57,6 @@ class Upstream:
             await site.stop()
         for connection in self.runner.server.connections:
             connection.transport.abort()
-
-    def request(self, message, payload, protocol, writer, task):
-        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=1 << 27)
 
     async def handle(self, request):
         if request.raw_path == "/health":
