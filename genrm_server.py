@@ -25,6 +25,7 @@ Left out: Windows and macOS, one server over several nodes, scaling the number o
 import atexit
 import contextlib
 import os
+import re
 import secrets
 import signal
 import sys
@@ -40,7 +41,7 @@ import requests
 import tyro
 
 import router
-from vllm_server import Process, VllmServer, parse_ids, reserve
+from vllm_server import Process, VllmServer, reserve
 
 
 @dataclass
@@ -107,8 +108,9 @@ class Config:
         for name, lowest in least.items():
             if not getattr(self, name) >= lowest:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
-        parse_ids(self.gpus, "--gpus")
-        parse_ids(self.cpus, "--cpus")
+        for name, ids in (("gpus", self.gpus), ("cpus", self.cpus)):
+            if ids and not re.fullmatch(r"\d+(,\d+)*", ids):
+                raise ValueError(f"--{name} {ids}: write numbers separated by commas, such as 0,1")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
@@ -154,8 +156,8 @@ class ModelServers:
     """One model: its servers and their router, started by the constructor, which returns when all are ready.
 
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError with
-    the name of the log and its last lines when a server fails to start. `router_address` is "host:port", `server_urls`
-    the servers' own addresses, `restarts` the number of restarts so far (after one, a server has the weights of --model).
+    the name of the log and its last lines when a server fails to start. `router_address` is "host:port", the servers are in
+    `slots`, `restarts` is the number of restarts so far (after one, a server has the weights of --model).
     `before_starting(slot)` is called, if given, before a server is started, and `before_joining(slot)` when it is healthy and
     not yet asked anything; it stays out while that is false.
 
@@ -180,7 +182,7 @@ class ModelServers:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error.strerror or error}); "
                           "choose another one") from None
         config.port = self.reserved.getsockname()[1]
-        self.router_address = f"{config.host}:{config.port}"
+        self.router_address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         if warning := router.warn_if_open(config.host, config.api_key):
             self.say(warning)
         self.threads = [threading.Thread(target=self.keep_router, daemon=True)]
@@ -202,10 +204,6 @@ class ModelServers:
         self.say(f"router ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     @property
-    def server_urls(self) -> list[str]:
-        return [slot.url for slot in self.slots]
-
-    @property
     def restarts(self) -> int:
         return sum(slot.restarts for slot in self.slots)
 
@@ -214,7 +212,8 @@ class ModelServers:
         return all(slot.given_up for slot in self.slots)
 
     def say(self, text: str) -> None:
-        print(self.label + text, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: servers are looked after all the same
+            print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None, timeout: float = 5.0) -> tuple[int, str]:
         return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, timeout)
@@ -324,13 +323,11 @@ class ModelServers:
         if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
             raise RuntimeError("Ray was shut down")
         answer = getattr(slot.server, method).remote(*args)
-        while True:
-            try:
-                return ray.get(answer, timeout=20)
-            except ray.exceptions.GetTimeoutError:
-                if self.stopping.is_set():
-                    raise
-                self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
+        while not ray.wait([answer], timeout=20)[0]:
+            if self.stopping.is_set():
+                raise RuntimeError("stopped while Ray set up its actor")
+            self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
+        return ray.get(answer)
 
     def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
         """A control call to one server. RuntimeError where it does not say 200."""
@@ -402,7 +399,7 @@ def complete(config: Config) -> Config:
         import torch  # only here: it takes seconds to import
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
-    api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
+    api_key = router.read_key(config.api_key, "ROUTER_API_KEY")
     return replace(config, device=device, api_key=api_key, server_key=api_key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, served_model_name=config.served_model_name or config.model,
                    log_dir=Path(config.log_dir).expanduser().absolute())
@@ -427,9 +424,9 @@ def local_servers(config: Config) -> list[VllmServer]:
 def reserved(configs: list[Config]) -> tuple[list[dict], str]:
     """What the servers of these models reserve in Ray, and how it deals them out: where GPUs are taken, node after node, or
     servers of several GPUs would find a single one left on each."""
-    on_gpu = any(config.device == "cuda" for config in configs)
-    return [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
-            for config in configs for _ in range(config.num_servers)], "PACK" if on_gpu else "SPREAD"
+    bundles = [{"CPU": config.ray_cpus} | ({"GPU": config.tensor_parallel_size} if config.device == "cuda" else {})
+               for config in configs for _ in range(config.num_servers)]
+    return bundles, "PACK" if any("GPU" in bundle for bundle in bundles) else "SPREAD"
 
 
 def place_servers(configs: list[Config]) -> tuple[list, object]:
@@ -545,7 +542,8 @@ def main() -> None:
     try:
         config = replace(tyro.cli(Config, args=argv[:at]), vllm_args=tuple(argv[at + 1:]))
         for number in signals:
-            signal.signal(number, lambda *_: sys.exit(0))
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it outlives its terminal
+                signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config)
         while not servers.given_up():
             time.sleep(1)

@@ -109,6 +109,8 @@ class Config:
         for name, lowest in least.items():
             if not lowest <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
+        if not self.forward or not all(path.startswith("/") for path in self.forward):
+            raise ValueError(f"--forward {' '.join(self.forward)}: name at least one path, each with a slash before it: /v1")
         if self.port > 65535:
             raise ValueError(f"--port {self.port}: must be at most 65535")
 
@@ -119,6 +121,14 @@ def clean_url(text) -> str:
         if re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII) and (url := URL(str(text))).host and url.port:
             return str(url).rstrip("/")
     raise ValueError(f"server URL {text!r}: needs http:// or https://, a host, maybe a port and a path: http://10.0.0.2:8000")
+
+
+def read_key(given: str, variable: str) -> str:
+    """A key as it was given, or from the environment. ValueError where not every client and server could send it."""
+    key = (given or os.environ.get(variable, "")).strip()  # a secret's file may end with a newline
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{variable}: the key has characters that are not plain ASCII; take another one")
+    return key
 
 
 def warn_if_open(host: str, api_key: str) -> str:
@@ -149,6 +159,7 @@ class Worker:
     url: str
     address: aiohttp.ClientRequest | None = None  # by which the pool of connections knows it
     healthy: bool = False
+    why: str = ""  # it is healthy, or not
     room: int = 0  # requests it may have in flight while others wait in line
     draining: bool = False
     turn: int = 0  # when it was last chosen: round robin is "least recently chosen"
@@ -163,7 +174,7 @@ class Worker:
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def describe(self) -> dict:
-        return {key: getattr(self, key) for key in ("url", "healthy", "draining", "in_flight", "requests", "failures", "retries")}
+        return {key: getattr(self, key) for key in "url healthy why draining in_flight requests failures retries".split()}
 
 
 def describe_error(error: BaseException) -> str:
@@ -171,7 +182,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: no reason to stop
+        print(f"{time.strftime('%H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
 
 
 def error_response(status: int, message: str, **headers: str) -> web.Response:
@@ -205,10 +217,10 @@ class Router:
     def __init__(self, config: Config):
         config.check()
         self.config = config
-        self.api_key = config.api_key or os.environ.get("ROUTER_API_KEY", "")
-        self.server_key = (config.server_key or os.environ.get("ROUTER_SERVER_KEY", "")).strip()  # it is written as it is
+        self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
+        self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
-        self.forwarded = re.compile("|".join(re.escape(path.rstrip("/")) + "(/|$)" for path in config.forward))
+        self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.order = attrgetter("in_flight", "turn") if config.policy == "least_loaded" else attrgetter("turn")
         self.begun: dict[asyncio.Task, float] = {}  # when each request came that is not answered
         self.turns = itertools.count(1)
@@ -254,7 +266,7 @@ class Router:
         except Exception as error:  # whatever it is, it is not health; and the poller must never die
             fine, why = False, f"/health: {describe_error(error)}"
         worker.polls_failed = 0 if fine else worker.polls_failed + 1
-        if fine or worker.polls_failed >= self.config.unhealthy_after:
+        if fine or not worker.why or worker.polls_failed >= self.config.unhealthy_after:
             self.set_health(worker, fine, why)
 
     async def poll_forever(self) -> None:
@@ -263,10 +275,10 @@ class Router:
             await asyncio.gather(*map(self.look_at, self.workers.values()))
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
-        if worker.healthy != healthy:
-            worker.healthy, worker.room, worker.failed_in_a_row = healthy, FIRST_IN, 0
+        if worker.healthy != healthy or not worker.why:
+            worker.healthy, worker.why, worker.room, worker.failed_in_a_row = healthy, why, FIRST_IN, 0
             self.news.set()
-            say(f"{worker.url} {'is in the rotation' if healthy else 'left the rotation'} ({why})")
+            say(f"{worker.url} is {'' if healthy else 'not '}in the rotation ({why})")
 
     def blame(self, worker: Worker, why: str) -> None:
         """Counts a failure that the request may have brought about itself: for that the last server does not leave."""
@@ -289,9 +301,8 @@ class Router:
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'", WWW_Authenticate="Bearer")
         if path == "/metrics":
             return self.get_metrics()
-        if not path.startswith("/"):  # CONNECT host:port, OPTIONS *
-            return error_response(405, f"{request.method}: ask for a path, such as /v1/models", Allow="GET, POST")
-        if path != "/workers" and not (self.forwarded.match(path) and "/../" not in unquote(path) + "/"):
+        asked = unquote(path) + "/"
+        if path != "/workers" and not (path[:1] == "/" and asked.startswith(self.forwarded) and "/../" not in asked):
             return error_response(404, f"{path}: not forwarded (--forward {' '.join(self.config.forward)}); calls that control a "
                                        "server go to the server itself")
         task = asyncio.current_task()
@@ -405,20 +416,21 @@ class Router:
                 worker.failures += 1
                 self.blame(worker, f"answers {answer.code}")
             except (aiohttp.ClientError, HttpProcessingError, OSError, asyncio.CancelledError) as error:
-                # Cancelled: the client has gone away, or the time is up, or the router ends.
-                status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {describe_error(error)}"
+                cancelled = isinstance(error, asyncio.CancelledError)  # the client has gone, the time is up, or the router ends
+                why = "no complete answer in time" if cancelled else describe_error(error)
+                status, problem = 504 if isinstance(error, TimeoutError) else 503, f"{worker.url}: {why}"
                 client_is_there = request.transport is not None and not request.transport.is_closing()
                 part_is_out = response is not None and response.prepared
                 if client_is_there:
                     worker.failures += 1
-                    if connection is None and not isinstance(error, asyncio.CancelledError):
-                        self.set_health(worker, False, describe_error(error))
+                    if connection is None and not cancelled:
+                        self.set_health(worker, False, why)
                     else:
                         tried.append(worker)
-                        self.blame(worker, describe_error(error))
+                        self.blame(worker, why)
                     if part_is_out:
                         request.transport.abort()
-                if part_is_out or not client_is_there or isinstance(error, asyncio.CancelledError):
+                if part_is_out or not client_is_there or cancelled:
                     raise asyncio.CancelledError from error
             finally:
                 if connection:

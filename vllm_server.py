@@ -11,7 +11,6 @@ ModelServers in genrm_server.py looks after several of them.
 import contextlib
 import hmac
 import os
-import re
 import shutil
 import signal
 import socket
@@ -19,13 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-
-def parse_ids(text: str, name: str) -> list[int]:
-    """"0,2" -> [0, 2]. ValueError naming the field."""
-    if text and not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{name} {text}: write numbers separated by commas, such as 0,1")
-    return [int(part) for part in text.split(",")] if text else []
 
 
 def share(things: list, count: int) -> list[list]:
@@ -160,7 +152,7 @@ class VllmServer(Process):
             env["HF_HUB_OFFLINE"] = "1"
         if config.device == "cpu":
             command += ["--enforce-eager"]
-            cores = parse_ids(config.cpus, "--cpus") or sorted(os.sched_getaffinity(0))
+            cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
             ranks = share(share(cores, self.parts)[self.part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
@@ -188,17 +180,16 @@ class WeightFolder:
 
     def __init__(self, path: str, files: dict[str, bytes], size: int):
         shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        self.folder = Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None))
+        self.path, self.folder = Path(path), Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None))
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
             (self.folder / name).write_bytes(content)
-        Path(path).unlink(missing_ok=True)  # of one that has died
-        Path(path).symlink_to(self.folder)
+        self.path.unlink(missing_ok=True)  # of one that has died
+        self.path.symlink_to(self.folder)
         # Removes both when the pipe to this process closes because it ends, however it ends. In the background of a shell that
         # is gone: nobody's child, because Ray kills those of its workers.
         rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not another one's link
         self.remover = subprocess.Popen(["sh", "-c", rest, self.folder, path], stdin=subprocess.PIPE, start_new_session=True)
-        self.path = Path(path)
 
     def add(self, number: int, pack) -> None:
         """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import genrm_server
@@ -25,7 +27,7 @@ import vllm_server
 from genrm_server import Config, ModelServers, RewardModelManager, complete, http
 from rollout import PolicyServers, place_beside
 from tiny import CPU, a_step, policy_of
-from vllm_server import share
+from vllm_server import reserve, share
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,7 +117,7 @@ def ask(url, path="/v1/args", api_key=""):
 
 def told(servers, number=0):
     """What one of the servers says of itself, asked directly."""
-    return ask(servers.server_urls[number], api_key=servers.config.server_key)
+    return ask(servers.slots[number].url, api_key=servers.config.server_key)
 
 
 def router_workers(servers):
@@ -133,27 +135,21 @@ def until(condition, limit=30):
 def alive(pid):
     """False for a process that is gone or waits to be reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
-def descendants(pid):
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a child belongs to the thread that started it
-        for child in (task / "children").read_text().split():
-            found += [int(child), *descendants(int(child))]
-    return found
+def descendants(process):
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def port_is_free(url):
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+    try:
+        with reserve("127.0.0.1", int(url.rpartition(":")[2])) as sock:
             sock.listen()
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
@@ -166,7 +162,7 @@ def test_cores_are_shared_out():
 
 
 def test_cpu_servers(stand_in, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as of a secret's file
     config = settings(stand_in, num_servers=2, cpus="0,1", served_model_name="judge", max_model_len=512,
                       vllm_args=("--max-num-seqs", "7"))
     with running(config) as servers:
@@ -197,7 +193,7 @@ def test_gpu_servers_and_a_classifier(stand_in):
 @pytest.mark.parametrize("changes, expected", [
     (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"),
     (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"),
-    (dict(startup_timeout=0), "--startup-timeout"),
+    (dict(startup_timeout=0), "--startup-timeout"), (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
     (dict(device="cuda", gpus="0", num_servers=2), "needs 2 GPUs, there are 1")])
 def test_bad_settings(stand_in, changes, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
@@ -219,7 +215,7 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
         assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
             {new[0], told(servers, 1)["pids"][0]}
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, servers.server_urls)), limit=5)
+    until(lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5)
     servers.shutdown()  # a second time does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
@@ -288,7 +284,7 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: servers.restarts == 1)
-            until(lambda: servers.slots[0].url and http("GET", servers.server_urls[0] + "/health")[0] == 200)
+            until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
             until(lambda: "cannot listen there" in capfd.readouterr().out)
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
@@ -319,8 +315,8 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
     with running(settings(stand_in)) as servers:
         key = servers.config.server_key
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
-        assert http("GET", servers.server_urls[0] + "/health")[0] == 200
-        assert http("GET", servers.server_urls[0] + "/v1/args")[0] == 401
+        assert http("GET", servers.slots[0].url + "/health")[0] == 200
+        assert http("GET", servers.slots[0].url + "/v1/args")[0] == 401
         assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
         assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
         seen = told(servers)
@@ -360,22 +356,12 @@ def test_the_key_guard(monkeypatch):
 def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
     import ray
     with running(settings(stand_in)) as servers:
-        patience = iter([ray.exceptions.GetTimeoutError()] * 5)
-
-        class Actor:
-            class start:
-                remote = staticmethod(lambda: "reference")
-
-        def get(reference, timeout):
-            assert reference == "reference"  # of the one call that was made
-            for error in patience:
-                raise error
-            return "http://host:1"
-
+        waits = iter([False] * 5 + [True])
+        actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "reference"))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "get", get)
-        slot = genrm_server.Slot(Actor, 7, stand_in)
-        assert servers.call(slot, "start") == "http://host:1"
+        monkeypatch.setattr(ray, "wait", lambda references, timeout: (references if next(waits) else [], []))
+        monkeypatch.setattr(ray, "get", {"reference": "http://host:1"}.get)  # of the one call that was made
+        assert servers.call(genrm_server.Slot(actor, 7, stand_in), "start") == "http://host:1"
         assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
 
 
@@ -384,6 +370,13 @@ def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
         assert "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
     with running(settings(stand_in, host="0.0.0.0", api_key="k")):
         assert "WARNING" not in capfd.readouterr().out
+
+
+def test_a_router_that_listens_on_ipv6(stand_in):
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    with running(settings(stand_in, host="::1")) as servers:
+        assert servers.router_address.startswith("[::1]:") and ask(f"http://{servers.router_address}")
 
 
 def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer):
@@ -575,8 +568,8 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
 # ---- the command line --------------------------------------------------------------------------------------------------------
 
-def start_command(model, *arguments):
-    return subprocess.Popen([sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
+def start_command(model, *arguments, before=()):
+    return subprocess.Popen([*before, sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
                              "--device", "cpu", "--log-dir", str(model.parent / "logs"), *arguments],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -599,12 +592,27 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
     try:
         router, urls = read_addresses(process)
         assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
-        pids = descendants(process.pid)
+        pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
         process.wait(30)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    finally:
+        process.kill()
+
+
+def test_under_nohup_it_outlives_its_terminal(stand_in):
+    process = start_command(stand_in, before=("nohup",))
+    try:
+        router, _ = read_addresses(process)
+        process.stdout.close()
+        process.send_signal(signal.SIGHUP)
+        victim = ask(router)["pids"][0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: http("GET", router + "/health")[0] == 503)
+        until(lambda: http("GET", router + "/health")[0] == 200)
+        assert process.poll() is None and ask(router)["pids"][0] != victim
     finally:
         process.kill()
 
@@ -624,35 +632,20 @@ def test_exit_codes(stand_in):
 
 # ---- with the real vLLM --------------------------------------------------------------------------------------------------------
 
-def build_tiny_model(folder, classify=False):
-    """A Llama of 2 layers over single bytes, never trained. Head size 32: vLLM's CPU attention has no smaller one."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-    torch.manual_seed(0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    fast.save_pretrained(folder)
-    config = LlamaConfig(vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-                         tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    if classify:
-        config.num_labels = 1
-    (LlamaForSequenceClassification if classify else LlamaForCausalLM)(config).eval().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory):
+def vllm(tmp_path_factory, model, tokenizer):
     """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier; started together."""
     import ray
+    import torch
+    from transformers import LlamaForSequenceClassification
     folder = tmp_path_factory.mktemp("vllm")
-    models = build_tiny_model(folder / "generate"), build_tiny_model(folder / "classify", classify=True)
+    torch.manual_seed(0)
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    models = folder / "generate", folder / "classify"
+    for path, a_model in zip(models, (model, LlamaForSequenceClassification(config))):
+        a_model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
@@ -687,7 +680,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
 @pytest.mark.slow
 def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
     process, router, urls, manager = vllm
-    classifier, key = manager.models["rm"].server_urls[0], manager.models["rm"].config.server_key
+    classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
         assert http("GET", url + "/health")[0] == 200
         for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/classify"), ("GET", "/metrics"),
@@ -709,7 +702,7 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
 def one_killed(vllm):
     """The answers to 32 requests, 16 on each server, of which one was killed."""
     process, router, urls, _ = vllm
-    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 800, "ignore_eos": True}
+    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
 
     def judge(_):
         return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
@@ -721,7 +714,7 @@ def one_killed(vllm):
 
         until(lambda: busiest()["in_flight"] >= 8)  # not both: the first to be done may be so before this process gets a core
         port = busiest()["url"].rpartition(":")[2]
-        victim = next(pid for pid in descendants(process.pid) if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+        victim = next(pid for pid in descendants(process) if port in psutil.Process(pid).cmdline())
         os.kill(victim, signal.SIGKILL)
         return [one.result() for one in asked]
 
@@ -730,7 +723,7 @@ def one_killed(vllm):
 def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
     process, router, urls, _ = vllm
     assert [status for status, _ in one_killed] == [200] * 32
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 800 for _, text in one_killed)
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 400 for _, text in one_killed)
     assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
 
 
@@ -773,7 +766,7 @@ def test_named_models_in_ray(stand_in):
         assert len({pid for pair in pids for pid in pair}) == 6
         assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
         os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
-        os.kill(int(Path(f"/proc/{pids[2][0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(psutil.Process(pids[2][0]).ppid(), signal.SIGKILL)
         until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
         until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
         pids = [pid for address in (genrm, genrm, rm) for pid in ask(f"http://{address}")["pids"]]
@@ -839,7 +832,7 @@ def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(
     process, router, urls, _ = vllm
     until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)
     assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
-    pids = descendants(process.pid)
+    pids = descendants(process)
     process.terminate()
     process.wait(30)
     until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)

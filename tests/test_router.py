@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import logging
@@ -33,8 +34,10 @@ class Upstream:
         self.cancelled = asyncio.Event()
 
     async def __aenter__(self):
-        self.runner = web.ServerRunner(web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
-                                                  request_factory=self.request), shutdown_timeout=0.1)
+        loop = asyncio.get_running_loop()
+        server = web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
+                            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=1 << 27))
+        self.runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self.runner.setup()
         await self.open(0)
         return self
@@ -54,9 +57,6 @@ class Upstream:
             await site.stop()
         for connection in self.runner.server.connections:
             connection.transport.abort()
-
-    def request(self, message, payload, protocol, writer, task):
-        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=1 << 27)
 
     async def handle(self, request):
         if request.raw_path == "/health":
@@ -95,6 +95,21 @@ async def hang(request, upstream):
     await asyncio.Event().wait()
 
 
+def answers_after(event):
+    async def play(request, upstream):
+        await event.wait()
+        return web.Response(text="late")
+    return play
+
+
+async def begin(request):
+    """A stream of which something is out."""
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(b"part")
+    return answer
+
+
 class Running:
     """A router in this process over the given upstreams, and a client to it."""
 
@@ -126,6 +141,10 @@ def run(coroutine, limit=30):
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
+def in_a_loop(test):
+    return functools.wraps(test)(lambda **fixtures: run(test(**fixtures)))
+
+
 async def until(condition, limit=10):
     async with asyncio.timeout(limit):
         while not condition():
@@ -134,7 +153,8 @@ async def until(condition, limit=10):
 
 # ---- passing on --------------------------------------------------------------------------------------------------------
 
-def test_method_path_query_headers_and_body_arrive_unchanged():
+@in_a_loop
+async def test_method_path_query_headers_and_body_arrive_unchanged():
     async def play(request, upstream):
         body = await request.read()
         answer = web.Response(status=207, reason="Some Reason", body=body[::-1], headers={"X-Back": "1"})
@@ -142,151 +162,138 @@ def test_method_path_query_headers_and_body_arrive_unchanged():
         answer.headers.add("Set-Cookie", "b=2")
         return answer
 
-    async def test():
-        async with Upstream(play) as up, Running(up) as it:
-            packed = gzip.compress(b"hello")
-            raw = "/a%2Fb//c?x=%20&y=1+2&y=&z=%C3%A9"
-            async with it.client.request("PATCH", aiohttp.client.URL(raw, encoded=True), data=packed, headers={
-                    "Content-Encoding": "gzip", "X-One": "uno", "Authorization": "Bearer t", "Connection": "X-Drop",
-                    "X-Drop": "1", "Content-Type": "text/x"}) as answer:
-                assert (answer.status, answer.reason, await answer.read()) == (207, "Some Reason", packed[::-1])
-                assert answer.headers["X-Back"] == "1" and answer.headers.getall("Set-Cookie") == ["a=1", "b=2"]
-            got = up.seen[0]
-            assert (got.method, got.raw_path) == ("PATCH", raw)
-            assert got.headers["X-One"] == "uno" and got.headers["Authorization"] == "Bearer t"
-            assert got.headers["Content-Type"] == "text/x" and got.headers["Host"] == up.url[7:]
-            assert "X-Drop" not in got.headers and "User-Agent" in got.headers
-    run(test())
+    async with Upstream(play) as up, Running(up) as it:
+        packed = gzip.compress(b"hello")
+        raw = "/a%2Fb//c?x=%20&y=1+2&y=&z=%C3%A9"
+        async with it.client.request("PATCH", aiohttp.client.URL(raw, encoded=True), data=packed, headers={
+                "Content-Encoding": "gzip", "X-One": "uno", "Authorization": "Bearer t", "Connection": "X-Drop",
+                "X-Drop": "1", "Content-Type": "text/x"}) as answer:
+            assert (answer.status, answer.reason, await answer.read()) == (207, "Some Reason", packed[::-1])
+            assert answer.headers["X-Back"] == "1" and answer.headers.getall("Set-Cookie") == ["a=1", "b=2"]
+        got = up.seen[0]
+        assert (got.method, got.raw_path) == ("PATCH", raw)
+        assert got.headers["X-One"] == "uno" and got.headers["Authorization"] == "Bearer t"
+        assert got.headers["Content-Type"] == "text/x" and got.headers["Host"] == up.url[7:]
+        assert "X-Drop" not in got.headers and "User-Agent" in got.headers
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"])
-def test_any_method(method):
-    async def test():
-        async with Upstream() as up, Running(up) as it:
-            assert (await it.ask(method, "/x"))[:2] == (200, up.url.encode())
-            assert up.seen[0].method == method
-    run(test())
+@in_a_loop
+async def test_any_method(method):
+    async with Upstream() as up, Running(up) as it:
+        assert (await it.ask(method, "/x"))[:2] == (200, up.url.encode())
+        assert up.seen[0].method == method
 
 
-def test_answers_without_a_body():
+@in_a_loop
+async def test_answers_without_a_body():
     async def play(request, upstream):
         return web.Response(status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None)
 
-    async def test():
-        async with Upstream(play) as up, Running(up) as it:
-            status, body, headers = await it.ask("HEAD", "/200")
-            assert (status, body, headers["Content-Length"]) == (200, b"", "5")
-            assert (await it.ask("GET", "/204"))[:2] == (204, b"")
-            assert (await it.ask("GET", "/304"))[:2] == (304, b"")
-            status, _, headers = await it.ask("GET", "/302", allow_redirects=False)
-            assert status == 302 and len(up.seen) == 4  # a redirect is the client's business
-    run(test())
+    async with Upstream(play) as up, Running(up) as it:
+        status, body, headers = await it.ask("HEAD", "/200")
+        assert (status, body, headers["Content-Length"]) == (200, b"", "5")
+        assert (await it.ask("GET", "/204"))[:2] == (204, b"")
+        assert (await it.ask("GET", "/304"))[:2] == (304, b"")
+        status, _, headers = await it.ask("GET", "/302", allow_redirects=False)
+        assert status == 302 and len(up.seen) == 4  # a redirect is the client's business
 
 
-def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
-    async def test():
-        async with Upstream() as up, Running(up.url + "/base") as it:
-            for _ in range(3):  # as a header about this connection only, the length would be dropped, and the body a request
-                headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
-                assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[0] == 200
-            assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
-            assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
-            assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1  # one connection did it
-            assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
-    run(test())
+@in_a_loop
+async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
+    async with Upstream() as up, Running(up.url + "/base") as it:
+        for _ in range(3):  # as a header about this connection only, the length would be dropped, and the body a request
+            headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
+            assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[0] == 200
+        assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
+        assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
+        assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1  # one connection did it
+        assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
 
 
-def test_only_the_final_answer_is_the_answer():
+@in_a_loop
+async def test_only_the_final_answer_is_the_answer():
     async def play(request, upstream):
         request.transport.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n")
         return await say_name(request, upstream)
 
-    async def test():
-        async with Upstream(play) as up, Running(up) as it:
-            for _ in range(2):
-                status, body, headers = await it.ask("POST", "/", data=b"{}")
-                assert (status, body) == (200, up.url.encode()) and "Link" not in headers
-    run(test())
+    async with Upstream(play) as up, Running(up) as it:
+        for _ in range(2):
+            status, body, headers = await it.ask("POST", "/", data=b"{}")
+            assert (status, body) == (200, up.url.encode()) and "Link" not in headers
 
 
-def test_a_stream_comes_as_it_is_written():
-    async def test():
-        got_first = asyncio.Event()
+@in_a_loop
+async def test_a_stream_comes_as_it_is_written():
+    got_first = asyncio.Event()
 
-        async def play(request, upstream):
-            answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await answer.prepare(request)
-            await answer.write(b"data: 1\n\n")
-            await got_first.wait()  # the second event is written only after the client has the first
-            await answer.write(b"data: [DONE]\n\n")
-            return answer
+    async def play(request, upstream):
+        answer = await begin(request)
+        await got_first.wait()  # the second part is written only after the client has the first
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
 
-        async with Upstream(play) as up, Running(up) as it, it.client.post("/v1/chat/completions") as answer:
-            assert answer.headers["Content-Type"] == "text/event-stream"
-            assert await answer.content.readany() == b"data: 1\n\n"
-            got_first.set()
-            assert await answer.content.read() == b"data: [DONE]\n\n"
-    run(test())
+    async with Upstream(play) as up, Running(up) as it, it.client.post("/v1/chat/completions") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert await answer.content.readany() == b"part"
+        got_first.set()
+        assert await answer.content.read() == b"data: [DONE]\n\n"
 
 
-def test_large_bodies_both_ways_and_the_limit():
+@in_a_loop
+async def test_large_bodies_both_ways_and_the_limit():
     async def play(request, upstream):
         return web.Response(body=await request.read())
 
-    async def test():
-        async with Upstream(play) as up, Running(up, max_body_mib=31) as it:
-            body = random.Random(0).randbytes(30 << 20)
-            assert (await it.ask("POST", "/", data=body))[:2] == (200, body)
-            status, text, _ = await it.ask("POST", "/", data=b"x" * ((31 << 20) + 1))
-            assert status == 413 and b"--max-body-mib" in text
+    async with Upstream(play) as up, Running(up, max_body_mib=31) as it:
+        body = random.Random(0).randbytes(30 << 20)
+        assert (await it.ask("POST", "/", data=body))[:2] == (200, body)
+        status, text, _ = await it.ask("POST", "/", data=b"x" * ((31 << 20) + 1))
+        assert status == 413 and b"--max-body-mib" in text
 
-            async def chunks():  # no Content-Length: counted as it comes
-                for _ in range(32):
-                    yield b"x" * (1 << 20)
-            assert (await it.ask("POST", "/", data=chunks()))[0] == 413
-            assert len(up.seen) == 1
-    run(test())
+        async def chunks():  # no Content-Length: counted as it comes
+            for _ in range(32):
+                yield b"x" * (1 << 20)
+        assert (await it.ask("POST", "/", data=chunks()))[0] == 413
+        assert len(up.seen) == 1
 
 
-def test_expect_100_continue():
-    async def test():
-        async with Upstream() as up, Running(up) as it:
-            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(b"ok")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.close()
-    run(test())
+@in_a_loop
+async def test_expect_100_continue():
+    async with Upstream() as up, Running(up) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"ok")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 501])
-def test_answers_that_are_not_failures_pass_once(status):
-    async def test():
-        async with Upstream(answers(status, X_Why="w")) as one, Upstream(answers(status)) as two, Running(one, two) as it:
-            assert (await it.ask("POST", "/", data=b"{}"))[:2] == (status, b"scripted")
-            assert len(one.seen) + len(two.seen) == 1
-            assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
-    run(test())
+@in_a_loop
+async def test_answers_that_are_not_failures_pass_once(status):
+    async with Upstream(answers(status, X_Why="w")) as one, Upstream(answers(status)) as two, Running(one, two) as it:
+        assert (await it.ask("POST", "/", data=b"{}"))[:2] == (status, b"scripted")
+        assert len(one.seen) + len(two.seen) == 1
+        assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
 
 
 @pytest.mark.parametrize("play", [*map(answers, (502, 503, 504)), reset, talk_nonsense],
                          ids=["502", "503", "504", "reset", "nonsense"])
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
-def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
-    async def test():
-        async with Upstream(play) as bad, Upstream() as good, Running(bad, good, policy=policy) as it:
-            results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(200)))
-            assert [(status, body) for status, body, _ in results] == [(200, good.url.encode())] * 200
-            assert not it.worker(bad).healthy and it.worker(good).healthy
-            before = len(bad.seen)
-            for _ in range(5):
-                assert (await it.ask("POST", "/"))[0] == 200
-            assert len(bad.seen) == before
-            assert it.worker(bad).failures == before == it.worker(good).retries
-    run(test())
+@in_a_loop
+async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
+    async with Upstream(play) as bad, Upstream() as good, Running(bad, good, policy=policy) as it:
+        results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(200)))
+        assert [(status, body) for status, body, _ in results] == [(200, good.url.encode())] * 200
+        assert not it.worker(bad).healthy and it.worker(good).healthy
+        before = len(bad.seen)
+        for _ in range(5):
+            assert (await it.ask("POST", "/"))[0] == 200
+        assert len(bad.seen) == before
+        assert it.worker(bad).failures == before == it.worker(good).retries
 
 
 @pytest.mark.parametrize("play, status", [(answers(500, "boom"), 500), (answers(502, "boom"), 502), (reset, 503)])
@@ -320,237 +327,226 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
     run(test(Upstream(poisoned), Upstream(poisoned)))
 
 
-def test_a_server_whose_engine_is_dead_leaves_though_it_answers():
-    async def test():
-        async with Upstream(answers(500)) as dead, Upstream() as good, Running(dead, good) as it:
-            dead.health = 503
-            for _ in range(20):
-                if not it.worker(dead).healthy:
-                    break
-                await it.ask("POST", "/")
-                await asyncio.sleep(0.05)
-            assert 3 <= len(dead.seen) <= 5 and not it.worker(dead).healthy and it.worker(dead).failures == 0
-    run(test())
+@in_a_loop
+async def test_a_server_whose_engine_is_dead_leaves_though_it_answers():
+    async with Upstream(answers(500)) as dead, Upstream() as good, Running(dead, good) as it:
+        dead.health = 503
+        for _ in range(20):
+            if not it.worker(dead).healthy:
+                break
+            await it.ask("POST", "/")
+            await asyncio.sleep(0.05)
+        assert 3 <= len(dead.seen) <= 5 and not it.worker(dead).healthy and it.worker(dead).failures == 0
 
 
 @pytest.mark.parametrize("play", [answers(503), reset])
-def test_a_request_is_never_asked_twice_of_the_server_that_failed(play):
-    async def test():
-        async with Upstream(play) as up, Running(up, queue_timeout=20, max_attempts=4) as it:
-            for i in range(1, 7):
-                assert (await it.ask("POST", "/", data=b"{}"))[0] == 503
-                assert len(up.seen) == i
-    run(test())
+@in_a_loop
+async def test_a_request_is_never_asked_twice_of_the_server_that_failed(play):
+    async with Upstream(play) as up, Running(up, queue_timeout=20, max_attempts=4) as it:
+        for i in range(1, 7):
+            assert (await it.ask("POST", "/", data=b"{}"))[0] == 503
+            assert len(up.seen) == i
 
 
-def test_requests_in_flight_survive_the_death_of_their_server():
-    async def test():
-        async with Upstream(hang) as dying, Upstream() as good, Running(dying, good) as it:
-            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(64)]
-            await until(lambda: len(dying.seen) == 32)
-            await dying.die()
-            assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 64
-            assert not it.worker(dying).healthy
-    run(test())
+@in_a_loop
+async def test_requests_in_flight_survive_the_death_of_their_server():
+    async with Upstream(hang) as dying, Upstream() as good, Running(dying, good) as it:
+        asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(64)]
+        await until(lambda: len(dying.seen) == 32)
+        await dying.die()
+        assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 64
+        assert not it.worker(dying).healthy
 
 
-def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_it_is_not():
+@in_a_loop
+async def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_it_is_not():
     async def short_of_its_length(request, upstream):
         request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nonly this")
         await asyncio.sleep(0.01)
         return await reset(request, upstream)
 
     async def stream_that_breaks(request, upstream):
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        await answer.write(b"part")
+        await begin(request)
         await asyncio.sleep(0.01)
         return await reset(request, upstream)
 
-    async def test():
-        async with Upstream(short_of_its_length) as bad, Upstream() as good, Running(bad, good) as it:
-            for _ in range(2):
-                assert (await it.ask("GET", "/"))[:2] == (200, good.url.encode())
-            assert len(bad.seen) == 2 == it.worker(bad).failures
-        async with Upstream(stream_that_breaks) as one, Upstream(stream_that_breaks) as two, Running(one, two) as it:
-            with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
-                await it.ask("GET", "/")
-            assert len(one.seen) + len(two.seen) == 1
-            assert it.worker(one).failures + it.worker(two).failures == 1
-    run(test())
+    async with Upstream(short_of_its_length) as bad, Upstream() as good, Running(bad, good) as it:
+        for _ in range(2):
+            assert (await it.ask("GET", "/"))[:2] == (200, good.url.encode())
+        assert len(bad.seen) == 2 == it.worker(bad).failures
+    async with Upstream(stream_that_breaks) as one, Upstream(stream_that_breaks) as two, Running(one, two) as it:
+        with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
+            await it.ask("GET", "/")
+        assert len(one.seen) + len(two.seen) == 1
+        assert it.worker(one).failures + it.worker(two).failures == 1
 
 
-def test_a_server_that_hangs_up_at_once_is_like_any_other_that_fails():
-    async def test():
-        async with Upstream() as good:
-            closing = await asyncio.start_server(lambda reader, writer: writer.transport.abort(), "127.0.0.1", 0)
-            url = f"http://127.0.0.1:{closing.sockets[0].getsockname()[1]}"
-            async with Running(good, url, unhealthy_after=1000) as it:
-                it.router.workers[url].healthy = True
-                results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(100)))
-                assert [result[:2] for result in results] == [(200, good.url.encode())] * 100
-                assert it.router.workers[url].failures >= 10
-            closing.close()
-    run(test())
+@in_a_loop
+async def test_a_server_that_hangs_up_at_once_is_like_any_other_that_fails():
+    async with Upstream() as good:
+        closing = await asyncio.start_server(lambda reader, writer: writer.transport.abort(), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{closing.sockets[0].getsockname()[1]}"
+        async with Running(good, url, unhealthy_after=1000) as it:
+            it.router.workers[url].healthy = True
+            results = await asyncio.gather(*(it.ask("POST", "/", data=b"x" * 4096) for _ in range(100)))
+            assert [result[:2] for result in results] == [(200, good.url.encode())] * 100
+            assert it.router.workers[url].failures >= 10
+        closing.close()
 
 
-def test_a_server_leaves_by_its_health_and_comes_back_by_itself():
-    async def test():
-        async with Upstream() as one, Upstream() as two, Running(one, two, health_interval=0.05) as it:
-            one.health = 503
-            await until(lambda: not it.worker(one).healthy)
-            assert {(await it.ask("GET", "/"))[1] for _ in range(6)} == {two.url.encode()}
-            await two.die()
-            await until(lambda: not it.worker(two).healthy)
-            status, text, _ = await it.ask("GET", "/health")
-            assert status == 503 and json.loads(text)["healthy"] == 0
-            one.health = 200
-            await two.open(two.port)
-            await until(lambda: it.worker(one).healthy and it.worker(two).healthy)
-            assert len({(await it.ask("GET", "/"))[1] for _ in range(2)}) == 2
-    run(test())
+@in_a_loop
+async def test_a_server_leaves_by_its_health_and_comes_back_by_itself():
+    async with Upstream() as one, Upstream() as two, Running(one, two, health_interval=0.05) as it:
+        one.health = 503
+        await until(lambda: not it.worker(one).healthy)
+        assert {(await it.ask("GET", "/"))[1] for _ in range(6)} == {two.url.encode()}
+        await two.die()
+        await until(lambda: not it.worker(two).healthy)
+        status, text, _ = await it.ask("GET", "/health")
+        assert status == 503 and json.loads(text)["healthy"] == 0
+        one.health = 200
+        await two.open(two.port)
+        await until(lambda: it.worker(one).healthy and it.worker(two).healthy)
+        assert len({(await it.ask("GET", "/"))[1] for _ in range(2)}) == 2
 
 
-def test_a_hanging_server_leaves_by_its_health(monkeypatch):
+@in_a_loop
+async def test_why_a_server_never_came_is_told(capfd):
+    async with Running("http://127.0.0.1:1") as it:
+        why = json.loads((await it.ask("GET", "/workers"))[1])["workers"][0]["why"]
+        assert "Cannot connect to host 127.0.0.1:1" in why
+        assert f"http://127.0.0.1:1 is not in the rotation ({why})" in capfd.readouterr().err
+
+
+@in_a_loop
+async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
     monkeypatch.setattr(router, "HEALTH_SECONDS", 0.1)
 
-    async def test():
-        async with Upstream() as up:
-            with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
-                url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-                async with Running(up, url, health_interval=0.05) as it:
-                    assert not it.router.workers[url].healthy  # not even at the start
-                    assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
-    run(test())
+    async with Upstream() as up:
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            async with Running(up, url, health_interval=0.05) as it:
+                assert not it.router.workers[url].healthy  # not even at the start
+                assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
 
 
-def test_without_a_server_503_at_once_or_after_a_bounded_wait():
-    async def test():
-        async with Running() as it:
-            status, text, headers = await it.ask("POST", "/v1/chat/completions", data=b"{}")
-            assert status == 503 and int(headers["Retry-After"]) > 0
-            assert "no healthy server" in json.loads(text)["error"]["message"]
-        async with Running(queue_timeout=0.2) as it:
-            assert (await it.ask("GET", "/"))[0] == 503
-        async with Upstream() as up, Running(queue_timeout=20) as it:  # the server that comes in time answers
-            asked = asyncio.create_task(it.ask("GET", "/"))
-            await until(lambda: it.router.runner.server.requests_count)
-            assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
-            assert (await asked)[:2] == (200, up.url.encode())
-    run(test())
+@in_a_loop
+async def test_without_a_server_503_at_once_or_after_a_bounded_wait():
+    async with Running() as it:
+        status, text, headers = await it.ask("POST", "/v1/chat/completions", data=b"{}")
+        assert status == 503 and int(headers["Retry-After"]) > 0
+        assert "no healthy server" in json.loads(text)["error"]["message"]
+    async with Running(queue_timeout=0.2) as it:
+        assert (await it.ask("GET", "/"))[0] == 503
+    async with Upstream() as up, Running(queue_timeout=20) as it:  # the server that comes in time answers
+        asked = asyncio.create_task(it.ask("GET", "/"))
+        await until(lambda: it.router.runner.server.requests_count)
+        assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
+        assert (await asked)[:2] == (200, up.url.encode())
 
 
-def test_servers_that_all_refuse_give_503_and_leave():
-    async def test():
-        async with Upstream() as up, Running(up) as it:
-            await up.die()
-            status, text, headers = await it.ask("GET", "/")
-            assert status == 503 and "Retry-After" in headers and up.url in json.loads(text)["error"]["message"]
-            assert not it.worker(up).healthy
-    run(test())
+@in_a_loop
+async def test_servers_that_all_refuse_give_503_and_leave():
+    async with Upstream() as up, Running(up) as it:
+        await up.die()
+        status, text, headers = await it.ask("GET", "/")
+        assert status == 503 and "Retry-After" in headers and up.url in json.loads(text)["error"]["message"]
+        assert not it.worker(up).healthy
 
 
-def test_requests_that_found_no_server_wait_until_one_is_back():
-    async def test():
-        async with Upstream() as up, Running(up, queue_timeout=20, health_interval=0.05) as it:
-            await up.die()
-            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(50)]
-            await until(lambda: it.router.waiting == 50)
-            assert json.loads((await it.ask("GET", "/health"))[1])["waiting"] == 50
-            gone = asked.pop(25)
-            gone.cancel()
-            await until(lambda: it.router.waiting == 49)
-            await up.open(up.port)
-            assert [(await task)[0] for task in asked] == [200] * 49 and len(up.seen) == 49
-    run(test())
+@in_a_loop
+async def test_requests_that_found_no_server_wait_until_one_is_back():
+    async with Upstream() as up, Running(up, queue_timeout=20, health_interval=0.05) as it:
+        await up.die()
+        asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(50)]
+        await until(lambda: it.router.waiting == 50)
+        assert json.loads((await it.ask("GET", "/health"))[1])["waiting"] == 50
+        gone = asked.pop(25)
+        gone.cancel()
+        await until(lambda: it.router.waiting == 49)
+        await up.open(up.port)
+        assert [(await task)[0] for task in asked] == [200] * 49 and len(up.seen) == 49
 
 
-def test_the_line_is_shared_by_the_servers_that_come_back():
+@in_a_loop
+async def test_the_line_is_shared_by_the_servers_that_come_back():
     async def work(request, upstream):
         await asyncio.sleep(0.2)
         return await say_name(request, upstream)
 
-    async def test():
-        async with Upstream(work) as one, Upstream(work) as two, Running(queue_timeout=20) as it:
-            asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(400)]
-            await until(lambda: it.router.waiting == 400)
-            for up in (one, two):  # one after the other
-                await it.ask("POST", "/workers", json={"url": up.url})
-                await until(lambda: up.seen)
-            assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
-            assert len(one.seen) > 100 and len(two.seen) > 100
-            several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))  # nobody waits while servers are healthy
-            await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
-            await several
-    run(test())
+    async with Upstream(work) as one, Upstream(work) as two, Running(queue_timeout=20) as it:
+        asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(400)]
+        await until(lambda: it.router.waiting == 400)
+        for up in (one, two):  # one after the other
+            await it.ask("POST", "/workers", json={"url": up.url})
+            await until(lambda: up.seen)
+        assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
+        assert len(one.seen) > 100 and len(two.seen) > 100
+        several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))  # nobody waits while servers are healthy
+        await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
+        await several
 
 
 @pytest.mark.slow
-def test_waiting_takes_no_cpu_and_ends_in_time():
-    async def test():
-        it = Router(Config(allow_empty=True, queue_timeout=1.5))
-        waiting = [asyncio.create_task(it.choose([])) for _ in range(8000)]
-        await asyncio.sleep(0.2)
-        begun = time.process_time()
-        await asyncio.sleep(1)
-        assert time.process_time() - begun < 0.2
-        assert await asyncio.gather(*waiting) == [None] * 8000
-    run(test())
+@in_a_loop
+async def test_waiting_takes_no_cpu_and_ends_in_time():
+    it = Router(Config(allow_empty=True, queue_timeout=1.5))
+    waiting = [asyncio.create_task(it.choose([])) for _ in range(8000)]
+    await asyncio.sleep(0.2)
+    begun = time.process_time()
+    await asyncio.sleep(1)
+    assert time.process_time() - begun < 0.2
+    assert await asyncio.gather(*waiting) == [None] * 8000
 
 
 # ---- time limits -------------------------------------------------------------------------------------------------------
 
-def test_request_timeout_gives_504_or_cuts_a_begun_stream():
+@in_a_loop
+async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
     async def begin_and_hang(request, upstream):
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        await answer.write(b"part")
-        await asyncio.Event().wait()
+        await begin(request)
+        await hang(request, upstream)
 
-    async def test():
-        async with Upstream(hang) as up, Running(up, request_timeout=0.2) as it:
-            status, text, _ = await it.ask("POST", "/", data=b"{}")
-            assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
-            await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
-            assert it.worker(up).failed_in_a_row == 1
-        async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await it.ask("GET", "/")
-    run(test())
+    async with Upstream(hang) as up, Upstream() as other, Running(up, other, request_timeout=0.2, unhealthy_after=1) as it:
+        status, text, _ = await it.ask("POST", "/", data=b"{}")
+        assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
+        await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
+        assert it.worker(up).why == "1 failures in a row, the last: no complete answer in time"
+    async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await it.ask("GET", "/")
 
 
-def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_none():
-    async def test():
-        full = socket.socket()
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        waiting = [socket.socket() for _ in range(4)]  # fill its queue: from now on a connection neither comes nor fails
-        for sock in waiting:
-            sock.setblocking(False)
-            sock.connect_ex(full.getsockname())
-        url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        async with Upstream() as up, Running(up, url, connect_timeout=0.2) as it:
-            it.router.workers[url].healthy = True
-            assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
-            assert 1 <= it.router.workers[url].failures <= 3
-            await it.ask("DELETE", f"/workers?url={up.url}")
-            it.router.workers[url].failed_in_a_row, it.router.workers[url].healthy = 0, True
-            assert (await it.ask("GET", "/"))[0] == 504
-        for sock in (full, *waiting):
-            sock.close()
-    run(test())
+@in_a_loop
+async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_none():
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(4)]  # fill its queue: from now on a connection neither comes nor fails
+    for sock in waiting:
+        sock.setblocking(False)
+        sock.connect_ex(full.getsockname())
+    url = f"http://127.0.0.1:{full.getsockname()[1]}"
+    async with Upstream() as up, Running(up, url, connect_timeout=0.2) as it:
+        it.router.workers[url].healthy = True
+        assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
+        assert 1 <= it.router.workers[url].failures <= 3
+        await it.ask("DELETE", f"/workers?url={up.url}")
+        it.router.workers[url].failed_in_a_row, it.router.workers[url].healthy = 0, True
+        assert (await it.ask("GET", "/"))[0] == 504
+    for sock in (full, *waiting):
+        sock.close()
 
 
-def test_a_client_that_goes_away_stops_the_server():
-    async def test():
-        async with Upstream(hang) as up, Running(up) as it:
-            asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
-            await until(lambda: up.seen)
-            asked.cancel()
-            await asyncio.wait_for(up.cancelled.wait(), 5)
-            await until(lambda: it.worker(up).in_flight == 0)
-            assert it.worker(up).failures == 0  # nobody's fault
-    run(test())
+@in_a_loop
+async def test_a_client_that_goes_away_stops_the_server():
+    async with Upstream(hang) as up, Running(up) as it:
+        asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
+        await until(lambda: up.seen)
+        asked.cancel()
+        await asyncio.wait_for(up.cancelled.wait(), 5)
+        await until(lambda: it.worker(up).in_flight == 0)
+        assert it.worker(up).failures == 0  # nobody's fault
 
 
 # ---- policies, own endpoints -------------------------------------------------------------------------------------------
@@ -572,42 +568,35 @@ def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
     assert run(test("least_loaded")) == [1, 10]
 
 
-def test_workers_can_be_listed_added_and_drained():
-    async def test():
-        release = asyncio.Event()
-
-        async def wait(request, upstream):
-            await release.wait()
-            return web.Response(text="late")
-
-        async with Upstream(wait) as one, Upstream() as two, Running(one) as it:
-            asked = asyncio.create_task(it.ask("GET", "/"))
-            await until(lambda: one.seen)
-            status, text, _ = await it.ask("DELETE", "/workers", params={"url": one.url})
-            assert status == 202 and json.loads(text)["in_flight"] == 1
-            assert (await it.ask("GET", "/health"))[0] == 503
-            assert (await it.ask("POST", "/workers", json={"url": two.url + "/"}))[0] == 200
-            assert (await it.ask("GET", "/"))[1] == two.url.encode()
-            assert [w["draining"] for w in json.loads((await it.ask("GET", "/workers"))[1])["workers"]] == [True, False]
-            release.set()
-            assert (await asked)[:2] == (200, b"late")
-            await until(lambda: list(it.router.workers) == [two.url])
-            assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 404
-    run(test())
+@in_a_loop
+async def test_workers_can_be_listed_added_and_drained():
+    release = asyncio.Event()
+    async with Upstream(answers_after(release)) as one, Upstream() as two, Running(one) as it:
+        asked = asyncio.create_task(it.ask("GET", "/"))
+        await until(lambda: one.seen)
+        status, text, _ = await it.ask("DELETE", "/workers", params={"url": one.url})
+        assert status == 202 and json.loads(text)["in_flight"] == 1
+        assert (await it.ask("GET", "/health"))[0] == 503
+        assert (await it.ask("POST", "/workers", json={"url": two.url + "/"}))[0] == 200
+        assert (await it.ask("GET", "/"))[1] == two.url.encode()
+        assert [w["draining"] for w in json.loads((await it.ask("GET", "/workers"))[1])["workers"]] == [True, False]
+        release.set()
+        assert (await asked)[:2] == (200, b"late")
+        await until(lambda: list(it.router.workers) == [two.url])
+        assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 404
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"http://a"', b"\xff\xfe", b'{"url": 3}', b'{"url": "a:1"}',
                                   b'{"url": "http://"}', b'{"url": "http://u:p@h"}', b'{"url": "http://h:99999"}', b"[" * 99999,
                                   b'{"url": "http://h/\\n\\"x"}', b'{"url": "http://h:1?q=1"}', b'{"url": "http://[::1"}'])
-def test_broken_input_to_the_own_endpoint_gives_400(body):
-    async def test():
-        async with Running() as it:
-            status, text, _ = await it.ask("POST", "/workers", data=body)
-            assert status == 400 and json.loads(text)["error"]["type"] == "router_error"
-            assert (await it.ask("DELETE", "/workers"))[0] == 400
-            assert (await it.ask("PUT", "/workers"))[0] == 405
-            assert not it.router.workers
-    run(test())
+@in_a_loop
+async def test_broken_input_to_the_own_endpoint_gives_400(body):
+    async with Running() as it:
+        status, text, _ = await it.ask("POST", "/workers", data=body)
+        assert status == 400 and json.loads(text)["error"]["type"] == "router_error"
+        assert (await it.ask("DELETE", "/workers"))[0] == 400
+        assert (await it.ask("PUT", "/workers"))[0] == 405
+        assert not it.router.workers
 
 
 def test_urls_that_mean_the_same_are_the_same():
@@ -615,77 +604,72 @@ def test_urls_that_mean_the_same_are_the_same():
     assert clean_url("https://a.b-c:1/x/") == "https://a.b-c:1/x"
 
 
-def test_metrics():
-    async def test():
-        async with Upstream(reset) as bad, Upstream() as good, Running(bad, good) as it:
-            for _ in range(4):
-                await it.ask("POST", "/")
-            status, text, headers = await it.ask("GET", "/metrics")
-            assert status == 200 and headers["Content-Type"].startswith("text/plain")
-            values = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
-            assert all(re.fullmatch(r'router_\w+\{worker="[^"]+"(,le="[^"]+")?\}', name) for name in values)
+@in_a_loop
+async def test_metrics():
+    async with Upstream(reset) as bad, Upstream() as good, Running(bad, good) as it:
+        for _ in range(4):
+            await it.ask("POST", "/")
+        status, text, headers = await it.ask("GET", "/metrics")
+        assert status == 200 and headers["Content-Type"].startswith("text/plain")
+        values = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+        assert all(re.fullmatch(r'router_\w+\{worker="[^"]+"(,le="[^"]+")?\}', name) for name in values)
 
-            def value(name, up, more=""):
-                return float(values[f'router_{name}{{worker="{up.url}"{more}}}'])
-            failures = len(bad.seen)
-            assert 1 <= failures <= 3
-            assert value("requests_total", bad) == value("failures_total", bad) == failures
-            assert value("requests_total", good) == 4 and value("retries_total", good) == failures
-            assert value("in_flight", good) == 0 and value("healthy", good) == 1
-            assert value("latency_seconds_count", good) == value("latency_seconds_bucket", good, ',le="+Inf"') == 4
-            assert value("latency_seconds_sum", good) > 0
-    run(test())
-
-
-def test_api_key():
-    async def test():
-        async with Upstream() as up, Running(up, api_key="s3cret") as it:
-            assert (await it.ask("GET", "/health"))[0] == 200
-            for path in ("/", "/workers", "/metrics", "/v1/models", "/sleep"):
-                for key in ("", "Bearer wrong", "Bearer s3cret2", "s3cret", "é"):
-                    headers = {"Authorization": key} if key else {}
-                    assert (await it.ask("GET", path, headers=headers))[0] == 401
-            assert not up.seen
-            right = {"Authorization": "Bearer s3cret"}
-            assert (await it.ask("GET", "/workers", headers=right))[0] == 200
-            assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
-            assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may ask for it too
-    run(test())
+        def value(name, up, more=""):
+            return float(values[f'router_{name}{{worker="{up.url}"{more}}}'])
+        failures = len(bad.seen)
+        assert 1 <= failures <= 3
+        assert value("requests_total", bad) == value("failures_total", bad) == failures
+        assert value("requests_total", good) == 4 and value("retries_total", good) == failures
+        assert value("in_flight", good) == 0 and value("healthy", good) == 1
+        assert value("latency_seconds_count", good) == value("latency_seconds_bucket", good, ',le="+Inf"') == 4
+        assert value("latency_seconds_sum", good) > 0
 
 
-def test_the_servers_key_is_sent_in_place_of_the_clients():
-    async def test():
-        async with Upstream() as up, Running(up, server_key="theirs") as it:
-            for headers in ({}, {"Authorization": "Bearer mine"}):
-                assert (await it.ask("POST", "/", headers=headers))[0] == 200
-            assert [request.headers.getall("Authorization") for request in up.seen] == [["Bearer theirs"]] * 2
-            for headers, status in (({}, 401), ({"Authorization": "Bearer theirs"}, 200)):
-                assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
-            assert (await it.ask("DELETE", f"/workers?url={up.url}"))[0] == 401  # or anybody could have the key sent to himself
-            assert (await it.ask("GET", "/workers"))[0] == 200
-    run(test())
+@in_a_loop
+async def test_api_key():
+    async with Upstream() as up, Running(up, api_key="s3cret") as it:
+        assert (await it.ask("GET", "/health"))[0] == 200
+        for path in ("/", "/workers", "/metrics", "/v1/models", "/sleep"):
+            for key in ("", "Bearer wrong", "Bearer s3cret2", "s3cret", "é"):
+                headers = {"Authorization": key} if key else {}
+                assert (await it.ask("GET", path, headers=headers))[0] == 401
+        assert not up.seen
+        right = {"Authorization": "Bearer s3cret"}
+        assert (await it.ask("GET", "/workers", headers=right))[0] == 200
+        assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
+        assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may ask for it too
+
+
+@in_a_loop
+async def test_the_servers_key_is_sent_in_place_of_the_clients():
+    async with Upstream() as up, Running(up, server_key="theirs") as it:
+        for headers in ({}, {"Authorization": "Bearer mine"}):
+            assert (await it.ask("POST", "/", headers=headers))[0] == 200
+        assert [request.headers.getall("Authorization") for request in up.seen] == [["Bearer theirs"]] * 2
+        for headers, status in (({}, 401), ({"Authorization": "Bearer theirs"}, 200)):
+            assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
+        assert (await it.ask("DELETE", f"/workers?url={up.url}"))[0] == 401  # or anybody could have the key sent to himself
+        assert (await it.ask("GET", "/workers"))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up?level=1", "/collective_rpc", "/pause", "/reset_prefix_cache", "/shutdown",
                                   "//sleep", "/v1/../sleep", "/v1/%2e%2e/sleep", "/v1/..%2Fsleep", "/v11/x", "/classify.x", "/"])
-def test_what_controls_a_server_is_not_forwarded(path):
-    async def test():
-        async with Upstream() as up, Running(up, forward=Config.forward) as it:
-            for method in ("GET", "POST"):
-                status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
-                assert status == 404 and "--forward" in json.loads(text)["error"]["message"]
-            assert not up.seen
-            for fine in ("/v1", "/v1/chat/completions", "/classify", "/v1/models/a..b", "/tokenize?x=/../"):
-                assert (await it.ask("POST", fine))[0] == 200
-    run(test())
+@in_a_loop
+async def test_what_controls_a_server_is_not_forwarded(path):
+    async with Upstream() as up, Running(up, forward=Config.forward) as it:
+        for method in ("GET", "POST"):
+            status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
+            assert status == 404 and "--forward" in json.loads(text)["error"]["message"]
+        assert not up.seen
+        for fine in ("/v1", "/v1/chat/completions", "/classify", "/v1/models/a..b", "/tokenize?x=/../"):
+            assert (await it.ask("POST", fine))[0] == 200
 
 
 @pytest.mark.parametrize("host, key, warned", [("0.0.0.0", "", True), ("0.0.0.0", "k", False), ("127.0.0.1", "", False)])
-def test_a_router_open_to_the_network_without_a_key_says_so(host, key, warned, capfd):
-    async def test():
-        async with Running(host=host, api_key=key):
-            assert ("no key is asked for; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
-    run(test())
+@in_a_loop
+async def test_a_router_open_to_the_network_without_a_key_says_so(host, key, warned, capfd):
+    async with Running(host=host, api_key=key):
+        assert ("no key is asked for; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
 
 
 # ---- fuzz --------------------------------------------------------------------------------------------------------------
@@ -759,25 +743,39 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
 
 
 @pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["stops", "breaks"])
-def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
+@in_a_loop
+async def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
     monkeypatch.setattr(router, "BODY_SECONDS", 0.2)
 
-    async def test():
-        async with Upstream() as up, Running(up) as it:
-            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
-            await until(lambda: it.router.runner.server.requests_count)
-            writer.write(rest)
-            assert (await reader.readline()).split()[1] == b"408"
-            writer.close()
-            assert not up.seen
-    run(test())
+    async with Upstream() as up, Running(up) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await until(lambda: it.router.runner.server.requests_count)
+        writer.write(rest)
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+        assert not up.seen
 
 
 # ---- the command line --------------------------------------------------------------------------------------------------
 
 def command(*arguments):
     return [sys.executable, str(ROUTER), *arguments]
+
+
+@contextlib.asynccontextmanager
+async def started(*arguments, before=(), **options):
+    """(the process, its URL, a client) of a router on its own."""
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) | options
+    process = await asyncio.create_subprocess_exec(*before, *command("--port", "0", *arguments), **options)
+    try:
+        url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            yield process, url, client
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def test_bad_arguments_give_one_clear_line_and_exit_code_2():
@@ -790,6 +788,8 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--workers", "http://h:1", "http://h:1/"], "twice"),
             (["--allow-empty", "--port", "70000"], "--port 70000"),
             (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
+            (["--allow-empty", "--forward"], "--forward"),  # not: everything
+            (["--allow-empty", "--forward", "v1"], "--forward v1"),
             (["--allow-empty", "--port", port], f"--port {port}"))
         started = [subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases]
         for process, (_, expected) in zip(started, cases):
@@ -799,87 +799,64 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_ends(number):
-    async def test():
-        release = asyncio.Event()
-
-        async def wait(request, upstream):
-            await release.wait()
-            return web.Response(text="late")
-
-        async with Upstream(wait) as up, aiohttp.ClientSession() as client:
-            process = await asyncio.create_subprocess_exec(*command("--port", "0", "--workers", up.url),
-                                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            try:
-                url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-                asked = asyncio.create_task(client.get(url + "/v1/x"))
-                await until(lambda: up.seen)
-                process.send_signal(number)
-                async with asyncio.timeout(5):
-                    while True:  # the port closes at once
-                        try:
-                            async with aiohttp.ClientSession() as other, other.get(url + "/health"):
-                                await asyncio.sleep(0.01)
-                        except aiohttp.ClientConnectionError:
-                            break
-                release.set()
-                answer = await asked
-                assert (answer.status, await answer.text()) == (200, "late")
-                assert await asyncio.wait_for(process.wait(), 10) == 0
-            finally:
-                if process.returncode is None:
-                    process.kill()
-    run(test())
+@in_a_loop
+async def test_a_signal_drains_and_ends(number):
+    release = asyncio.Event()
+    async with Upstream(answers_after(release)) as up, started("--workers", up.url) as (process, url, client):
+        asked = asyncio.create_task(client.get(url + "/v1/x"))
+        await until(lambda: up.seen)
+        process.send_signal(number)
+        async with asyncio.timeout(5):
+            while True:  # the port closes at once
+                try:
+                    async with aiohttp.ClientSession() as other, other.get(url + "/health"):
+                        await asyncio.sleep(0.01)
+                except aiohttp.ClientConnectionError:
+                    break
+        release.set()
+        answer = await asked
+        assert (answer.status, await answer.text()) == (200, "late")
+        assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
 @pytest.mark.slow
-def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
-    async def test():
-        async with Upstream(hang) as up, aiohttp.ClientSession() as client:
-            process = await asyncio.create_subprocess_exec(*command("--port", "0", "--workers", up.url),
-                                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-            asked = asyncio.create_task(client.get(url + "/v1/x"))
-            await until(lambda: up.seen)
-            begun = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20) == 0
-            assert time.monotonic() - begun < 10
-            with pytest.raises(aiohttp.ClientError):
-                await asked
-    run(test())
+@in_a_loop
+async def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
+    async with Upstream(hang) as up, started("--workers", up.url) as (process, url, client):
+        asked = asyncio.create_task(client.get(url + "/v1/x"))
+        await until(lambda: up.seen)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert time.monotonic() - begun < 10
+        with pytest.raises(aiohttp.ClientError):
+            await asked
 
 
-def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
-    async def test():
-        release = asyncio.Event()
-
-        async def wait(request, upstream):
-            await release.wait()
-            return web.Response()
-
-        async with Upstream(wait) as up, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-            process = await asyncio.create_subprocess_exec(
-                "sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command("--port", "0", "--workers", up.url),
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-            asked = [asyncio.create_task(client.post(url + "/v1/x")) for _ in range(100)]
-            await until(lambda: len(up.seen) == 100)
-            release.set()
-            assert [(await task).status for task in asked] == [200] * 100
-            process.terminate()
-            await process.wait()
-    run(test())
+@in_a_loop
+async def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
+    release, few_files = asyncio.Event(), ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
+    async with Upstream(answers_after(release)) as up, started("--workers", up.url, before=few_files) as (_, url, client):
+        asked = [asyncio.create_task(client.post(url + "/v1/x")) for _ in range(100)]
+        await until(lambda: len(up.seen) == 100)
+        release.set()
+        assert [(await task).status for task in asked] == [200] * 100
 
 
-def test_the_key_can_come_from_the_environment():
-    async def test():
-        process = await asyncio.create_subprocess_exec(*command("--port", "0", "--allow-empty"), stdout=subprocess.PIPE,
-                                                       env=dict(os.environ, ROUTER_API_KEY="k"), stderr=subprocess.DEVNULL)
-        url = re.search(rb"http://\S+", await process.stdout.readline())[0].decode()
-        async with aiohttp.ClientSession() as client:
-            assert (await client.get(url + "/workers")).status == 401
-            assert (await client.get(url + "/workers", headers={"Authorization": "Bearer k"})).status == 200
-        process.terminate()
-        await process.wait()
-    run(test())
+@in_a_loop
+async def test_a_router_goes_on_when_nobody_reads_what_it_says():
+    async with Upstream() as up, \
+            started("--workers", up.url, "--health-interval", "0.05", stderr=subprocess.PIPE) as (process, url, client):
+        process._transport.get_pipe_transport(2).close()  # as of a terminal, or of `... | head`
+        for status in (503, 200, 503):
+            up.health = status
+            async with asyncio.timeout(5):
+                while (await client.get(url + "/health")).status != status:
+                    await asyncio.sleep(0.02)
+
+
+@in_a_loop
+async def test_the_key_can_come_from_the_environment():
+    async with started("--allow-empty", env=dict(os.environ, ROUTER_API_KEY="k\n")) as (_, url, client):  # as of a secret's file
+        assert (await client.get(url + "/workers")).status == 401
+        assert (await client.get(url + "/workers", headers={"Authorization": "Bearer k"})).status == 200
