@@ -282,7 +282,8 @@ async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # the total is chat's timeout_s
-        key = os.environ.get("ROUTER_API_KEY", "")  # a judge on another machine should ask for one; never in a config or log
+        # A judge on another machine should ask for a key; it is never in a config or log. A secret's file may end with a newline.
+        key = os.environ.get("ROUTER_API_KEY", "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         _loop_state[loop] = session, collections.defaultdict(asyncio.Lock), {}
