@@ -53,7 +53,7 @@ from policy_group import PolicyGroup, RanksLost
 from preflight import check, check_sizes, load_rows, load_tokenizer, report, samples_itself, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
 from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
-from run_folder import mean, reward_metrics, validation_metrics
+from run_folder import has_evaluation, mean, reward_metrics, validation_metrics
 
 
 @dataclass(kw_only=True)
@@ -273,30 +273,31 @@ class Trainer:
         first part then waits for verdicts too.
         """
         config, staleness = self.config, step - 1 - self.state["step"]  # the servers have the weights of after that step
-        rounds, kept, dropped, times = [], [], Counter(), Counter()
+        everything, rounds, kept, dropped, times = [], 0, [], Counter(), Counter()
         refills = config.max_refills if config.dynamic_sampling and not config.replay else 0
-        while not rounds or len(kept) < config.train_batch_size and len(rounds) <= refills:
+        while not rounds or len(kept) < config.train_batch_size and rounds <= refills:
             rows = draw(self.train_rows, self.drawn, config.train_batch_size - len(kept), config.seed)
             drawn = self.drawn = self.drawn + len(rows)  # the steps after this one go on drawing before this one is done
             if config.replay:
                 samples = read_rollouts(config.replay, step)
             else:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(config.group_size)]
-                seed = config.seed * 1_000_003 + step + (len(rounds) << 40)
+                seed = (config.seed * 1_000_003 + step + (rounds << 40)) % 2**64  # what torch takes, for any --seed
                 verdicts = self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
                 if not refills:
                     yield  # all is rolled out
                 times += verdicts()
-            rounds.append(samples)
-            for group in groups_of(samples, config.group_size):
-                reason = why_useless(group)
-                dropped.update([reason] if reason else [])
+                self.check_verdicts(step, everything + samples)
+            rounds += 1
+            everything += samples
+            for start in range(0, len(samples), config.group_size):
+                group = samples[start : start + config.group_size]
+                if reason := why_useless(group):
+                    dropped[reason] += 1
                 if not (reason and config.dynamic_sampling):
                     kept.append(group)
-            self.check_verdicts(step, sum(rounds, []))
         if refills:
             yield
-        everything = sum(rounds, [])
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
             last = everything[-config.group_size :]
             kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in last]]
@@ -314,7 +315,7 @@ class Trainer:
         if not config.replay:
             metrics["rollout/staleness"] = staleness
         if config.dynamic_sampling:
-            metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
+            metrics |= {"dynamic/prompts": groups, "dynamic/refills": rounds - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
         yield everything, training, metrics, drawn
 
@@ -422,7 +423,7 @@ class Trainer:
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = {}  # samples per row -> rows
         for file in config.val_file:
-            path, n = re.fullmatch(r"(.*?)(?::(\d+))?", file).groups()
+            path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             self.val_rows.setdefault(int(n or config.val_n), []).extend(load_rows(path, self.tokenizer, config))
         self.longest = check_sizes(self.source, self.train_rows + sum(self.val_rows.values(), []), config)
 
@@ -549,7 +550,7 @@ class Trainer:
         """Whether there is no evaluation after this step, or it is done: then its metrics stand in the step's line."""
         config = self.config
         due = step == 0 or step == config.total_steps or config.val_every and step % config.val_every == 0
-        return not self.val_rows or not due or any(key.startswith("val/") for line in self.log.history[-1:] for key in line)
+        return not self.val_rows or not due or any(map(has_evaluation, self.log.history[-1:]))
 
     def evaluate(self, step: int) -> None:
         """The evaluation after this step, if there is one, added to the step's line of metrics."""
@@ -564,7 +565,9 @@ class Trainer:
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
         self.log.samples(step, "val", shown, self.eos_ids)
-        print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
+        sources = {f"val/{sample.row['data_source']}" for sample in shown}  # a name may have slashes, as openai/gsm8k has
+        accuracies = [f"{key} {value:.3f}" for key, value in metrics.items() if key.rpartition("/")[0] in sources]
+        print(f"step {step}: " + ", ".join(accuracies))
         self.log.metrics({"step": step} | metrics)
         self.log.plot()
 
@@ -583,10 +586,6 @@ class Trainer:
         self.saved = self.state["step"]
 
 
-def groups_of(samples: list[Sample], size: int) -> list[list[Sample]]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
 
 
@@ -600,8 +599,10 @@ def why_useless(group: list[Sample]) -> str | None:
         return "no_verdict"
     if min(scores) < max(scores):
         return None
-    right = {bool(sample.result["reward_extra_info"].get("acc")) for sample in group}
-    return "equal_scores" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"
+    accs = [sample.result["reward_extra_info"].get("acc") for sample in group]
+    if None in accs or len(set(map(bool, accs))) > 1:  # None: the function does not say
+        return "equal_scores"
+    return "all_right" if accs[0] else "all_wrong"
 
 
 def outcome(sample: Sample) -> float:
@@ -621,14 +622,14 @@ def process(sample: Sample) -> float:
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
     """Rows number `first` to `first + count` of an endless stream: epoch after epoch, each in a shuffle of its own."""
-    drawn, shuffles = [], {}
-    for place in range(first, first + count):
-        epoch, index = divmod(place, len(rows))
-        if epoch not in shuffles:
-            shuffles[epoch] = list(range(len(rows)))
-            random.Random(f"{seed}/{epoch}").shuffle(shuffles[epoch])
-        drawn.append(rows[shuffles[epoch][index]])
-    return drawn
+    epoch, start = divmod(first, len(rows))
+    stream = []
+    while len(stream) < start + count:
+        shuffled = list(rows)
+        random.Random(f"{seed}/{epoch}").shuffle(shuffled)
+        stream += shuffled
+        epoch += 1
+    return stream[start : start + count]
 
 
 def train(config: Config) -> Path | None:

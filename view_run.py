@@ -320,10 +320,13 @@ const go = changes => location.replace(link(changes));
 
 // ---- Curves
 const METRICS = [...new Set(RUNS.flatMap(run => Object.keys(run.metrics)))].sort();
-const sourceOf = key => key.match(/^val\/([^/]+)/)?.[1], SOURCES = [...new Set(METRICS.map(sourceOf).filter(Boolean))];
+// A source's name may have slashes: the metric without verdict tells where it ends.
+const SOURCES = [...new Set(METRICS.map(key => key.match(/^val\/(?:(.+)\/no_verdict|([^/]+))\/mean@\d+$/)).filter(Boolean)
+  .map(([, long, short]) => long ?? short))];
+const sourceOf = key => SOURCES.find(source => key.startsWith(`val/${source}/`));
 const glyph = source => GLYPHS[SOURCES.indexOf(source) % GLYPHS.length];
 const LAST = Math.max(1, ...RUNS.flatMap(run => Object.values(run.metrics).map(points => points.at(-1)[0])));
-const isHidden = run => (state.hide ?? "").split(",").includes(run.name);
+const isHidden = run => (state.hide ?? "").split("\n").includes(run.name);
 const smooth = points => points.map(([step], i) => {
   const last = points.slice(Math.max(0, i - 4), i + 1);
   return [step, sum(last.map(point => point[1])) / last.length];
@@ -331,7 +334,7 @@ const smooth = points => points.map(([step], i) => {
 let drawn = [];  // a function of each chart on the screen: all show the values of the step that one of them is pointed at
 
 function belongs(name, key) {  // is it the metric `key`, or what that is on held-out problems?
-  const parts = name.match(/^val\/[^/]+\/(?:(.+)\/)?mean@\d+$/);
+  const parts = sourceOf(name) && name.slice(`val/${sourceOf(name)}`.length).match(/^(?:\/(.+))?\/mean@\d+$/);
   return name === key || parts && key === `reward/${{score: "mean"}[parts[1]] ?? parts[1] ?? "acc"}`;
 }
 
@@ -395,7 +398,7 @@ function renderCurves() {
   $("legend").replaceChildren(...RUNS.map(run => {
     const box = el("input", {type: "checkbox", id: `show-${run.name}`}), toggled = one => isHidden(one) !== (one === run);
     box.checked = !isHidden(run);
-    box.addEventListener("change", () => go({hide: RUNS.filter(toggled).map(one => one.name).join()}));
+    box.addEventListener("change", () => go({hide: RUNS.filter(toggled).map(one => one.name).join("\n")}));
     return el("label", {}, box, square(run.colour), run.name);
   }));
   drawn = [];

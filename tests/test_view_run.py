@@ -212,6 +212,16 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
 
 
 @in_browser
+def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
+    metrics = {f"val/openai/gsm8k/{key}mean@2": 0.5 for key in ("", "no_verdict/", "score/")}
+    page = view_run.write_page([write_run(tmp_path / "lr1,seed0", [line()], [{"step": 1, "reward/acc": 0.5} | metrics])])
+    text = dom(page)
+    (chart,) = re.findall('<figure data-key="reward/acc">.*?</figure>', text, re.S)
+    assert chart.count('class="held-out"') == 1 and chart.count("<polyline") == 2 and " (● openai/gsm8k)" in part(text, "glyphs")
+    assert "<polyline" not in dom(page, hide="lr1,seed0")
+
+
+@in_browser
 def test_slider_search_and_keys_do_what_the_mouse_does(page):
     """A script that plays the user, at the end of a copy of the page."""
     plays = """<script>{
