@@ -466,10 +466,10 @@ class Trainer:
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
         print(f"page: {view_run.write_page([config.out_dir])}")
-        return Path(config.out_dir, "checkpoints", f"step_{self.saved}") if self.saved else Path(config.model)
+        return Path(self.source)
 
     def find_checkpoint(self) -> None:
-        """Where the run goes on: its newest checkpoint (at the start there can be one only with --resume auto), or the model."""
+        """Where the run goes on, `source`: its newest checkpoint (at the start only with --resume auto), or the model."""
         done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         self.source = str(done[-1]) if done else self.config.model
         self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
@@ -580,7 +580,7 @@ class Trainer:
 
     def save(self) -> None:
         try:
-            save_checkpoint(self.policy, self.tokenizer, self.state, self.config)
+            self.source = str(save_checkpoint(self.policy, self.tokenizer, self.state, self.config))
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
         self.saved = self.state["step"]

@@ -103,14 +103,12 @@ def test_a_judge_in_training_is_measured_against_the_truth():
         assert (sample["verdict"], sample["flags"]) == expected
 
 
-def test_old_lines_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
-    new = ("group", "advantage", "response_length", "clipped", "seconds")
-    old = [{k: v for k, v in line(prompt=prompt).items() if k not in new} for prompt in (PROBLEM, PROBLEM, "another")]
-    run = write_run(tmp_path / "run", old, metrics=[{"step": 1, "a": float("nan")}])
+def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
+    run = write_run(tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}])
     with open(run / "samples.jsonl", "ab") as file:
         file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # cut in the middle of a character
     (data,) = data_of(view_run.write_page([run]))["runs"]
-    assert [len(group["samples"]) for group in data["groups"]] == [2, 1] and "advantage" not in data["groups"][0]["samples"][0]
+    assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
     assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
