@@ -481,26 +481,24 @@ class Trainer:
         self.leaving.set()  # what is ahead is drawn again
         concurrent.futures.wait([rollout for _, rollout in self.ahead])
         self.leaving.clear()
-        while True:
-            self.restarts += 1
-            if self.restarts > self.config.max_restarts:
-                raise error
-            self.find_checkpoint()
-            count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
-            print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
-            try:
-                if self.servers and self.config.rollout_shares_gpus:
-                    self.servers.sleep()
-                self.policy.restart(self.source)
-                if self.saved:
-                    self.policy.load_optimizer(Path(self.source))
-                if self.servers:
-                    self.servers.sync()
-            except RanksLost as again:
-                error = again
-                continue
-            self.updates_at_step = self.policy.num_updates
-            return self.log.rewind(self.saved)
+        self.restarts += 1
+        if self.restarts > self.config.max_restarts:
+            raise error
+        self.find_checkpoint()
+        count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
+        print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+        try:
+            if self.servers and self.config.rollout_shares_gpus:
+                self.servers.sleep()
+            self.policy.restart(self.source)
+            if self.saved:
+                self.policy.load_optimizer(Path(self.source))
+            if self.servers:
+                self.servers.sync()
+        except RanksLost as again:
+            return self.recover(again)
+        self.updates_at_step = self.policy.num_updates
+        self.log.rewind(self.saved)
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
@@ -560,8 +558,7 @@ class Trainer:
         for n_sampled, rows in self.val_rows.items():
             for n, temperature, suffix in [(n_sampled, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(n)]
-                title = f"evaluation {step}"
-                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, title)()  # waits
+                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")()
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
         self.log.samples(step, "val", shown, self.eos_ids)
