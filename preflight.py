@@ -96,7 +96,7 @@ def settle(config):
             vllm_args += " --gpu-memory-utilization 0.5"
     reward_fn = config.reward_fn
     if config.baseline:
-        reward_fn = (reward_fn or f"{reward_loop.HERE}/compute_score.py:").rpartition(":")[0] + ":compute_score_baseline"
+        reward_fn = re.sub(r":\w*$", "", reward_fn or f"{reward_loop.HERE}/compute_score.py") + ":compute_score_baseline"
     budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
     return dataclasses.replace(config, device=device, rollout_gpus=rollout_gpus, genrm_gpus=genrm_gpus,
                                rollout_vllm_args=vllm_args, max_tokens_per_micro_batch=budget, reward_fn=reward_fn)  # fmt: skip

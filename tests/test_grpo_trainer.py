@@ -428,6 +428,11 @@ def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
     assert deal_gpus(config_of(**changes), count) == expected
 
 
+def test_the_baseline_of_a_file_of_a_function_in_it_or_of_none():
+    for reward_fn, file in (("a/b.py", "a/b.py"), ("a/b.py:f", "a/b.py"), (None, f"{reward_loop.HERE}/compute_score.py")):
+        assert settle(config_of(baseline=True, reward_fn=reward_fn)).reward_fn == f"{file}:compute_score_baseline"
+
+
 def test_gpus_have_the_names_that_other_processes_know_them_by(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6f")
     config = config_of(rollout="vllm", genrm=("j",))
