@@ -318,9 +318,8 @@ const go = changes => location.replace(link(changes));
 
 // ---- Curves
 const METRICS = [...new Set(RUNS.flatMap(run => Object.keys(run.metrics)))].sort();
-// A source's name may have slashes: the metric without verdict tells where it ends.
-const SOURCES = [...new Set(METRICS.map(key => key.match(/^val\/(?:(.+)\/no_verdict|([^/]+))\/mean@\d+$/)).filter(Boolean)
-  .map(([, long, short]) => long ?? short))];
+// A source's name may have slashes: the one metric that every source has tells where it ends.
+const SOURCES = [...new Set(METRICS.map(key => key.match(/^val\/(.+)\/no_verdict\/mean@\d+$/)?.[1]).filter(Boolean))];
 const sourceOf = key => SOURCES.find(source => key.startsWith(`val/${source}/`));
 const glyph = source => GLYPHS[SOURCES.indexOf(source) % GLYPHS.length];
 const LAST = Math.max(1, ...RUNS.flatMap(run => Object.values(run.metrics).map(points => points.at(-1)[0])));

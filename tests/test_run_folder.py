@@ -13,9 +13,7 @@ from tiny import policy_of
 
 
 def test_pass_at_k_by_hand():
-    assert (
-        run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
-    )
+    assert run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
 
 
 def scored(score, row=None, text="", **info):

@@ -33,7 +33,10 @@ SILENT = dict(reward=None, advantage=None, status="no_verdict", info={"flawed_po
 CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
 
 
-def write_run(folder, samples, metrics=({"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5})):
+METRICS = ({"step": 0, "val/toy/mean@1": 0.25, "val/toy/no_verdict/mean@1": 0.0}, {"step": 1, "reward/acc": 0.5})
+
+
+def write_run(folder, samples, metrics=METRICS):
     folder.mkdir(parents=True)
     for name, lines in (("metrics", metrics), ("samples", samples)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -87,7 +90,8 @@ def test_lines_become_whole_groups_with_flags_verdicts_and_the_named_paragraphs(
     ]  # fmt: skip
     assert [(s.get("judge"), s["oracle"]) for s in samples] == [(-1, -1), (0, 0), (-1, 0), (None, -1), (None, -1)]
     assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
-    assert run_data["metrics"] == {"val/toy/mean@1": [[0, 0.25]], "reward/acc": [[1, 0.5]]} and run_data["notes"] == []
+    assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [[1, 0.5]]
+    assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
 
 
 def test_a_judge_in_training_is_measured_against_the_truth():
