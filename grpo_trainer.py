@@ -529,7 +529,7 @@ class Trainer:
             servers = genrm_server.Config(
                 model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
                 cpus=config.rollout_cpus, gpus=config.rollout_gpus,
-                max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
+                max_model_len=self.longest, seed=config.seed % 2**31, policy="least_loaded", queue_timeout=900,
                 sleep_mode=config.rollout_shares_gpus, log_dir=Path(config.out_dir, "rollout_logs"),
                 vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
             )  # fmt: skip
