@@ -139,8 +139,7 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
         chosen = [gpu for gpu in getattr(config, f"{name}_gpus").split(",") if gpu]
         elsewhere = name == "genrm" and os.environ.get("RAY_ADDRESS", "local") != "local"  # a cluster deals out its own GPUs
         if not chosen and needed and not elsewhere:
-            everywhere = list(map(str, range(count)))
-            free = everywhere if sleeps else [gpu for gpu in everywhere if gpu not in taken]
+            free = [gpu for gpu in map(str, range(count)) if sleeps or gpu not in taken]
             chosen = (free + [policy[5:]] * (share and not free))[:needed]
             if len(chosen) < needed and not share:
                 text = f"{needed} more GPUs are needed for {name}_servers, {len(chosen)} of {count} are free"
@@ -172,8 +171,7 @@ def place(config) -> tuple[str, str, str]:
         if getattr(config, name):
             raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
     if config.device not in ("auto", "cpu", "cuda"):
-        ranks = f"policy_ranks is {config.policy_ranks}"
-        raise ValueError(f"device: {config.device!r} names one GPU, and {ranks}; take auto, cpu or cuda")
+        raise ValueError(f"device: {config.device!r} is for one process, not for policy_ranks; take auto, cpu or cuda")
     have = ray.cluster_resources().get("GPU", 0)
     device = config.device if config.device != "auto" else "cuda" if have else "cpu"
     needs = gpus_needed(config)

@@ -265,12 +265,12 @@ class Log:
                     written[row["data_source"]] += size
                 if not shown:
                     continue
-                prompt = row["prompt"][-1]["content"]
-                truth = row["reward_model"]["ground_truth"]
-                line = {"step": step, "split": split, "group": group, "data_source": row["data_source"], "prompt": prompt}
-                line |= {"ground_truth": truth} | sample.result | {"advantage": sample.advantage}
-                line |= {"response_length": len(sample.response_ids), "clipped": sample.response_ids[-1] not in eos_ids}
-                file.write(json.dumps(line | {"response": sample.text}, ensure_ascii=False, default=str) + "\n")
+                prompt, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+                line = {"step": step, "split": split, "group": group, "data_source": row["data_source"], "prompt": prompt,
+                        "ground_truth": truth, **sample.result, "advantage": sample.advantage,
+                        "response_length": len(sample.response_ids), "clipped": sample.response_ids[-1] not in eos_ids,
+                        "response": sample.text}  # fmt: skip
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 table.append([step, prompt, sample.text, str(truth), str(sample.reward)])
         if split != "val":
             return

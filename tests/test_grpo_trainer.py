@@ -226,12 +226,8 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
             answer = json.dumps({"data": [{"probs": [text.count("7") / 10]}]}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
-
-        def log_message(self, *arguments):
-            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
     threading.Thread(target=server.serve_forever, daemon=True).start()
