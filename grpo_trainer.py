@@ -597,9 +597,8 @@ def why_useless(group: list[Sample]) -> str | None:
     if min(scores) < max(scores):
         return None
     accs = [sample.result["reward_extra_info"].get("acc") for sample in group]
-    if None in accs or len(set(map(bool, accs))) > 1:  # None: the function does not say
-        return "equal_scores"
-    return "all_right" if accs[0] else "all_wrong"
+    right = {bool(acc) for acc in accs if acc is not None}  # where the function says so
+    return "all_right" if right == {True} else "all_wrong" if right == {False} else "equal_scores"
 
 
 def outcome(sample: Sample) -> float:

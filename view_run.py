@@ -140,8 +140,8 @@ def sample_of(line: dict) -> dict:
     return sample | {
         "paragraphs": paragraphs, "kind": kind, "verdict": words, "flags": flags_of(line, info),
         "score": short(info.get("score", line.get("reward_score"))), "penalty": short(info.get("overlong_penalty", 0.0)),
-        "reward": short(line.get("reward_score")), "advantage": short(line.get("advantage")), "length": line.get("response_length"), "clipped": line.get("clipped"),
-        "status": line.get("status"), "seconds": short(line.get("seconds")),
+        "reward": short(line.get("reward_score")), "advantage": short(line.get("advantage")), "status": line.get("status"),
+        "length": line.get("response_length"), "clipped": line.get("clipped"), "seconds": short(line.get("seconds")),
         "info": {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in rest.items()},
     }  # fmt: skip
 
@@ -473,7 +473,8 @@ function sampleView(run, group, chosen) {
   const reward = sample.reward == null ? "none: no verdict"
     : `score ${signed(sample.score)}, length penalty ${show(sample.penalty)}: reward ${signed(sample.reward)}`;
   const formula = run.advantage === "fapo" && std > 0 ? `(${show(sample.reward)} − ${show(mean)}) / ${show(std)} = ` : "";
-  const advantage = sample.advantage != null ? formula + signed(sample.advantage) : group.split === "val" ? "none: a held-out problem"
+  const advantage = sample.advantage != null ? formula + signed(sample.advantage)
+    : group.split === "val" ? "none: a held-out problem"
     : sample.reward == null ? "none: no verdict, no part in the loss" : "none: the group was dropped, it teaches nothing";
   const rows = [["verdict", chip(sample)], ["reward", reward], ["advantage", el("span", {style: tint(sample)}, advantage)],
     ["status", sample.status + (sample.seconds == null ? "" : ` in ${show(sample.seconds)} s`)], ...Object.entries(sample.info)];

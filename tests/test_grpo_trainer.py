@@ -58,6 +58,7 @@ def test_why_a_group_is_useless():
     assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
     assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
     assert grpo_trainer.why_useless([scored(1.0), scored(1.0)]) == "equal_scores"  # a function that does not say `acc`
+    assert grpo_trainer.why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
     assert grpo_trainer.why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"  # whatever its length cost
 
 
