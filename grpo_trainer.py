@@ -53,7 +53,7 @@ from policy_group import PolicyGroup, RanksLost
 from preflight import check, check_sizes, load_rows, load_tokenizer, report, samples_itself, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
 from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
-from run_folder import mean, reward_metrics, validation_metrics
+from run_folder import has_evaluation, mean, reward_metrics, validation_metrics
 
 
 @dataclass(kw_only=True)
@@ -273,30 +273,31 @@ class Trainer:
         first part then waits for verdicts too.
         """
         config, staleness = self.config, step - 1 - self.state["step"]  # the servers have the weights of after that step
-        rounds, kept, dropped, times = [], [], Counter(), Counter()
+        everything, rounds, kept, dropped, times = [], 0, [], Counter(), Counter()
         refills = config.max_refills if config.dynamic_sampling and not config.replay else 0
-        while not rounds or len(kept) < config.train_batch_size and len(rounds) <= refills:
+        while not rounds or len(kept) < config.train_batch_size and rounds <= refills:
             rows = draw(self.train_rows, self.drawn, config.train_batch_size - len(kept), config.seed)
             drawn = self.drawn = self.drawn + len(rows)  # the steps after this one go on drawing before this one is done
             if config.replay:
                 samples = read_rollouts(config.replay, step)
             else:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(config.group_size)]
-                seed = config.seed * 1_000_003 + step + (len(rounds) << 40)
+                seed = (config.seed * 1_000_003 + step + (rounds << 40)) % 2**64  # what torch takes, for any --seed
                 verdicts = self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
                 if not refills:
                     yield  # all is rolled out
                 times += verdicts()
-            rounds.append(samples)
-            for group in groups_of(samples, config.group_size):
-                reason = why_useless(group)
-                dropped.update([reason] if reason else [])
+                self.check_verdicts(step, everything + samples)
+            rounds += 1
+            everything += samples
+            for start in range(0, len(samples), config.group_size):
+                group = samples[start : start + config.group_size]
+                if reason := why_useless(group):
+                    dropped[reason] += 1
                 if not (reason and config.dynamic_sampling):
                     kept.append(group)
-            self.check_verdicts(step, sum(rounds, []))
         if refills:
             yield
-        everything = sum(rounds, [])
         if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
             last = everything[-config.group_size :]
             kept = [[dataclasses.replace(sample, result=sample.result | {"reward_score": None}) for sample in last]]
@@ -314,7 +315,7 @@ class Trainer:
         if not config.replay:
             metrics["rollout/staleness"] = staleness
         if config.dynamic_sampling:
-            metrics |= {"dynamic/prompts": groups, "dynamic/refills": len(rounds) - 1, "dynamic/kept": groups - dropped.total()}
+            metrics |= {"dynamic/prompts": groups, "dynamic/refills": rounds - 1, "dynamic/kept": groups - dropped.total()}
             metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
         yield everything, training, metrics, drawn
 
@@ -422,7 +423,7 @@ class Trainer:
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = {}  # samples per row -> rows
         for file in config.val_file:
-            path, n = re.fullmatch(r"(.*?)(?::(\d+))?", file).groups()
+            path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             self.val_rows.setdefault(int(n or config.val_n), []).extend(load_rows(path, self.tokenizer, config))
         self.longest = check_sizes(self.source, self.train_rows + sum(self.val_rows.values(), []), config)
 
@@ -465,10 +466,10 @@ class Trainer:
                 print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
                 raise
         print(f"page: {view_run.write_page([config.out_dir])}")
-        return Path(config.out_dir, "checkpoints", f"step_{self.saved}") if self.saved else Path(config.model)
+        return Path(self.source)
 
     def find_checkpoint(self) -> None:
-        """Where the run goes on: its newest checkpoint (at the start there can be one only with --resume auto), or the model."""
+        """Where the run goes on, `source`: its newest checkpoint (at the start only with --resume auto), or the model."""
         done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         self.source = str(done[-1]) if done else self.config.model
         self.state = json.loads((done[-1] / "trainer_state.json").read_text()) if done else {"step": 0, "prompts_drawn": 0}
@@ -480,26 +481,24 @@ class Trainer:
         self.leaving.set()  # what is ahead is drawn again
         concurrent.futures.wait([rollout for _, rollout in self.ahead])
         self.leaving.clear()
-        while True:
-            self.restarts += 1
-            if self.restarts > self.config.max_restarts:
-                raise error
-            self.find_checkpoint()
-            count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
-            print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
-            try:
-                if self.servers and self.config.rollout_shares_gpus:
-                    self.servers.sleep()
-                self.policy.restart(self.source)
-                if self.saved:
-                    self.policy.load_optimizer(Path(self.source))
-                if self.servers:
-                    self.servers.sync()
-            except RanksLost as again:
-                error = again
-                continue
-            self.updates_at_step = self.policy.num_updates
-            return self.log.rewind(self.saved)
+        self.restarts += 1
+        if self.restarts > self.config.max_restarts:
+            raise error
+        self.find_checkpoint()
+        count = f"{self.restarts} of max_restarts {self.config.max_restarts}"
+        print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+        try:
+            if self.servers and self.config.rollout_shares_gpus:
+                self.servers.sleep()
+            self.policy.restart(self.source)
+            if self.saved:
+                self.policy.load_optimizer(Path(self.source))
+            if self.servers:
+                self.servers.sync()
+        except RanksLost as again:
+            return self.recover(again)
+        self.updates_at_step = self.policy.num_updates
+        self.log.rewind(self.saved)
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite order."""
@@ -530,7 +529,7 @@ class Trainer:
             servers = genrm_server.Config(
                 model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
                 cpus=config.rollout_cpus, gpus=config.rollout_gpus,
-                max_model_len=self.longest, seed=config.seed, policy="least_loaded", queue_timeout=900,
+                max_model_len=self.longest, seed=config.seed % 2**31, policy="least_loaded", queue_timeout=900,
                 sleep_mode=config.rollout_shares_gpus, log_dir=Path(config.out_dir, "rollout_logs"),
                 vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
             )  # fmt: skip
@@ -549,7 +548,7 @@ class Trainer:
         """Whether there is no evaluation after this step, or it is done: then its metrics stand in the step's line."""
         config = self.config
         due = step == 0 or step == config.total_steps or config.val_every and step % config.val_every == 0
-        return not self.val_rows or not due or any(key.startswith("val/") for line in self.log.history[-1:] for key in line)
+        return not self.val_rows or not due or any(map(has_evaluation, self.log.history[-1:]))
 
     def evaluate(self, step: int) -> None:
         """The evaluation after this step, if there is one, added to the step's line of metrics."""
@@ -559,12 +558,13 @@ class Trainer:
         for n_sampled, rows in self.val_rows.items():
             for n, temperature, suffix in [(n_sampled, config.val_temperature, "")] + [(1, 0.0, "greedy")] * config.val_greedy:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(n)]
-                title = f"evaluation {step}"
-                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, title)()  # waits
+                self.roll_out_and_score(samples, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")()
                 metrics |= validation_metrics(samples, n, suffix)
                 shown += [] if suffix else samples[::n]
         self.log.samples(step, "val", shown, self.eos_ids)
-        print(f"step {step}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.count("/") == 2))
+        sources = {f"val/{sample.row['data_source']}" for sample in shown}  # a name may have slashes, as openai/gsm8k has
+        accuracies = [f"{key} {value:.3f}" for key, value in metrics.items() if key.rpartition("/")[0] in sources]
+        print(f"step {step}: " + ", ".join(accuracies))
         self.log.metrics({"step": step} | metrics)
         self.log.plot()
 
@@ -577,14 +577,10 @@ class Trainer:
 
     def save(self) -> None:
         try:
-            save_checkpoint(self.policy, self.tokenizer, self.state, self.config)
+            self.source = str(save_checkpoint(self.policy, self.tokenizer, self.state, self.config))
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
         self.saved = self.state["step"]
-
-
-def groups_of(samples: list[Sample], size: int) -> list[list[Sample]]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
@@ -600,8 +596,9 @@ def why_useless(group: list[Sample]) -> str | None:
         return "no_verdict"
     if min(scores) < max(scores):
         return None
-    right = {bool(sample.result["reward_extra_info"].get("acc")) for sample in group}
-    return "equal_scores" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"
+    accs = [sample.result["reward_extra_info"].get("acc") for sample in group]
+    right = {bool(acc) for acc in accs if acc is not None}  # where the function says so
+    return "all_right" if right == {True} else "all_wrong" if right == {False} else "equal_scores"
 
 
 def outcome(sample: Sample) -> float:
@@ -621,14 +618,14 @@ def process(sample: Sample) -> float:
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
     """Rows number `first` to `first + count` of an endless stream: epoch after epoch, each in a shuffle of its own."""
-    drawn, shuffles = [], {}
-    for place in range(first, first + count):
-        epoch, index = divmod(place, len(rows))
-        if epoch not in shuffles:
-            shuffles[epoch] = list(range(len(rows)))
-            random.Random(f"{seed}/{epoch}").shuffle(shuffles[epoch])
-        drawn.append(rows[shuffles[epoch][index]])
-    return drawn
+    epoch, start = divmod(first, len(rows))
+    stream = []
+    while len(stream) < start + count:
+        shuffled = list(rows)
+        random.Random(f"{seed}/{epoch}").shuffle(shuffled)
+        stream += shuffled
+        epoch += 1
+    return stream[start : start + count]
 
 
 def train(config: Config) -> Path | None:

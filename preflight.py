@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,10 +60,15 @@ def check(config) -> None:
     if config.overlong_buffer > config.max_response_length:
         limit = f"max_response_length {config.max_response_length}; lower it, 0 is no penalty"
         raise ValueError(f"overlong_buffer: {config.overlong_buffer} is larger than {limit}")
-    for name, values in (("model", (config.model,)), ("genrm", reward_loop.named("genrm", config.genrm).values())):
-        for value in values:
-            if not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
-                raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
+    judges = reward_loop.named("genrm", config.genrm).values()
+    for name, value in [("model", config.model), *(("genrm", judge) for judge in judges)]:
+        if not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
+            raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
+    for name in ("rollout_vllm_args", "genrm_vllm_args"):
+        try:
+            shlex.split(getattr(config, name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {getattr(config, name)!r} cannot be read ({error})") from None
     config.check_rewards()
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not importlib.util.find_spec(name):
@@ -77,13 +83,6 @@ def samples_itself(config) -> bool:
     return not config.replay or bool(config.val_file)
 
 
-def reward_function(config) -> str | None:
-    """FILE:NAME of the function that is called."""
-    if config.baseline:
-        return (config.reward_fn or f"{reward_loop.HERE}/compute_score.py:").rpartition(":")[0] + ":compute_score_baseline"
-    return config.reward_fn
-
-
 def settle(config):
     """The configuration with what depends on this machine filled in."""
     device, rollout_gpus, genrm_gpus = place(config) if config.policy_ranks > 1 else deal_gpus(config, torch.cuda.device_count())
@@ -95,10 +94,12 @@ def settle(config):
         rollout_gpus = by_name([device[5:]]) if device[5:] else ""  # Ray places those of several
         if "gpu-memory-utilization" not in vllm_args:  # vLLM's own default is nearly all, and the policy is there already
             vllm_args += " --gpu-memory-utilization 0.5"
+    reward_fn = config.reward_fn
+    if config.baseline:
+        reward_fn = re.sub(r":\w*$", "", reward_fn or f"{reward_loop.HERE}/compute_score.py") + ":compute_score_baseline"
     budget = config.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
     return dataclasses.replace(config, device=device, rollout_gpus=rollout_gpus, genrm_gpus=genrm_gpus,
-                               rollout_vllm_args=vllm_args, max_tokens_per_micro_batch=budget,
-                               reward_fn=reward_function(config))  # fmt: skip
+                               rollout_vllm_args=vllm_args, max_tokens_per_micro_batch=budget, reward_fn=reward_fn)  # fmt: skip
 
 
 def check_sharing(config, device: str) -> None:
@@ -138,8 +139,7 @@ def deal_gpus(config, count: int) -> tuple[str, str, str]:
         chosen = [gpu for gpu in getattr(config, f"{name}_gpus").split(",") if gpu]
         elsewhere = name == "genrm" and os.environ.get("RAY_ADDRESS", "local") != "local"  # a cluster deals out its own GPUs
         if not chosen and needed and not elsewhere:
-            everywhere = list(map(str, range(count)))
-            free = everywhere if sleeps else [gpu for gpu in everywhere if gpu not in taken]
+            free = [gpu for gpu in map(str, range(count)) if sleeps or gpu not in taken]
             chosen = (free + [policy[5:]] * (share and not free))[:needed]
             if len(chosen) < needed and not share:
                 text = f"{needed} more GPUs are needed for {name}_servers, {len(chosen)} of {count} are free"
@@ -171,8 +171,7 @@ def place(config) -> tuple[str, str, str]:
         if getattr(config, name):
             raise ValueError(f"{name} is {getattr(config, name)}: with policy_ranks Ray deals out the GPUs; leave it out")
     if config.device not in ("auto", "cpu", "cuda"):
-        ranks = f"policy_ranks is {config.policy_ranks}"
-        raise ValueError(f"device: {config.device!r} names one GPU, and {ranks}; take auto, cpu or cuda")
+        raise ValueError(f"device: {config.device!r} is for one process, not for policy_ranks; take auto, cpu or cuda")
     have = ray.cluster_resources().get("GPU", 0)
     device = config.device if config.device != "auto" else "cuda" if have else "cpu"
     needs = gpus_needed(config)
@@ -223,7 +222,8 @@ def check_sizes(source: str, rows: list[dict], config) -> int:
     if longest > (limit := getattr(shape, "max_position_embeddings", None) or math.inf):
         text = f"{config.max_response_length} and the longest prompt are {longest} tokens, the model takes {limit}"
         raise ValueError(f"max_response_length: {text}; lower it, or max_prompt_length")
-    if weights := count_parameters(config)[0]:
+    weights = count_parameters(config)[0]
+    if weights and config.total_steps:  # an evaluation writes no checkpoint
         check_room(config, checkpoint=12e-9 * weights)
     return longest
 

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -24,17 +25,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # here, not in plot(): an interrupt in the middle of its import would break both
 
+AS_JSON = "backslashreplace"  # half a surrogate pair, which a reward function may return, is no UTF-8; as \ud83d it is JSON
+
 # -------------------------------------------------------------------------------------------------- the folder and its config
 
 
 def check_folder(config) -> None:
     """Makes the folder if need be. Raises ValueError where it cannot be written to, or holds a run that is not to go on."""
     out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
-    names = ("trainer_state.pt", "optimizer.pt")
-    unread = [path.parent.name for name in names for path in out_dir.glob(f"checkpoints/step_*/{name}")]
-    if unread and config.resume == "auto":  # going on from the start would overwrite it
-        raise ValueError(f"out_dir: {out_dir} holds checkpoints of an earlier layout ({unread[0]}); give another folder, and "
-                         f"{out_dir}/checkpoints/{unread[-1]} as --model")  # fmt: skip
     if old and config.resume == "never":
         raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
     try:
@@ -50,7 +48,7 @@ def check_folder(config) -> None:
 def check_room(config, checkpoint: float) -> None:
     """Raises ValueError where the disk has no room for the checkpoints to come, of so many GB each."""
     kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-    needed = checkpoint * max(2, config.keep_checkpoints + 1 - kept)  # the newest is written before the oldest is deleted
+    needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)  # the newest is written before the oldest is deleted
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need {needed:.1f}; make room")
@@ -70,7 +68,7 @@ def write_config(config, resumed: bool) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a file that exists in its old or in its new form at any moment."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, errors=AS_JSON)
     temporary.replace(path)
 
 
@@ -102,16 +100,15 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
             f"{target}: could not be written ({error}); {shutil.disk_usage(config.out_dir).free / 1e9:.1f} GB are free there; "
             f"make room, then --resume auto goes on from {kept[-1].name if kept else 'the start'}"
         ) from error
-    for old in checkpoints_in(folder)[: -config.keep_checkpoints or None]:
-        if config.keep_checkpoints:
-            shutil.rmtree(old)
+    for old in checkpoints_in(folder)[: -config.keep_checkpoints] if config.keep_checkpoints else []:
+        shutil.rmtree(old)
     return target
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step_*") if (path / "trainer_state.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """The whole checkpoints of a run, oldest first. A copy that somebody keeps beside them (step_20_best) is none of them."""
+    steps = {path.parent: path.parent.name.removeprefix("step_") for path in folder.glob("step_*/trainer_state.json")}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 # ------------------------------------------------------------------------------------------------- means over scored samples
@@ -123,20 +120,17 @@ def mean(values) -> float | None:
 
 
 def averages(results: list[dict]) -> dict[str, float | None]:
-    """The means of the numbers and booleans in the results' reward_extra_info, over the samples that have them.
+    """The means of the numbers and booleans in the results' reward_extra_info, over the samples that have them; else None.
 
     `flawed_positive` (and what ends so) becomes a rate among right answers, as in the paper, not among all samples.
     """
-    infos = [result["reward_extra_info"] for result in results]
-    keys = dict.fromkeys(key for info in infos for key, value in info.items() if isinstance(value, (bool, int, float)))
-    means = {}
-    for key in keys:
-        if key in ("pred", "gt"):  # an index, say: its mean means nothing
-            continue
-        counted = [info for info in infos if info.get("acc")] if key.endswith("flawed_positive") else infos
-        values = (info.get(key) for info in counted)
-        name = f"{key}_rate" if key.endswith("flawed_positive") else key
-        means[name] = mean(value for value in values if isinstance(value, (bool, int, float)))
+    infos, means = [result["reward_extra_info"] for result in results], {}
+    for key in dict.fromkeys(key for info in infos for key in info if key not in ("pred", "gt")):  # an index has no mean
+        is_rate = key.endswith("flawed_positive")
+        values = [info.get(key) for info in infos if info.get("acc") or not is_rate]
+        # NaN and what is too large for a float (a number that a model wrote out) count as not there.
+        numbers = [value for value in values if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max]
+        means[f"{key}_rate" if is_rate else key] = mean(numbers)
     return means
 
 
@@ -145,11 +139,11 @@ def reward_metrics(samples: list) -> dict:
     rewards, results = [sample.reward for sample in samples], [sample.result for sample in samples]
     statuses = [result["reward_extra_info"].get("genrm_status") for result in results]
     asked = [status for status in statuses if status not in (None, "skipped")]
-    metrics = {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
+    metrics = {f"reward/{key}": value for key, value in averages(results).items()}  # first: a key of theirs may be "mean", too
+    metrics |= {"reward/mean": mean(rewards), "reward/no_verdict": mean(reward is None for reward in rewards)}
     seconds = [result["seconds"] for result in results if result.get("seconds") is not None]
     if seconds:
         metrics |= {"reward/seconds_mean": mean(seconds), "reward/seconds_max": max(seconds)}
-    metrics |= {f"reward/{key}": value for key, value in averages(results).items()}
     if asked:
         metrics["genrm/error_rate"] = mean(status != "ok" for status in asked)
         metrics["genrm/truncated"] = mean(status == "truncated" for status in asked)
@@ -168,16 +162,17 @@ def validation_metrics(samples: list, n: int, suffix: str = "") -> dict:
     metrics, label = {}, suffix or f"mean@{n}"
     for source in dict.fromkeys(sample.row["data_source"] for sample in samples):
         results = [sample.result for sample in samples if sample.row["data_source"] == source]
-        groups = [results[start : start + n] for start in range(0, len(results), n)]
         means = averages(results)
-        metrics[f"val/{source}/{label}"] = accuracy = means.pop("acc", None)
-        metrics[f"val/{source}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in results)
+        accuracy = means.pop("acc", None)
         metrics |= {f"val/{source}/{key}/{label}": value for key, value in means.items()}
+        metrics[f"val/{source}/{label}"] = accuracy
+        metrics[f"val/{source}/no_verdict/{label}"] = mean(result["reward_score"] is None for result in results)
         if n == 1 or accuracy is None:
             continue
-        infos = [[result["reward_extra_info"] for result in group] for group in groups]
+        infos = [result["reward_extra_info"] for result in results]
+        groups = [infos[start : start + n] for start in range(0, len(infos), n)]
         # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
-        answers = [[(info.get("pred"), bool(info["acc"])) for info in group if info.get("acc") is not None] for group in infos]
+        answers = [[(info.get("pred"), bool(info["acc"])) for info in group if info.get("acc") is not None] for group in groups]
         majority = [max(group, key=lambda answer: sum(answer[0] == other[0] for other in group))[1] for group in answers if group]
         metrics[f"val/{source}/maj@{n}"] = mean(majority)
         for k in {2**power for power in range(n.bit_length())} | {n}:
@@ -199,6 +194,11 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
         except json.JSONDecodeError:
             torn += 1
     return lines, torn
+
+
+def has_evaluation(line: dict) -> bool:
+    """Whether a step's line of metrics has those of its evaluation."""
+    return any(key.startswith("val/") for key in line)
 
 
 class Log:
@@ -224,19 +224,15 @@ class Log:
             self.wandb = wandb.init(project="fapo", config=asdict(config), **run)
 
     def rewind(self, step: int) -> None:
-        """Drops all lines of later steps."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            kept = [line for line in read_lines(self.folder / name)[0] if line["step"] <= step]
-            if name == "metrics.jsonl":
-                self.history = kept
-            else:
-                kept = [line for line in kept if not self.unevaluated(line)]
-            replace_file(self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
-
-    def unevaluated(self, sample: dict) -> bool:
-        """Whether this is a sample of an evaluation that was stopped before its metrics were written: it is done again."""
-        last = self.history[-1] if self.history else {"step": None}
-        return sample.get("split") == "val" and sample["step"] == last["step"] and not any(key.startswith("val/") for key in last)
+        """Drops all lines of later steps, and samples of an evaluation that was stopped before its metrics were written."""
+        self.history, samples = (
+            [line for line in read_lines(self.folder / name)[0] if line["step"] <= step]
+            for name in ("metrics.jsonl", "samples.jsonl")
+        )
+        evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        samples = [line for line in samples if line.get("split") != "val" or line["step"] in evaluated]
+        for name, lines in (("metrics.jsonl", self.history), ("samples.jsonl", samples)):
+            replace_file(self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line. What comes later for the same step, such as its evaluation, is added to that line."""
@@ -261,7 +257,7 @@ class Log:
         A group is never split, so that it shows what its advantages come from. In an evaluation each sample is one.
         """
         table, written, size = [], Counter(), self.config.group_size if split == "train" else 1
-        with open(self.folder / "samples.jsonl", "a") as file:
+        with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             for place, sample in enumerate(samples):
                 row, group = sample.row, place // size
                 if place % size == 0:
@@ -269,12 +265,12 @@ class Log:
                     written[row["data_source"]] += size
                 if not shown:
                     continue
-                prompt = row["prompt"][-1]["content"]
-                truth = row["reward_model"]["ground_truth"]
-                line = {"step": step, "split": split, "group": group, "data_source": row["data_source"], "prompt": prompt}
-                line |= {"ground_truth": truth} | sample.result | {"advantage": sample.advantage}
-                line |= {"response_length": len(sample.response_ids), "clipped": sample.response_ids[-1] not in eos_ids}
-                file.write(json.dumps(line | {"response": sample.text}, ensure_ascii=False, default=str) + "\n")
+                prompt, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+                line = {"step": step, "split": split, "group": group, "data_source": row["data_source"], "prompt": prompt,
+                        "ground_truth": truth, **sample.result, "advantage": sample.advantage,
+                        "response_length": len(sample.response_ids), "clipped": sample.response_ids[-1] not in eos_ids,
+                        "response": sample.text}  # fmt: skip
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 table.append([step, prompt, sample.text, str(truth), str(sample.reward)])
         if split != "val":
             return
@@ -293,7 +289,8 @@ class Log:
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""
         seen = sorted({key for metrics in self.history for key in metrics})
-        held_out = [key for key in seen if key.startswith("val/") and "/mean@" in key and key.count("/") == 2]
+        # val/SOURCE/mean@k, not val/SOURCE/KEY/mean@k: the only one that has a val/SOURCE/no_verdict/mean@k beside it.
+        held_out = [key for key in seen if "/mean@" in key and "/no_verdict/".join(key.rsplit("/", 1)) in seen]
         flawed = [key for key in seen if "flawed_positive_rate" in key and "greedy" not in key]
         panels = [
             ("reward", ["reward/mean", "reward/score"]),

@@ -24,6 +24,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import tyro
@@ -124,7 +125,7 @@ def flags_of(line: dict, info: dict) -> list[str]:
 
 
 def sample_of(line: dict) -> dict:
-    """What the page shows of a line of samples.jsonl. Lines of older runs know less: what is not known is not there."""
+    """What the page shows of a line of samples.jsonl."""
     info = line.get("reward_extra_info") or {}
     kind, words = verdict_of(line, info)
     paragraphs, sample = split_paragraphs(line.get("response", "")), {}
@@ -135,29 +136,26 @@ def sample_of(line: dict) -> dict:
     if "oracle_flawed_positive" in info:
         with contextlib.suppress(ValueError):  # a world of the user's own, with an oracle of its own
             sample["oracle"] = first_wrong_paragraph(line["prompt"], paragraphs)
-    if "advantage" in line:
-        sample["advantage"] = short(line["advantage"])
     rest = {key: value for key, value in info.items() if key not in ("score", "critique", "overlong_penalty")}
     return sample | {
         "paragraphs": paragraphs, "kind": kind, "verdict": words, "flags": flags_of(line, info),
         "score": short(info.get("score", line.get("reward_score"))), "penalty": short(info.get("overlong_penalty", 0.0)),
-        "reward": short(line.get("reward_score")), "length": line.get("response_length"), "clipped": line.get("clipped"),
-        "status": line.get("status"), "seconds": short(line.get("seconds")),
+        "reward": short(line.get("reward_score")), "advantage": short(line.get("advantage")), "status": line.get("status"),
+        "length": line.get("response_length"), "clipped": line.get("clipped"), "seconds": short(line.get("seconds")),
         "info": {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in rest.items()},
     }  # fmt: skip
 
 
 def groups_of(lines: list[dict]) -> list[dict]:
-    """One prompt with its samples each. Lines of older runs carry no group: there a new prompt is a new group."""
-    keys = ("step", "split", "group", "data_source", "prompt")
+    """One prompt with its samples each; `place` counts those of a step and data source."""
     groups, places = [], Counter()
-    for (step, split, number, source, prompt), members in itertools.groupby(lines, lambda line: [line.get(key) for key in keys]):
-        members = list(members)
-        place = places[step, split, source]
-        places[step, split, source] += 1
-        groups.append({"step": step, "split": split, "group": len(groups) if number is None else number, "source": source,
-                       "prompt": str(prompt), "truth": str(members[0].get("ground_truth")), "place": place,
+    for (step, split, number), members in itertools.groupby(lines, itemgetter("step", "split", "group")):
+        first, *_ = members = list(members)
+        source = first["data_source"]
+        groups.append({"step": step, "split": split, "group": number, "source": source, "place": places[step, split, source],
+                       "prompt": str(first["prompt"]), "truth": str(first["ground_truth"]),
                        "samples": [sample_of(line) for line in members]})  # fmt: skip
+        places[step, split, source] += 1
     return groups
 
 
@@ -320,10 +318,12 @@ const go = changes => location.replace(link(changes));
 
 // ---- Curves
 const METRICS = [...new Set(RUNS.flatMap(run => Object.keys(run.metrics)))].sort();
-const sourceOf = key => key.match(/^val\/([^/]+)/)?.[1], SOURCES = [...new Set(METRICS.map(sourceOf).filter(Boolean))];
+// A source's name may have slashes: the one metric that every source has tells where it ends.
+const SOURCES = [...new Set(METRICS.map(key => key.match(/^val\/(.+)\/no_verdict\/mean@\d+$/)?.[1]).filter(Boolean))];
+const sourceOf = key => SOURCES.find(source => key.startsWith(`val/${source}/`));
 const glyph = source => GLYPHS[SOURCES.indexOf(source) % GLYPHS.length];
 const LAST = Math.max(1, ...RUNS.flatMap(run => Object.values(run.metrics).map(points => points.at(-1)[0])));
-const isHidden = run => (state.hide ?? "").split(",").includes(run.name);
+const isHidden = run => (state.hide ?? "").split("\n").includes(run.name);
 const smooth = points => points.map(([step], i) => {
   const last = points.slice(Math.max(0, i - 4), i + 1);
   return [step, sum(last.map(point => point[1])) / last.length];
@@ -331,7 +331,7 @@ const smooth = points => points.map(([step], i) => {
 let drawn = [];  // a function of each chart on the screen: all show the values of the step that one of them is pointed at
 
 function belongs(name, key) {  // is it the metric `key`, or what that is on held-out problems?
-  const parts = name.match(/^val\/[^/]+\/(?:(.+)\/)?mean@\d+$/);
+  const parts = sourceOf(name) && name.slice(`val/${sourceOf(name)}`.length).match(/^(?:\/(.+))?\/mean@\d+$/);
   return name === key || parts && key === `reward/${{score: "mean"}[parts[1]] ?? parts[1] ?? "acc"}`;
 }
 
@@ -395,7 +395,7 @@ function renderCurves() {
   $("legend").replaceChildren(...RUNS.map(run => {
     const box = el("input", {type: "checkbox", id: `show-${run.name}`}), toggled = one => isHidden(one) !== (one === run);
     box.checked = !isHidden(run);
-    box.addEventListener("change", () => go({hide: RUNS.filter(toggled).map(one => one.name).join()}));
+    box.addEventListener("change", () => go({hide: RUNS.filter(toggled).map(one => one.name).join("\n")}));
     return el("label", {}, box, square(run.colour), run.name);
   }));
   drawn = [];
@@ -462,8 +462,7 @@ function groupView(run, group, chosen) {
       class: matches(group, sample) ? "card" : "card dim", href: link(addressOf(run, group, i))},
       `sample ${i}: reward `, el("b", {}, show(sample.reward)), el("span", {class: "advantage", style: tint(sample)},
         sample.advantage == null ? "no advantage" : `advantage ${signed(sample.advantage)}`), chip(sample),
-      el("div", {class: "soft"}, sample.length == null ? `${sample.paragraphs.join("\n\n").length} characters`
-        : `${sample.length} tokens`, sample.clipped ? ", cut" : "")))),
+      el("div", {class: "soft"}, `${sample.length} tokens`, sample.clipped ? ", cut" : "")))),
   ];
 }
 
@@ -474,8 +473,8 @@ function sampleView(run, group, chosen) {
   const reward = sample.reward == null ? "none: no verdict"
     : `score ${signed(sample.score)}, length penalty ${show(sample.penalty)}: reward ${signed(sample.reward)}`;
   const formula = run.advantage === "fapo" && std > 0 ? `(${show(sample.reward)} − ${show(mean)}) / ${show(std)} = ` : "";
-  const advantage = sample.advantage === undefined ? "not recorded by this older run"
-    : sample.advantage != null ? formula + signed(sample.advantage) : group.split === "val" ? "none: a held-out problem"
+  const advantage = sample.advantage != null ? formula + signed(sample.advantage)
+    : group.split === "val" ? "none: a held-out problem"
     : sample.reward == null ? "none: no verdict, no part in the loss" : "none: the group was dropped, it teaches nothing";
   const rows = [["verdict", chip(sample)], ["reward", reward], ["advantage", el("span", {style: tint(sample)}, advantage)],
     ["status", sample.status + (sample.seconds == null ? "" : ` in ${show(sample.seconds)} s`)], ...Object.entries(sample.info)];

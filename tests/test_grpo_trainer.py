@@ -1,6 +1,5 @@
 """The trainer: what it refuses, and whole runs on a tiny model, also runs that are stopped, killed or fail."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -45,10 +44,6 @@ def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
     assert grpo_trainer.draw(rows, 0, 20, seed=1) != flat
 
 
-def test_groups_are_dropped_by_the_functions_scores_whatever_their_lengths_cost():
-    assert grpo_trainer.why_useless([scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
-
-
 def scored(score, penalty=0.0, **info):
     reward = None if score is None else score + penalty
     result = {"reward_score": reward, "reward_extra_info": {"score": score} | info, "status": "ok"}
@@ -62,6 +57,9 @@ def test_why_a_group_is_useless():
     assert grpo_trainer.why_useless([bad, bad]) == "all_wrong"
     assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
     assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
+    assert grpo_trainer.why_useless([scored(1.0), scored(1.0)]) == "equal_scores"  # a function that does not say `acc`
+    assert grpo_trainer.why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
+    assert grpo_trainer.why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"  # whatever its length cost
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs (Ray)
@@ -130,7 +128,7 @@ def without_times(metrics):
 def test_learns_a_trivial_task(workshop, rollout):
     config = run_config(
         workshop, f"learns_{rollout}", rollout=rollout, rollout_cpus="0", total_steps=40, train_batch_size=8, mini_batch_size=8,
-        group_size=8, val_file=(str(workshop / "val.parquet"),), val_n=2, val_top_p=1.0,
+        group_size=8, val_file=(str(workshop / "val.parquet"),), val_n=2, val_top_p=1.0, seed=-1,  # any seed, for vLLM too
     )  # fmt: skip
     grpo_trainer.train(config)
     metrics = lines_of(workshop / f"learns_{rollout}/metrics.jsonl")
@@ -176,8 +174,8 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop):
 
 @pytest.mark.slow
 def test_colocate_gives_the_same_run_as_standalone(workshop):
-    for mode in ("standalone", "colocate"):
-        grpo_trainer.train(run_config(workshop, mode, total_steps=2, reward_mode=mode))
+    for mode in ("standalone", "colocate"):  # with a seed such as `date +%s%N`
+        grpo_trainer.train(run_config(workshop, mode, total_steps=2, reward_mode=mode, seed=10**18))
     first, second = (without_times(lines_of(workshop / mode / "metrics.jsonl")) for mode in ("standalone", "colocate"))
     assert first == second
 
@@ -229,12 +227,8 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
             answer = json.dumps({"data": [{"probs": [text.count("7") / 10]}]}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
-
-        def log_message(self, *arguments):
-            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -351,15 +345,16 @@ def test_an_evaluation_can_be_interrupted_at_once(workshop):
 
 
 @pytest.mark.slow
-def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop):
+def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsys):
     other = pq.read_table(workshop / "val.parquet").to_pylist()
-    pq.write_table(pa.Table.from_pylist([row | {"data_source": "other"} for row in other]), workshop / "other.parquet")
+    pq.write_table(pa.Table.from_pylist([row | {"data_source": "an/other"} for row in other]), workshop / "other.parquet")
     files = (str(workshop / "val.parquet"), f"{workshop}/other.parquet:4")
     config = run_config(workshop, "evaluation", total_steps=0, val_file=files, val_n=2)
     assert grpo_trainer.train(config) == workshop / "model"
     (metrics,) = lines_of(workshop / "evaluation/metrics.jsonl")
-    assert {"val/toy/mean@2", "val/toy/pass@2", "val/other/mean@4", "val/other/pass@4"} <= set(metrics)
-    assert "val/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
+    assert {"val/toy/mean@2", "val/toy/pass@2", "val/an/other/mean@4", "val/an/other/pass@4"} <= set(metrics)
+    assert "val/an/other/maj@4 " in capsys.readouterr().out
+    assert "val/an/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
 
 
 @pytest.mark.slow
@@ -387,6 +382,10 @@ def test_kept_rollouts_give_the_same_run_again_without_sampling_or_judging(works
     ours, theirs = (lines_of(workshop / name / "metrics.jsonl")[1] for name in ("kept_all", "replayed_dynamic"))
     assert theirs["dynamic/refills"] == 0 and theirs["dynamic/prompts"] == 4 and theirs["dynamic/kept"] < 4
     assert ours["perf/tokens"] == theirs["perf/tokens"]
+    # A step in which every group was dropped is kept, too: its samples have no reward, but nobody's judge is down.
+    options = dict(dynamic_sampling=True, max_refills=0, total_steps=1, reward_fn=f"{workshop}/reward.py:compute_score_baseline")
+    grpo_trainer.train(run_config(workshop, "kept_nothing", save_rollouts=True, **options))
+    grpo_trainer.train(run_config(workshop, "replayed_nothing", replay=str(workshop / "kept_nothing"), **options))
     with pytest.raises(ValueError, match="groups of 4 samples, and group_size is 3"):
         grpo_trainer.Trainer(dataclasses.replace(replay, group_size=3, out_dir=str(workshop / "third")))
 
@@ -424,6 +423,11 @@ def test_papo_normalises_answer_and_reasoning_apart(workshop):
 )
 def test_gpus_are_dealt_out_from_one_list(changes, count, expected):
     assert deal_gpus(config_of(**changes), count) == expected
+
+
+def test_the_baseline_of_a_file_of_a_function_in_it_or_of_none():
+    for reward_fn, file in (("a/b.py", "a/b.py"), ("a/b.py:f", "a/b.py"), (None, f"{reward_loop.HERE}/compute_score.py")):
+        assert settle(config_of(baseline=True, reward_fn=reward_fn)).reward_fn == f"{file}:compute_score_baseline"
 
 
 def test_gpus_have_the_names_that_other_processes_know_them_by(monkeypatch):
@@ -537,7 +541,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
         assert process.poll() is None, "the run is over too soon for this test"
         process.kill()
         process.wait()
-        reached = max(m["step"] for m in lines_of_torn(workshop / "killed/metrics.jsonl"))
+        reached = max(m["step"] for m in run_folder.read_lines(workshop / "killed/metrics.jsonl")[0])
         assert len(grpo_trainer.checkpoints_in(workshop / "killed/checkpoints")) >= 1
     process = start_run(config)
     assert process.wait(300) == 0, (workshop / "killed.log").read_text()
@@ -545,15 +549,6 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     assert [m["step"] for m in got] == list(range(13)) and got == expected
     samples = [lines_of(workshop / name / "samples.jsonl") for name in ("unkilled", "killed")]
     assert [s | {"seconds": 0} for s in samples[0]] == [s | {"seconds": 0} for s in samples[1]]
-
-
-def lines_of_torn(path):
-    """The lines of a file whose last one may be cut off."""
-    found = []
-    for line in Path(path).read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
 
 
 @pytest.mark.slow
@@ -668,6 +663,8 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(reward_fn="nowhere.py:x"), "reward_fn is 'nowhere.py:x': there is no file"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
         (dict(genrm=("nowhere",)), "genrm: 'nowhere' is neither a folder nor a hub name"),
+        (dict(rollout_vllm_args='--x "y'), """rollout_vllm_args: '--x "y' cannot be read (No closing quotation)"""),
+        (dict(val_file=("val.parquet:0",)), "val.parquet:0: the name must end with .parquet or .jsonl"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
@@ -679,6 +676,13 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
     with pytest.raises(ValueError, match=r"out_dir: 0.0 GB are free in .*run, checkpoints need 0.[0-9]; make room"):
         prepared(tmp_path, model, tokenizer)
+    prepared(tmp_path, model, tokenizer, total_steps=0)  # an evaluation writes none
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_1/trainer_state.json").write_text('{"step": 1, "prompts_drawn": 4}')
+    size = 12e-9 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1.1e9 * size))
+    config = SimpleNamespace(out_dir=str(tmp_path / "run"), keep_checkpoints=1)
+    run_folder.check_room(config, checkpoint=size)  # a run that goes on keeps one and writes one
 
 
 def prepared(folder, tiny, tokenizer, **changes):

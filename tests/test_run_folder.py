@@ -1,6 +1,8 @@
 """What a run leaves: means worked out by hand, checkpoints that are whole or absent, logs that survive a torn line."""
 
 import json
+import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,7 @@ from tiny import policy_of
 
 
 def test_pass_at_k_by_hand():
-    assert (
-        run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
-    )
+    assert run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
 
 
 def scored(score, row=None, text="", **info):
@@ -39,11 +39,21 @@ def test_validation_metrics_by_hand():
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
+def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
+    metrics = run_folder.validation_metrics([scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)], 1)
+    figures = []
+    monkeypatch.setattr(run_folder.plt, "close", figures.append)
+    run_folder.Log.plot(SimpleNamespace(history=[{"step": 0} | metrics], folder=tmp_path))
+    monkeypatch.undo()
+    assert [line.get_label() for line in figures[0].axes[1].lines] == ["val/openai/gsm8k/mean@1"]
+    run_folder.plt.close(figures[0])
+
+
 def test_reward_metrics_by_hand():
     metrics = run_folder.reward_metrics([
-        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3),
-        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0),
-        scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped"),
+        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, extra=10**400),  # larger than a float can be
+        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0, mean=7.0),  # a name that is taken
+        scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
         scored(None, acc=True, flawed_positive=None, genrm_status="timeout"),
     ])  # fmt: skip
     assert metrics == {
@@ -96,6 +106,7 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     for step in (1, 2, 10):
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
+    shutil.copytree(tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best")  # somebody keeps it
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
 
@@ -109,13 +120,13 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
 
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
-    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON."""
+    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON. Half a surrogate pair is no UTF-8, but JSON."""
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, group_size=1, tensorboard=False, wandb=False)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
-    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three")], eos_ids={1})
+    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three", said="\ud83d")], eos_ids={1})
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
-    assert json.loads(line)["response"] == "one\u2028two\x85three"
+    assert json.loads(line)["response"] == "one\u2028two\x85three" and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
 
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
@@ -123,13 +134,6 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")
     run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
     assert not list((tmp_path / "checkpoints").iterdir())
-
-
-def test_checkpoints_of_an_earlier_layout_are_not_overwritten(tmp_path):
-    (tmp_path / "checkpoints/step_3").mkdir(parents=True)
-    (tmp_path / "checkpoints/step_3/trainer_state.pt").write_text("")
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier layout .step_3.; give another folder"):
-        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
 
 
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):

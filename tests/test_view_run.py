@@ -33,7 +33,10 @@ SILENT = dict(reward=None, advantage=None, status="no_verdict", info={"flawed_po
 CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
 
 
-def write_run(folder, samples, metrics=({"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5})):
+METRICS = ({"step": 0, "val/toy/mean@1": 0.25, "val/toy/no_verdict/mean@1": 0.0}, {"step": 1, "reward/acc": 0.5})
+
+
+def write_run(folder, samples, metrics=METRICS):
     folder.mkdir(parents=True)
     for name, lines in (("metrics", metrics), ("samples", samples)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -87,7 +90,8 @@ def test_lines_become_whole_groups_with_flags_verdicts_and_the_named_paragraphs(
     ]  # fmt: skip
     assert [(s.get("judge"), s["oracle"]) for s in samples] == [(-1, -1), (0, 0), (-1, 0), (None, -1), (None, -1)]
     assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
-    assert run_data["metrics"] == {"val/toy/mean@1": [[0, 0.25]], "reward/acc": [[1, 0.5]]} and run_data["notes"] == []
+    assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [[1, 0.5]]
+    assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
 
 
 def test_a_judge_in_training_is_measured_against_the_truth():
@@ -103,14 +107,12 @@ def test_a_judge_in_training_is_measured_against_the_truth():
         assert (sample["verdict"], sample["flags"]) == expected
 
 
-def test_old_lines_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
-    new = ("group", "advantage", "response_length", "clipped", "seconds")
-    old = [{k: v for k, v in line(prompt=prompt).items() if k not in new} for prompt in (PROBLEM, PROBLEM, "another")]
-    run = write_run(tmp_path / "run", old, metrics=[{"step": 1, "a": float("nan")}])
+def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
+    run = write_run(tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}])
     with open(run / "samples.jsonl", "ab") as file:
         file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # cut in the middle of a character
     (data,) = data_of(view_run.write_page([run]))["runs"]
-    assert [len(group["samples"]) for group in data["groups"]] == [2, 1] and "advantage" not in data["groups"][0]["samples"][0]
+    assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
     assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
@@ -209,6 +211,16 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
     rows = [re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row) for row in answers.split("<tr>")[1:]]
     flawed, sound = "right answer, flawed", "right answer, sound"
     assert rows == [[("0", flawed), ("5", flawed), ("10", flawed)], [("0", flawed), ("5", flawed), ("10", sound)]]
+
+
+@in_browser
+def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
+    metrics = {f"val/openai/gsm8k/{key}mean@2": 0.5 for key in ("", "no_verdict/", "score/")}
+    page = view_run.write_page([write_run(tmp_path / "lr1,seed0", [line()], [{"step": 1, "reward/acc": 0.5} | metrics])])
+    text = dom(page)
+    (chart,) = re.findall('<figure data-key="reward/acc">.*?</figure>', text, re.S)
+    assert chart.count('class="held-out"') == 1 and chart.count("<polyline") == 2 and " (● openai/gsm8k)" in part(text, "glyphs")
+    assert "<polyline" not in dom(page, hide="lr1,seed0")
 
 
 @in_browser
