@@ -37,6 +37,7 @@ from genrm_server import SLEEP_WITHOUT_WEIGHTS, Config, ModelServers, Slot, comp
 from genrm_server import end_servers, http, place_servers, server_actor
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
 from policy_group import RanksLost
+from run_folder import replace_file
 from vllm_server import WeightFolder
 
 
@@ -464,7 +465,7 @@ def write_rollouts(out_dir: str, step: int, samples: list[Sample]) -> None:
     """What a step trains on: rollouts/step_N.jsonl, one sample a line, whole groups one after the other."""
     path = kept_rollouts(out_dir, step)
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples))
+    replace_file(path, "".join(json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples))
 
 
 def kept_rollouts(run: str, step: int) -> Path:

@@ -33,6 +33,11 @@ AS_JSON = "backslashreplace"  # half a surrogate pair, which a reward function m
 def check_folder(config) -> None:
     """Makes the folder if need be. Raises ValueError where it cannot be written to, or holds a run that is not to go on."""
     out_dir, old, trial = Path(config.out_dir), checkpoints_in(Path(config.out_dir, "checkpoints")), ".can_be_written"
+    names = ("trainer_state.pt", "optimizer.pt")
+    unread = [path.parent.name for name in names for path in out_dir.glob(f"checkpoints/step_*/{name}")]
+    if unread and config.resume == "auto":  # going on from the start would overwrite it
+        raise ValueError(f"out_dir: {out_dir} holds checkpoints of an earlier layout ({unread[0]}); give another folder, and "
+                         f"{out_dir}/checkpoints/{unread[-1]} as --model")  # fmt: skip
     if old and config.resume == "never":
         raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another one, or go on with it by --resume auto")
     try:

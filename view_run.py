@@ -181,6 +181,8 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     """All that the page knows of a run, and notes on what it does not show."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
+    if samples and "group" not in samples[0]:
+        raise ValueError(f"folders: the samples.jsonl of {folder} was written by an earlier version, without groups")
     groups, notes = groups_of(samples), []
     kept, size = thin(groups, limit)
     if len(kept) < len(groups):

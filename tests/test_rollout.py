@@ -202,6 +202,13 @@ class StoreCommunicator:
         self.broadcast = store.broadcast
 
 
+def test_kept_rollouts_are_read_as_they_were_written(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "one\u2028two\x85"}], "extra_info": None}
+    samples = [rollout.Sample(row, [1, 2], [3], [-0.1], "half a pair: \ud83d", {"reward_score": None}, number) for number in (0.5, None)]
+    rollout.write_rollouts(str(tmp_path), 1, samples)
+    assert rollout.read_rollouts(str(tmp_path), 1) == samples
+
+
 @pytest.mark.slow
 def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_them(tmp_path, tokenizer, monkeypatch):
     """Real vLLM and its endpoints for weight transfer; only NCCL itself is replaced, which needs GPUs."""

@@ -136,6 +136,13 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def test_checkpoints_of_an_earlier_layout_are_not_overwritten(tmp_path):
+    (tmp_path / "checkpoints/step_3").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_3/trainer_state.pt").write_text("")
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier layout .step_3.; give another folder"):
+        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
+
+
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=0)

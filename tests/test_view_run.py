@@ -116,6 +116,9 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
+    old = write_run(tmp_path / "old", [{key: value for key, value in line().items() if key != "group"}])
+    with pytest.raises(ValueError, match="written by an earlier version, without groups"):
+        view_run.write_page([old])
 
 
 def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
