@@ -242,6 +242,7 @@ OUTCOMES = {  # response -> (score, status, part of extra info or of its error t
     "no_score": (None, "error", "no 'score'"),
     "score_string": (None, "error", "'1'"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
+    "unprintable": (None, "error", "Unprintable: <exception str() failed> (faults.py:"),
     "sys_exit": (None, "error", "SystemExit: 3"),
     "circular": (None, "error", "ircular"),
     "unknown": (None, "error", "KeyError: 'unknown'"),
@@ -492,10 +493,13 @@ def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
     [
         ({"reward_fn": "nowhere.py:f"}, "no file"),
         ({"reward_fn": "compute_score"}, "FILE:NAME"),
+        ({"reward_fn": f"{ROOT}/README.md:f"}, "FILE:NAME"),
         ({"reward_fn": f"{FAULTS}:nothing"}, "no function 'nothing'"),
-        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}}, "'penlty' is not a parameter"),
-        ({"reward_fn": f"{FAULTS}:with_marks"}, "needs 'folder'"),
-        ({"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"}, "needs 'reward_router_address'"),
+        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}}, "unexpected keyword argument 'penlty'"),
+        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"ground_truth": 1}}, "multiple values .* 'ground_truth'"),
+        ({"reward_fn": f"{FAULTS}:with_marks"}, "missing a required argument: 'folder'"),
+        ({"reward_fn": f"{FAULTS}:takes_no_extra_info"}, "unexpected keyword argument 'extra_info'"),
+        ({"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"}, "missing .* 'reward_router_address'"),
         ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
         ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward_model_tokenizer"),
         ({"num_workers": 0}, "num_workers is 0"),
@@ -693,6 +697,17 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
     assert seen == {"busy": 2, "bad request": 1, "broken": 2, "fine": 1}
 
 
+def test_a_judge_that_is_away_for_hours(start):
+    manager = start(f"{FAULTS}:sync_fault", http_retries=5000)
+    ticket = reward_loop.Ticket(0, b"", 0.0, concurrent.futures.Future(), tries=1024)
+
+    async def one_more_try():
+        manager._finish(ticket, reward_worker.failure("error", "HTTP 503", 0.0), 1.0)
+
+    asyncio.run_coroutine_threadsafe(one_more_try(), manager._loop).result(10)
+    assert ticket.tries == 1025
+
+
 # ---- processes and nodes that die
 
 
@@ -734,7 +749,7 @@ def test_nothing_is_left_running(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("response", ["block", "block_all_threads"])
+@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit is found."""
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
@@ -746,6 +761,8 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
     if response == "block":
         assert "blocked at faults.py:" in results[10]["reward_extra_info"]["error"]
+    elif response == "block_in_a_task":  # nobody knows whose it is, until each sample has a process of its own
+        assert "process killed" in results[10]["reward_extra_info"]["error"] and "blocks the event loop" in caplog.text
     else:
         assert "is wedged" in caplog.text
 
