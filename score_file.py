@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import tyro
 
 from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, read_rows, start_rewards
@@ -73,25 +75,29 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     return done
 
 
-def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path) -> None:
-    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`."""
-    scored = []
-    for row, result in zip(rows, results):
-        info = json.dumps(result["reward_extra_info"])
-        scored.append(row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": info})
-    temporary = out.with_name(out.name + ".tmp")
-    if out.suffix == ".jsonl":
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in scored)
-    else:
-        import pyarrow.parquet
+def as_table(rows: list[dict]):
+    """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # not every type of a table is one of parquet's
+    except (pyarrow.ArrowException, UnicodeError) as error:
+        raise ValueError(f"the rows of the data do not fit into a parquet file: {error}") from None
+    return table
 
-        # Types that Python values do not show: the input's, and those of columns that may hold nothing but None.
-        types = {field.name: field.type for field in pyarrow.parquet.read_schema(data)} if data.suffix == ".parquet" else {}
-        types |= {"reward_score": pyarrow.float64(), "status": pyarrow.string(), "reward_extra_info": pyarrow.string()}
-        names = dict.fromkeys(name for row in scored for name in row)
-        columns = {name: pyarrow.array([row.get(name) for row in scored], types.get(name)) for name in names}
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+
+def write_rows(rows: list[dict], table, results: list[dict], out: Path) -> None:
+    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`. table: for parquet."""
+    added = {name: [result[name] for result in results] for name in ("reward_score", "status", "reward_extra_info")}
+    added["reward_extra_info"] = list(map(json.dumps, added["reward_extra_info"]))
+    temporary = out.with_name(out.name + ".tmp")
+    if table is None:
+        with temporary.open("w", encoding="utf-8") as file:
+            for row, *values in zip(rows, *added.values()):
+                file.write(json.dumps(row | dict(zip(added, values)), default=str) + "\n")
+    else:
+        added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also where there is none
+        pyarrow.parquet.write_table(pyarrow.table(dict(zip(table.column_names, table.columns)) | added), temporary)
     temporary.replace(out)
 
 
@@ -130,7 +136,9 @@ def run(config: Config) -> None:
     rows = read_rows(config.data, needed)
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
-    overlong = None
+    table = overlong = None
+    if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
+        table = pyarrow.parquet.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
     if config.max_response_length is not None:
         overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
     config.check_rewards()
@@ -167,7 +175,7 @@ def run(config: Config) -> None:
         results = with_equal_keys([done[index] for index in range(len(rows))])
         if no_verdict_rate(results) > config.max_no_verdict_rate:
             stop(next(result for result in reversed(results) if result["reward_score"] is None))
-        write_rows(rows, results, config.data, config.out)
+        write_rows(rows, table, results, config.out)
         partial.unlink()
         print(summary(results, time.monotonic() - started, len(left)))
         print(f"written to {config.out}")

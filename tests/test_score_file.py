@@ -33,6 +33,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     (tmp_path / "no_truth.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": null}, "response": "r"}\n')
     (tmp_path / "no_text.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}, "response": 5}\n')
     (tmp_path / "fake.parquet").write_text("PAR?")
+    (tmp_path / "empty.jsonl").write_text(json.dumps(sample("one", extra_info={})))
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(sample("one", ground_truth=truth)) for truth in ("1", 2)))
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
@@ -43,6 +45,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
+        (dict(data=tmp_path / "empty.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
+        (dict(data=tmp_path / "mixed.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
         (dict(data=good, out=out, reward_kwargs="{"), "not JSON"),
         (dict(data=good, out=out, reward_kwargs="[]"), "JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
@@ -85,6 +89,17 @@ def test_command_line_scores_a_file(tmp_path):
         {"score": 0.5, "acc": None, "pred": "x", "error": None},
     ]
     assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
+
+
+def test_rows_without_some_columns_become_parquet(tmp_path):
+    import pyarrow.parquet
+
+    rows, results = [{"a": 1}, {"b": ["x"]}], [{"reward_score": None, "status": "error", "reward_extra_info": {"c": 2}}] * 2
+    score_file.write_rows(rows, score_file.as_table(rows), results, tmp_path / "out.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    added = {"reward_score": None, "status": "error", "reward_extra_info": '{"c": 2}'}
+    assert table.to_pylist() == [{"a": 1, "b": None} | added, {"a": None, "b": ["x"]} | added]
+    assert table.schema.field("reward_score").type == pyarrow.float64()
 
 
 @pytest.mark.slow
