@@ -27,6 +27,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -41,7 +42,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -59,18 +60,17 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a call after ray.shu
 log = logging.getLogger("reward_loop")
 
 
-class Overlong(NamedTuple):
-    """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line."""
+class Overlong:
+    """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line.
 
-    max_length: int
-    buffer: int
-    factor: float = 1.0
+    `penalty(length)` is what a response of `length` tokens loses (<= 0). Raises ValueError for a buffer that makes no sense.
+    """
 
-    def penalty(self, length: int) -> float:
-        """What a response of `length` tokens loses (<= 0). ValueError for a buffer that makes no sense."""
-        from algorithm import overlong_penalty  # with torch, and so in the driver only
+    def __init__(self, max_length: int, buffer: int, factor: float = 1.0):
+        from algorithm import overlong_penalty  # with torch: only where it is needed
 
-        return overlong_penalty(length, *self)
+        self.penalty = functools.partial(overlong_penalty, max_length=max_length, buffer=buffer, factor=factor)
+        self.penalty(0)
 
 
 # ---- What the user sets
@@ -286,11 +286,9 @@ class RewardLoopManager:
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
-        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
-        if overlong:
-            overlong.penalty(0)  # raises on bad settings
-
         import ray
+
+        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
 
         self._ray = ray
         self._started_ray = connect_ray()
@@ -498,7 +496,8 @@ class RewardLoopManager:
                 call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", ""))
                 complaint = await asyncio.wait_for(call, START_S + WEDGED_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                reason = f"reward worker {slot.index} cannot be started: {describe(error)}"
+                why = describe(error) if str(error) else f"no answer within {START_S + WEDGED_S:g} s"
+                reason = f"reward worker {slot.index} cannot be started: {why}"
                 self._kill(worker)
                 continue
             if complaint:
@@ -533,8 +532,6 @@ class RewardLoopManager:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
         errors, taken = self._ray.exceptions, 0
         while True:
-            if not self._ray_is_up():
-                raise RuntimeError(RAY_WENT)
             try:
                 call = slot.worker.collect.options(concurrency_group="collect").remote(taken)
                 results, complaint, lost = await asyncio.wait_for(call, self.job.timeout + WEDGED_S)
@@ -676,8 +673,6 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     sleep_mode: the models' servers can be put to sleep, for a GPU that they share with a trainer (score_batch does it).
     """
     options.check_rewards()
-    if overlong:
-        overlong.penalty(0)  # raises on bad settings
     if connect_ray(options.genrm_gpus):
         stack.callback(sys.modules["ray"].shutdown)
     models = None

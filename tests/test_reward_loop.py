@@ -19,7 +19,6 @@ from aiohttp import web
 
 import reward_loop
 import reward_worker
-from algorithm import overlong_penalty
 from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate
 
 ROOT = Path(reward_loop.__file__).parent
@@ -151,10 +150,10 @@ def free_port():
 
 def test_overlong_penalty():
     # max 100, buffer 20: nothing to 80, half the factor at 90, the whole at 100
-    assert [overlong_penalty(n, 100, 20, 2.0) for n in (0, 80, 81, 90, 100)] == [0.0, 0.0, -0.1, -1.0, -2.0]
+    assert [Overlong(100, 20, 2.0).penalty(n) for n in (0, 80, 81, 90, 100)] == [0.0, 0.0, -0.1, -1.0, -2.0]
     for buffer in (0, -1, 101):
-        with pytest.raises(ValueError, match="buffer"):
-            overlong_penalty(1, 100, buffer, 1.0)
+        with pytest.raises(ValueError, match=f"buffer is {buffer}"):
+            Overlong(100, buffer)
 
 
 def test_retry_delay_of_http_errors():
@@ -511,7 +510,6 @@ def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
         ({"genrm_servers": 2}, "give genrm"),
         ({"timeout": -1}, "timeout is -1"),
         ({"max_rpm": 0}, "max_rpm is 0"),
-        ({"overlong": Overlong(10, 20)}, "buffer is 20"),
     ],
 )
 def test_wrong_settings_are_told_at_start(local_ray, options, message):
