@@ -21,7 +21,6 @@ What it leaves out: judges that answer True or False, and scoring by log-probabi
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import statistics
@@ -35,8 +34,8 @@ import pyarrow.parquet as pq
 import tyro
 
 import compute_score as scores
-from reward_loop import RewardOptions, read_rows, start_rewards
-from score_file import as_table, open_progress, scored_before
+from reward_loop import RewardOptions, read_rows
+from score_file import as_table, score_the_rest, scored_before
 
 
 @dataclass
@@ -193,21 +192,12 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     header = json.dumps(changes_a_critique | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
     progress = config.out.with_suffix(".jsonl")
     done = scored_before(progress, header, resume=True)  # {"row/sample": result}
-    left = [(f"{i}/{j}", row) for i, row in enumerate(rows) for j in range(config.n) if f"{i}/{j}" not in done]
+    samples = {f"{i}/{j}": row for i, row in enumerate(rows) for j in range(config.n)}
     options = RewardOptions(
         reward_fn=f"{Path(__file__).resolve()}:ask_judge", reward_kwargs=json.dumps({"chat": chat}),
         router_address=(config.router_address,), num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
     )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        manager = start_rewards(options, stack)
-        file = stack.enter_context(open_progress(progress, header))
-
-        def on_result(position: int, result: dict) -> None:
-            done[left[position][0]] = result
-            file.write(json.dumps([left[position][0], result]) + "\n")
-            file.flush()
-
-        manager.score_batch([row for _, row in left], on_result)
+    score_the_rest(options, samples, done, progress, header)
     for i, row in enumerate(rows):
         row["critiques"] = [critique_of(done[f"{i}/{j}"]) for j in range(config.n)]
         row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])

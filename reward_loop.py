@@ -444,12 +444,11 @@ class RewardLoopManager:
                 next_call = max(next_call, time.monotonic()) + 60 / per_minute
                 slot = min(ready, key=lambda slot: len(slot.pending))
                 slot.pending[ticket.number] = ticket
-                outgoing[slot.index].append(ticket)
+                outgoing[slot].append(ticket)
                 free -= 1
             if not self._ray_is_up():
                 raise RuntimeError(RAY_WENT)
-            for index, tickets in outgoing.items():
-                slot = self._slots[index]
+            for slot, tickets in outgoing.items():
                 batch = [(ticket.number, ticket.lost >= ISOLATE_AFTER, ticket.payload) for ticket in tickets]
                 self._spawn(self._confirm(slot, slot.worker, tickets, slot.worker.submit.remote(batch)))
             if pause > 0:

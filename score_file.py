@@ -49,14 +49,6 @@ CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "r
                   "overlong_buffer", "overlong_factor")  # fmt: skip
 
 
-def open_progress(partial: Path, header: str):
-    """The file of results so far, open for more."""
-    file = partial.open("a", encoding="utf-8")
-    file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
-    file.flush()  # also a run that is killed before its first result can go on
-    return file
-
-
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
     if not partial.exists():
@@ -75,12 +67,34 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     return done
 
 
+def score_the_rest(options: RewardOptions, samples: dict, done: dict, partial: Path, header: str,
+                   overlong: Overlong | None = None, on_result=lambda result: None) -> float:  # fmt: skip
+    """Scores the samples whose keys are not in `done` -> seconds.
+
+    Each result goes there, into `partial`, and to on_result, as it comes; what that raises ends the run.
+    """
+    left = [key for key in samples if key not in done]
+    with contextlib.ExitStack() as stack:
+        manager = start_rewards(options, stack, overlong=overlong)
+        file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once, the first one too
+        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+
+        def note(position: int, result: dict) -> None:
+            done[left[position]] = result
+            file.write(json.dumps([left[position], result]) + "\n")
+            on_result(result)
+
+        started = time.monotonic()
+        manager.score_batch([samples[key] for key in left], note)
+        return time.monotonic() - started
+
+
 def as_table(rows: list[dict]):
     """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # not every type of a table is one of parquet's
+        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # has fewer types than a table
     except (pyarrow.ArrowException, UnicodeError) as error:
         raise ValueError(f"the rows of the data do not fit into a parquet file: {error}") from None
     return table
@@ -146,39 +160,31 @@ def run(config: Config) -> None:
     header = json.dumps({"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()} | settings)
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     done = scored_before(partial, header, config.resume)
-    left = [index for index in range(len(rows)) if index not in done]
+    left, counts = len(rows) - len(done), collections.Counter(needed=sum(map(needed_verdict, done.values())))
+    if done:
+        print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
 
-    with contextlib.ExitStack() as stack:
-        manager = start_rewards(config, stack, overlong=overlong)
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(open_progress(partial, header))
-        if done:
-            print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
-        counts = collections.Counter(needed=sum(map(needed_verdict, done.values())))
+    def stop(result: dict) -> None:
+        extra = result["reward_extra_info"]
+        why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
+        text = f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
+        raise RuntimeError(f"{text}{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume")
 
-        def stop(result: dict) -> None:
-            extra = result["reward_extra_info"]
-            why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
-            text = f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
-            raise RuntimeError(f"{text}{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume")
+    def on_result(result: dict) -> None:
+        counts.update(needed=needed_verdict(result), failed=result["reward_score"] is None)
+        # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
+        if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], min(len(rows), 1000)):
+            stop(result)
 
-        def on_result(position: int, result: dict) -> None:
-            file.write(json.dumps([left[position], result]) + "\n")
-            file.flush()
-            counts.update(needed=needed_verdict(result), failed=result["reward_score"] is None)
-            # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
-            if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], min(len(rows), 1000)):
-                stop(result)
-
-        started = time.monotonic()
-        done |= zip(left, manager.score_batch([rows[index] for index in left], on_result))
-        results = with_equal_keys([done[index] for index in range(len(rows))])
-        if no_verdict_rate(results) > config.max_no_verdict_rate:
-            stop(next(result for result in reversed(results) if result["reward_score"] is None))
-        write_rows(rows, table, results, config.out)
-        partial.unlink()
-        print(summary(results, time.monotonic() - started, len(left)))
-        print(f"written to {config.out}")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
+    results = with_equal_keys([done[index] for index in range(len(rows))])
+    if no_verdict_rate(results) > config.max_no_verdict_rate:
+        stop(next(result for result in reversed(results) if result["reward_score"] is None))
+    write_rows(rows, table, results, config.out)
+    partial.unlink()
+    print(summary(results, seconds, left))
+    print(f"written to {config.out}")
 
 
 def main() -> int:
