@@ -209,7 +209,7 @@ def main() -> None:
     try:
         if config.n < 1 or config.concurrency < 1:
             raise ValueError(f"--n {config.n}, --concurrency {config.concurrency}: both must be 1 or more")
-        if config.out.suffix != ".parquet" or config.out.with_suffix(".jsonl") == config.data:
+        if config.out.suffix != ".parquet" or config.out.with_suffix(".jsonl").resolve() == config.data.resolve():
             raise ValueError(f"--out {config.out}: it must end with .parquet, and the same name with .jsonl must not be the data")
         rows = read_judge_rows(config.data, config.limit)
         as_table(rows)  # now, not after the last critique, rows that parquet cannot hold are refused
