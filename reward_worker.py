@@ -7,8 +7,8 @@
 The processes that a sample of a sync function passes (one of an async function turns round in the worker):
 
     driver                       worker (Ray actor)                       grading process
-    RewardLoopManager -submit->  its queue  ------ socket: sample ----->  your function
-                      <-collect- results gather  <- socket: JSON line --
+    RewardLoopManager -submit->  its queue  -------- pipe: sample ----->  your function
+                      <-collect- results gather  <--- pipe: JSON line --
 
 Used by reward_loop.py alone, which deals the samples out. Whatever the function does (raise, hang, return NaN, kill its
 process), its sample has a status, and no other sample is touched. The file is sent to the workers by value, and loaded by the
@@ -29,14 +29,13 @@ import pickle
 import resource
 import select
 import signal
-import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
@@ -200,11 +199,11 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
 
 
 def grade() -> None:
-    """Main of a grading process, whose stdin and stdout are one socket to the worker.
+    """Main of a grading process, whose stdin and stdout are pipes to the worker.
 
     In come the job, then samples; out go what is wrong with the job (or null), then results.
     """
-    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what Ray and uvloop leave open, the socket among it
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what Ray and uvloop leave open
     samples, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the function reads or prints must not get among them
     os.dup2(2, 1)
@@ -228,14 +227,6 @@ def grade() -> None:
             result = evaluate_sync(function, samples.read(*struct.unpack("<I", header)), runner)
             results.write(result + b"\n")  # JSON: there is no other line end in it
             results.flush()
-
-
-class Process(NamedTuple):
-    """A grading process."""
-
-    child: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
 
 
 class RewardLoopWorker:
@@ -378,15 +369,15 @@ class RewardLoopWorker:
                 self.busy[task] = 0, started
                 process = process or await self._start_process()
                 started = time.monotonic()
-                self.busy[task] = process.child.pid, started
-                process.writer.write(struct.pack("<I", len(payload)) + payload)
+                self.busy[task] = process.pid, started
+                process.stdin.write(struct.pack("<I", len(payload)) + payload)
                 async with asyncio.timeout(self.job.timeout):
-                    result = await process.reader.readuntil(b"\n")
+                    result = await process.stdout.readuntil(b"\n")
                 self._report(ticket, result, started)
                 continue
             except TimeoutError:
                 self._report(ticket, failure("timeout", f"no result within {self.job.timeout:g} s: process killed"), started)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, RuntimeError) as error:  # the last is uvloop's, for a pipe that is closed
                 if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
                     self._enqueue(ticket, payload, 1)
                 else:
@@ -403,18 +394,15 @@ class RewardLoopWorker:
         if process:
             kill_group(process)
 
-    async def _start_process(self) -> Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         """A grading process that has loaded the function. OSError if it does not get that far, ValueError if that fails."""
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_worker; reward_worker.grade()"
-        ours, theirs = socket.socketpair()
-        with theirs:  # both its standard input and output: quicker than two pipes
-            command = (sys.executable, "-c", code)
-            child = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, start_new_session=True)
-        process = Process(child, *await asyncio.open_connection(sock=ours, limit=2**30))
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=2**30)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True, **pipes)
         try:
-            process.writer.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
+            process.stdin.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
             async with asyncio.timeout(START_S):
-                complaint = json.loads(await process.reader.readuntil(b"\n"))
+                complaint = json.loads(await process.stdout.readuntil(b"\n"))
         except (TimeoutError, EOFError) as error:
             kill_group(process)
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
@@ -425,11 +413,11 @@ class RewardLoopWorker:
         return process
 
 
-def kill_group(process: Process) -> None:
+def kill_group(process: asyncio.subprocess.Process) -> None:
     """Ends a grading process and whatever the function has started in it."""
-    process.writer.close()
+    process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.child.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def process_sleeps(pid: int) -> bool:

@@ -338,6 +338,15 @@ def test_sync_function_that_ends_its_process(start):
     assert "died" in results[30]["reward_extra_info"]["error"]
 
 
+def test_a_grading_process_that_dies_between_two_samples_costs_none(start):
+    manager = start(f"{FAULTS}:sync_fault")
+    pid = manager.score_batch([sample("pid")])[0]["reward_extra_info"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+    time.sleep(0.3)  # the worker has seen its pipes closed
+    assert manager.score_batch([sample("one")])[0]["status"] == "ok"
+
+
 def test_async_function_that_ends_its_worker(start):
     """The worker dies twice with the sample; then it is alone in a grading process, and its neighbours are all scored."""
     manager = start(f"{FAULTS}:async_fault", num_workers=2)
