@@ -30,7 +30,6 @@ import resource
 import select
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -263,7 +262,7 @@ class RewardLoopWorker:
             if self.job.is_async:
                 self.function = load_call(self.job)
             else:
-                self._add_grader(await self._start_process())
+                self.graders.add(self.loop.create_task(self._grade(await self._start_process())))
         except Exception as error:
             return " ".join(str(error).split())
 
@@ -354,10 +353,7 @@ class RewardLoopWorker:
 
     def _add_graders(self) -> None:
         while len(self.graders) < self.allowed and len(self.graders) - len(self.busy) < self.queue.qsize():
-            self._add_grader()
-
-    def _add_grader(self, process=None) -> None:
-        self.graders.add(self.loop.create_task(self._grade(process)))
+            self.graders.add(self.loop.create_task(self._grade()))
 
     async def _grade(self, process=None) -> None:
         """Has samples graded by one grading process and its successors."""
@@ -397,7 +393,7 @@ class RewardLoopWorker:
     async def _start_process(self) -> asyncio.subprocess.Process:
         """A grading process that has loaded the function. OSError if it does not get that far, ValueError if that fails."""
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_worker; reward_worker.grade()"
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=2**30)
+        pipes = dict(stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**30)
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True, **pipes)
         try:
             process.stdin.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
