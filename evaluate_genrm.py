@@ -213,7 +213,6 @@ def main() -> None:
             raise ValueError(f"--out {config.out}: it must end with .parquet, and the same name with .jsonl must not be the data")
         rows = read_judge_rows(config.data, config.limit)
         as_table(rows)  # now, not after the last critique, rows that parquet cannot hold are refused
-        config.out.parent.mkdir(parents=True, exist_ok=True)
         judged = judge_rows(rows, config)
         pq.write_table(as_table(judged), config.out)
     except (ValueError, OSError, RuntimeError) as error:

@@ -76,6 +76,7 @@ def score_the_rest(options: RewardOptions, samples: dict, done: dict, partial: P
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack, overlong=overlong)
+        partial.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once, the first one too
         file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
 
@@ -155,7 +156,6 @@ def run(config: Config) -> None:
         table = pyarrow.parquet.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
     if config.max_response_length is not None:
         overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-    config.check_rewards()
     settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
     header = json.dumps({"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()} | settings)
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
@@ -176,7 +176,6 @@ def run(config: Config) -> None:
         if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], min(len(rows), 1000)):
             stop(result)
 
-    config.out.parent.mkdir(parents=True, exist_ok=True)
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
     results = with_equal_keys([done[index] for index in range(len(rows))])
     if no_verdict_rate(results) > config.max_no_verdict_rate:
