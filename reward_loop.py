@@ -313,9 +313,9 @@ class RewardLoopManager:
         atexit.register(self.shutdown)
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
+        except BaseException as error:
             self.shutdown()
-            raise
+            raise RuntimeError(self._closed) if isinstance(error, concurrent.futures.CancelledError) else error
 
     # ---- for callers, in their own threads
 
