@@ -20,7 +20,7 @@ and asked again next time; where some fail every time, such as prompts that are 
 What it leaves out: judges that answer True or False, and scoring by log-probabilities.
 """
 
-import contextlib
+import asyncio
 import hashlib
 import json
 import statistics
@@ -29,15 +29,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
+import aiohttp
 import pyarrow.parquet as pq
-import requests
 import tyro
 
 import compute_score as scores
-from reward_loop import RewardOptions, read_rows, start_rewards
-from reward_worker import bearer
-from score_file import open_progress, scored_before
+from reward_loop import RewardOptions, read_rows
+from score_file import as_table, score_the_rest, scored_before
 
 
 @dataclass
@@ -71,6 +69,7 @@ class Config:
 
 
 ANSWERED = ("ok", "truncated")  # final; any other status is a request that failed, to be asked again
+
 
 def majority_vote(indices: list[int | None]) -> int | None:
     """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
@@ -172,11 +171,16 @@ def chat_settings(config: Config) -> dict:
         settings["chat_kwargs"] = dict(json.loads(config.chat_kwargs)) or None
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
+
+    async def first_model() -> str:
+        try:
+            return await scores.model_id(config.router_address)
+        finally:
+            await scores.close_session()
+
     try:
-        if config.model is None:
-            reply = requests.get(f"http://{config.router_address}/v1/models", headers=bearer(), timeout=60)
-            settings["model"] = reply.json()["data"][0]["id"]
-    except (requests.RequestException, LookupError, TypeError) as error:
+        settings["model"] = config.model or asyncio.run(first_model())
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
     return settings
 
@@ -188,21 +192,12 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     header = json.dumps(changes_a_critique | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
     progress = config.out.with_suffix(".jsonl")
     done = scored_before(progress, header, resume=True)  # {"row/sample": result}
-    left = [(f"{i}/{j}", row) for i, row in enumerate(rows) for j in range(config.n) if f"{i}/{j}" not in done]
+    samples = {f"{i}/{j}": row for i, row in enumerate(rows) for j in range(config.n)}
     options = RewardOptions(
         reward_fn=f"{Path(__file__).resolve()}:ask_judge", reward_kwargs=json.dumps({"chat": chat}),
         router_address=(config.router_address,), num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
     )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        manager = start_rewards(options, stack)
-        file = stack.enter_context(open_progress(progress, header))
-
-        def on_result(position: int, result: dict) -> None:
-            done[left[position][0]] = result
-            file.write(json.dumps([left[position][0], result]) + "\n")
-            file.flush()
-
-        manager.score_batch([row for _, row in left], on_result)
+    score_the_rest(options, samples, done, progress, header)
     for i, row in enumerate(rows):
         row["critiques"] = [critique_of(done[f"{i}/{j}"]) for j in range(config.n)]
         row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])
@@ -214,12 +209,18 @@ def main() -> None:
     try:
         if config.n < 1 or config.concurrency < 1:
             raise ValueError(f"--n {config.n}, --concurrency {config.concurrency}: both must be 1 or more")
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        judged = judge_rows(read_judge_rows(config.data, config.limit), config)
-        pq.write_table(pa.Table.from_pylist(judged), config.out)
+        if config.out.suffix != ".parquet" or config.out.with_suffix(".jsonl").resolve() == config.data.resolve():
+            raise ValueError(f"--out {config.out}: it must end with .parquet, and the same name with .jsonl must not be the data")
+        rows = read_judge_rows(config.data, config.limit)
+        as_table(rows)  # now, not after the last critique, rows that parquet cannot hold are refused
+        judged = judge_rows(rows, config)
+        pq.write_table(as_table(judged), config.out)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)
     print(report(judged))
     missing = _mean([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
     sys.exit(1 if missing > config.max_error_rate else 0)

@@ -27,6 +27,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -41,18 +42,17 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import tyro
 
 import reward_worker
-from reward_worker import HEARTBEAT_S, HERE, START_S, Job, bearer, describe, failure, fit_call
+from reward_worker import HERE, ISOLATE_AFTER, START_S, Job, bearer, describe, failure, load_function
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow; the rest waits without a clock
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
-ISOLATE_AFTER = 2  # a sample that so many hand-overs have lost runs in a grading process, which shows whether it is a killer
-GIVE_UP_AFTER = 10  # and after so many its status is "error"
+GIVE_UP_AFTER = 10  # a sample that so many hand-overs have lost has the status "error"
 RAY_WENT = "Ray was shut down while the reward loop was in use: start another one"
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a call after ray.shutdown() quietly starts another cluster
@@ -60,18 +60,17 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a call after ray.shu
 log = logging.getLogger("reward_loop")
 
 
-class Overlong(NamedTuple):
-    """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line."""
+class Overlong:
+    """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line.
 
-    max_length: int
-    buffer: int
-    factor: float = 1.0
+    `penalty(length)` is what a response of `length` tokens loses (<= 0). Raises ValueError for a buffer that makes no sense.
+    """
 
-    def penalty(self, length: int) -> float:
-        """What a response of `length` tokens loses (<= 0). ValueError for a buffer that makes no sense."""
-        from algorithm import overlong_penalty  # with torch, and so in the driver only
+    def __init__(self, max_length: int, buffer: int, factor: float = 1.0):
+        from algorithm import overlong_penalty  # with torch: only where it is needed
 
-        return overlong_penalty(length, *self)
+        self.penalty = functools.partial(overlong_penalty, max_length=max_length, buffer=buffer, factor=factor)
+        self.penalty(0)
 
 
 # ---- What the user sets
@@ -129,12 +128,10 @@ class RewardOptions:
 
         started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
         """
-        may_be_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
-        more = "genrm_servers genrm_tensor_parallel num_workers timeout max_in_flight"
-        for name in (*may_be_0, *more.split(), "max_concurrency", "max_rpm", "max_tpm", "tokens_per_call"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 if name in may_be_0 else value > 0):
-                raise ValueError(f"{name} is {value}: it must be {'at least' if name in may_be_0 else 'greater than'} 0")
+        for name in (field.name for field in dataclasses.fields(RewardOptions)):
+            value, may_be_0 = getattr(self, name), name in ("sync_processes", "http_retries", "max_no_verdict_rate")
+            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_0):
+                raise ValueError(f"{name} is {value}: it must be {'at least' if may_be_0 else 'greater than'} 0")
         models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one of them")
@@ -191,16 +188,33 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
     file, _, name = (options.reward_fn or f"{HERE}/compute_score.py:compute_score").rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not file or not name:
+    if not file.endswith(".py") or not name:
         raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, such as compute_score.py:compute_score")
     if not discriminative and not path.is_file():
         raise ValueError(f"reward_fn is {options.reward_fn!r}: there is no file {path}")
     spec = None if discriminative else f"{path}:{name}"
-    function, common = fit_call(spec, kwargs, addresses)
+    import_path = sys.path.copy()
+    try:
+        function = load_function(spec)
+    finally:
+        sys.path[:] = import_path  # the driver has modules of its own to import
+    signature, common = inspect.signature(function), {}
+    if addresses:
+        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
+        common["reward_model_tokenizer"] = None
+    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):  # a plain rule runs beside a reward model
+        common = {key: value for key, value in common.items() if key in signature.parameters}
+    common |= kwargs
+    sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info"] + ["prompt"] * discriminative)
+    step = {"step": None} if "step" in signature.parameters.keys() - common else {}
+    try:
+        signature.bind(**sample, **step, **common)
+    except TypeError as error:
+        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one"
+        raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-    takes_step = "step" in inspect.signature(function).parameters
     tokenizer = tokenizer if "reward_model_tokenizer" in common else None
-    return Job(spec, common, tokenizer, takes_step, is_async, options.timeout, options.sync_processes)
+    return Job(spec, common, tokenizer, is_async, options.timeout, options.sync_processes)
 
 
 def read_rows(path: Path, needed: list[str]) -> list[dict]:
@@ -272,11 +286,9 @@ class RewardLoopManager:
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
-        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
-        if overlong:
-            overlong.penalty(0)  # raises on bad settings
-
         import ray
+
+        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
 
         self._ray = ray
         self._started_ray = connect_ray()
@@ -301,9 +313,9 @@ class RewardLoopManager:
         atexit.register(self.shutdown)
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
+        except BaseException as error:
             self.shutdown()
-            raise
+            raise RuntimeError(self._closed) if isinstance(error, concurrent.futures.CancelledError) else error
 
     # ---- for callers, in their own threads
 
@@ -393,6 +405,7 @@ class RewardLoopManager:
     # ---- in the loop's thread
 
     async def _start(self) -> None:
+        self._spawn(self._watch_ray())
         await asyncio.gather(*map(self._start_worker, self._slots))
         if self._addresses and not self.options.max_in_flight:
             self._spawn(self._follow_servers())
@@ -431,12 +444,11 @@ class RewardLoopManager:
                 next_call = max(next_call, time.monotonic()) + 60 / per_minute
                 slot = min(ready, key=lambda slot: len(slot.pending))
                 slot.pending[ticket.number] = ticket
-                outgoing[slot.index].append(ticket)
+                outgoing[slot].append(ticket)
                 free -= 1
             if not self._ray_is_up():
                 raise RuntimeError(RAY_WENT)
-            for index, tickets in outgoing.items():
-                slot = self._slots[index]
+            for slot, tickets in outgoing.items():
                 batch = [(ticket.number, ticket.lost >= ISOLATE_AFTER, ticket.payload) for ticket in tickets]
                 self._spawn(self._confirm(slot, slot.worker, tickets, slot.worker.submit.remote(batch)))
             if pause > 0:
@@ -481,9 +493,10 @@ class RewardLoopManager:
             try:
                 # The key goes as an argument: a cluster that was started in another shell does not have it.
                 call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", ""))
-                complaint = await self._answer(call, START_S + WEDGED_S)
+                complaint = await asyncio.wait_for(call, START_S + WEDGED_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                reason = f"reward worker {slot.index} cannot be started: {describe(error)}"
+                why = describe(error) if str(error) else f"no answer within {START_S + WEDGED_S:g} s"
+                reason = f"reward worker {slot.index} cannot be started: {why}"
                 self._kill(worker)
                 continue
             if complaint:
@@ -508,42 +521,31 @@ class RewardLoopManager:
                 )
         return nodes
 
-    async def _answer(self, call, limit: float):
-        """What an actor answers. TimeoutError after `limit` seconds; RuntimeError if Ray is shut down: no answer comes then."""
-        call, deadline = asyncio.ensure_future(call), time.monotonic() + limit
-        try:
-            while not (await asyncio.wait({call}, timeout=HEARTBEAT_S))[0]:
-                if not self._ray_is_up():
-                    raise RuntimeError(RAY_WENT)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer within {limit:g} s")
-            return call.result()
-        finally:
-            call.cancel()
+    async def _watch_ray(self) -> None:
+        """Ends the manager when Ray is shut down: no answer of an actor comes then."""
+        while self._ray_is_up():
+            await asyncio.sleep(1)
+        raise RuntimeError(RAY_WENT)
 
     async def _serve(self, slot: Slot) -> None:
         """Takes the results of one worker for as long as the manager lives, and replaces the worker when it dies."""
         errors, taken = self._ray.exceptions, 0
         while True:
-            lost = 0
-            if not self._ray_is_up():
-                raise RuntimeError(RAY_WENT)
             try:
                 call = slot.worker.collect.options(concurrency_group="collect").remote(taken)
-                results, complaint, is_useless = await self._answer(call, self.job.timeout + WEDGED_S)
+                results, complaint, lost = await asyncio.wait_for(call, self.job.timeout + WEDGED_S)
             except errors.ActorUnavailableError:  # Ray lost the call: the same again
                 await asyncio.sleep(0.1)
                 continue
             except (errors.RayActorError, TimeoutError) as error:
-                wedged = isinstance(error, TimeoutError)
-                results, is_useless, lost = [], True, ISOLATE_AFTER if wedged else 1
-                complaint = f"reward worker {slot.index} {'is wedged' if wedged else 'died'}; a new one takes over"
+                what, lost = ("is wedged", ISOLATE_AFTER) if isinstance(error, TimeoutError) else ("died", 1)
+                results, complaint = [], f"reward worker {slot.index} {what}; a new one takes over"
             for number, result, seconds in results:
                 if ticket := slot.pending.pop(number, None):  # else it is a second result: the first was only thought lost
                     self._finish(ticket, result, seconds)
             taken += len(results)
             self._say(complaint)
-            if is_useless:
+            if lost is not None:
                 self._kill(slot.worker)
                 slot.worker, taken = None, 0
                 self._requeue(slot, list(slot.pending.values()), lost)
@@ -553,7 +555,7 @@ class RewardLoopManager:
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
         score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # a NaN in extra info: null
         if retry_after is not None and ticket.tries < self.options.http_retries:
-            pause = max(retry_after, min(2.0**ticket.tries, 10.0) * random.uniform(0.75, 1.25))
+            pause = max(retry_after, min(2**ticket.tries, 10) * random.uniform(0.75, 1.25))
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
             return
@@ -596,7 +598,7 @@ class RewardLoopManager:
             if slot.worker:
                 self._kill(slot.worker)
             slot.worker = None
-        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -670,8 +672,6 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     sleep_mode: the models' servers can be put to sleep, for a GPU that they share with a trainer (score_batch does it).
     """
     options.check_rewards()
-    if overlong:
-        overlong.penalty(0)  # raises on bad settings
     if connect_ray(options.genrm_gpus):
         stack.callback(sys.modules["ray"].shutdown)
     models = None

@@ -7,8 +7,8 @@
 The processes that a sample of a sync function passes (one of an async function turns round in the worker):
 
     driver                       worker (Ray actor)                       grading process
-    RewardLoopManager -submit->  its queue  ------ socket: sample ----->  your function
-                      <-collect- results gather  <- socket: JSON line --
+    RewardLoopManager -submit->  its queue  -------- pipe: sample ----->  your function
+                      <-collect- results gather  <--- pipe: JSON line --
 
 Used by reward_loop.py alone, which deals the samples out. Whatever the function does (raise, hang, return NaN, kill its
 process), its sample has a status, and no other sample is touched. The file is sent to the workers by value, and loaded by the
@@ -29,13 +29,12 @@ import pickle
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
@@ -43,6 +42,7 @@ GATHER_S = 0.01  # a worker gathers results for this long before it hands them o
 HEARTBEAT_S = 5.0  # a worker with nothing to say answers `collect` at least this often
 SLOW_S = 1.0  # between two looks of a worker at itself: is the event loop late, does a grading process only wait
 BLOCKED_S = 5.0  # an event loop that stood still for so long is worth a warning
+ISOLATE_AFTER = 2  # a sample that so many hand-overs have lost runs in a grading process, which shows whether it is a killer
 START_S = 300.0  # for a worker, and for a grading process, to load the function (a busy node, a heavy import)
 
 
@@ -53,7 +53,6 @@ class Job:
     function: str | None  # FILE:NAME with the full path; None: the score of the discriminative reward model
     kwargs: dict  # the same for every sample
     tokenizer: str | None  # path, where the function takes it
-    takes_step: bool
     is_async: bool
     timeout: float
     sync_processes: int = 1
@@ -82,31 +81,6 @@ def load_function(spec: str | None):
     return function
 
 
-def fit_call(spec: str | None, kwargs: dict, addresses: dict[str, str]) -> tuple:
-    """(the function, what it gets with every sample alike), for the driver: ValueError if the two do not fit."""
-    import_path = sys.path.copy()
-    try:
-        function = load_function(spec)
-    finally:
-        sys.path[:] = import_path  # the driver has modules of its own to import
-    parameters = inspect.signature(function).parameters
-    common = {}
-    if addresses:
-        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
-        common["reward_model_tokenizer"] = None
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        common = {key: value for key, value in common.items() if key in parameters}  # a plain rule runs beside a reward model
-        for key in kwargs:
-            if key not in parameters:
-                raise ValueError(f"reward_kwargs: {key!r} is not a parameter of {spec}")
-    common |= kwargs
-    given = {"data_source", "solution_str", "ground_truth", "extra_info", "prompt" if spec is None else "step", *common}
-    for name, p in parameters.items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given:
-            raise ValueError(f"{spec} needs {name!r}: give it in reward_kwargs, or a reward model if it is that one's")
-    return function, common
-
-
 def load_call(job: Job):
     """The function of a run with all that is the same for every sample. Raises ValueError."""
     function, common = load_function(job.function), dict(job.kwargs)
@@ -116,7 +90,7 @@ def load_call(job: Job):
         common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
         # Transformers 5 returns a dict where 4 returned token ids; functions written for verl expect the ids.
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    if job.takes_step:
+    if "step" in inspect.signature(function).parameters:
         return functools.partial(function, **common)
     return lambda step=None, **sample: function(**sample, **common)
 
@@ -167,11 +141,9 @@ def outcome(value) -> bytes:
 
 def describe(error: BaseException) -> str:
     """One line: the kind of error, its message, and the last place in the user's code."""
-    frame = error.__traceback__
-    while frame and frame.tb_next:
-        frame = frame.tb_next
-    place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
-    return f"{type(error).__name__}: {error}"[:500] + place
+    last = traceback.TracebackException.from_exception(error, limit=-1)  # its text is the message, even where str(error) fails
+    place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in last.stack)
+    return f"{type(error).__name__}: {last}"[:500] + place
 
 
 def retry_delay(error: BaseException) -> float | None:
@@ -226,11 +198,11 @@ async def score_with_classifier(prompt, solution_str, reward_router_address, rew
 
 
 def grade() -> None:
-    """Main of a grading process, whose stdin and stdout are one socket to the worker.
+    """Main of a grading process, whose stdin and stdout are pipes to the worker.
 
     In come the job, then samples; out go what is wrong with the job (or null), then results.
     """
-    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what Ray and uvloop leave open, the socket among it
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # what Ray and uvloop leave open
     samples, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the function reads or prints must not get among them
     os.dup2(2, 1)
@@ -254,14 +226,6 @@ def grade() -> None:
             result = evaluate_sync(function, samples.read(*struct.unpack("<I", header)), runner)
             results.write(result + b"\n")  # JSON: there is no other line end in it
             results.flush()
-
-
-class Process(NamedTuple):
-    """A grading process."""
-
-    child: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
 
 
 class RewardLoopWorker:
@@ -298,7 +262,7 @@ class RewardLoopWorker:
             if self.job.is_async:
                 self.function = load_call(self.job)
             else:
-                self._add_grader(await self._start_process())
+                self.graders.add(self.loop.create_task(self._grade(await self._start_process())))
         except Exception as error:
             return " ".join(str(error).split())
 
@@ -311,8 +275,10 @@ class RewardLoopWorker:
             else:
                 self._enqueue(ticket, payload)
 
-    def collect(self, taken: int) -> tuple[list[tuple[int, bytes, float]], str, bool]:
-        """(results from number `taken` on, a complaint or "", whether this worker is of no use any more).
+    def collect(self, taken: int) -> tuple[list[tuple[int, bytes, float]], str, int | None]:
+        """(results from number `taken` on, a complaint or "", None).
+
+        Instead of None, where this worker is of no use any more: how many hand-overs its samples have lost by that.
 
         Waits for the first result, at most HEARTBEAT_S. Results are kept until the next call says that they have arrived. Ray
         runs this in a thread of its own (a concurrency group), so that a function that blocks the event loop is found out.
@@ -325,19 +291,22 @@ class RewardLoopWorker:
         now = time.monotonic()
         if now - self.tick - SLOW_S < BLOCKED_S:
             self.culprit = None, now
-            return self.done.copy(), "", False
+            return self.done.copy(), "", None
         ticket, place = self._who_blocks()
         if ticket != self.culprit[0]:  # one after the other, perhaps
             self.culprit = ticket, now
-        is_useless = ticket is not None and now - self.culprit[1] > self.job.timeout
-        if is_useless:
-            message = f"no result within {self.job.timeout:g} s, blocked at {place}"
-            self._report(ticket, failure("timeout", message), self.culprit[1])
         complaint = f"an async function blocks the event loop of its worker at {place}, where nothing else is scored meanwhile: "
-        return self.done.copy(), complaint + "`await` what waits, or write `def` instead of `async def`", is_useless
+        complaint += "`await` what waits, or write `def` instead of `async def`"
+        if now - self.culprit[1] <= self.job.timeout:
+            return self.done.copy(), complaint, None
+        if ticket is None:
+            return self.done.copy(), complaint, ISOLATE_AFTER
+        message = f"no result within {self.job.timeout:g} s, blocked at {place}"
+        self._report(ticket, failure("timeout", message), self.culprit[1])
+        return self.done.copy(), complaint, 0
 
     def _who_blocks(self) -> tuple[int | None, str]:
-        """The sample that holds the event loop up, and the place in the function's file where it does."""
+        """The sample that holds the event loop up (None: in a task of its own making), and the place in the function's file."""
         frame, ticket, place = sys._current_frames().get(self.thread), None, ""
         while frame:
             if not place and frame.f_code.co_filename == (self.job.function or "").rpartition(":")[0]:
@@ -359,8 +328,7 @@ class RewardLoopWorker:
 
     def _report(self, ticket: int, result: bytes, started: float) -> None:
         self.done.append((ticket, result, time.monotonic() - started))
-        if not self.news.is_set():
-            self.news.set()
+        self.news.set()
 
     async def _run(self, ticket: int, payload: bytes) -> None:
         started = time.monotonic()
@@ -385,10 +353,7 @@ class RewardLoopWorker:
 
     def _add_graders(self) -> None:
         while len(self.graders) < self.allowed and len(self.graders) - len(self.busy) < self.queue.qsize():
-            self._add_grader()
-
-    def _add_grader(self, process=None) -> None:
-        self.graders.add(self.loop.create_task(self._grade(process)))
+            self.graders.add(self.loop.create_task(self._grade()))
 
     async def _grade(self, process=None) -> None:
         """Has samples graded by one grading process and its successors."""
@@ -400,15 +365,15 @@ class RewardLoopWorker:
                 self.busy[task] = 0, started
                 process = process or await self._start_process()
                 started = time.monotonic()
-                self.busy[task] = process.child.pid, started
-                process.writer.write(struct.pack("<I", len(payload)) + payload)
+                self.busy[task] = process.pid, started
+                process.stdin.write(struct.pack("<I", len(payload)) + payload)
                 async with asyncio.timeout(self.job.timeout):
-                    result = await process.reader.readuntil(b"\n")
+                    result = await process.stdout.readuntil(b"\n")
                 self._report(ticket, result, started)
                 continue
             except TimeoutError:
                 self._report(ticket, failure("timeout", f"no result within {self.job.timeout:g} s: process killed"), started)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, RuntimeError) as error:  # the last is uvloop's, for a pipe that is closed
                 if deaths == 0:  # once may have been the system (out of memory, somebody's kill)
                     self._enqueue(ticket, payload, 1)
                 else:
@@ -425,18 +390,15 @@ class RewardLoopWorker:
         if process:
             kill_group(process)
 
-    async def _start_process(self) -> Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         """A grading process that has loaded the function. OSError if it does not get that far, ValueError if that fails."""
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_worker; reward_worker.grade()"
-        ours, theirs = socket.socketpair()
-        with theirs:  # both its standard input and output: quicker than two pipes
-            command = (sys.executable, "-c", code)
-            child = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, start_new_session=True)
-        process = Process(child, *await asyncio.open_connection(sock=ours, limit=2**30))
+        pipes = dict(stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**30)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True, **pipes)
         try:
-            process.writer.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
+            process.stdin.write(json.dumps(dataclasses.asdict(self.job)).encode() + b"\n")
             async with asyncio.timeout(START_S):
-                complaint = json.loads(await process.reader.readuntil(b"\n"))
+                complaint = json.loads(await process.stdout.readuntil(b"\n"))
         except (TimeoutError, EOFError) as error:
             kill_group(process)
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
@@ -447,11 +409,11 @@ class RewardLoopWorker:
         return process
 
 
-def kill_group(process: Process) -> None:
+def kill_group(process: asyncio.subprocess.Process) -> None:
     """Ends a grading process and whatever the function has started in it."""
-    process.writer.close()
+    process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.child.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def process_sleeps(pid: int) -> bool:

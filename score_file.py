@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import tyro
 
 from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, read_rows, start_rewards
@@ -47,14 +49,6 @@ CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "r
                   "overlong_buffer", "overlong_factor")  # fmt: skip
 
 
-def open_progress(partial: Path, header: str):
-    """The file of results so far, open for more."""
-    file = partial.open("a", encoding="utf-8")
-    file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
-    file.flush()  # also a run that is killed before its first result can go on
-    return file
-
-
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
     if not partial.exists():
@@ -73,25 +67,52 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     return done
 
 
-def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path) -> None:
-    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`."""
-    scored = []
-    for row, result in zip(rows, results):
-        info = json.dumps(result["reward_extra_info"])
-        scored.append(row | {"reward_score": result["reward_score"], "status": result["status"], "reward_extra_info": info})
-    temporary = out.with_name(out.name + ".tmp")
-    if out.suffix == ".jsonl":
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in scored)
-    else:
-        import pyarrow.parquet
+def score_the_rest(options: RewardOptions, samples: dict, done: dict, partial: Path, header: str,
+                   overlong: Overlong | None = None, on_result=lambda result: None) -> float:  # fmt: skip
+    """Scores the samples whose keys are not in `done` -> seconds.
 
-        # Types that Python values do not show: the input's, and those of columns that may hold nothing but None.
-        types = {field.name: field.type for field in pyarrow.parquet.read_schema(data)} if data.suffix == ".parquet" else {}
-        types |= {"reward_score": pyarrow.float64(), "status": pyarrow.string(), "reward_extra_info": pyarrow.string()}
-        names = dict.fromkeys(name for row in scored for name in row)
-        columns = {name: pyarrow.array([row.get(name) for row in scored], types.get(name)) for name in names}
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+    Each result goes there, into `partial`, and to on_result, as it comes; what that raises ends the run.
+    """
+    left = [key for key in samples if key not in done]
+    with contextlib.ExitStack() as stack:
+        manager = start_rewards(options, stack, overlong=overlong)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once, the first one too
+        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+
+        def note(position: int, result: dict) -> None:
+            done[left[position]] = result
+            file.write(json.dumps([left[position], result]) + "\n")
+            on_result(result)
+
+        started = time.monotonic()
+        manager.score_batch([samples[key] for key in left], note)
+        return time.monotonic() - started
+
+
+def as_table(rows: list[dict]):
+    """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # has fewer types than a table
+    except (pyarrow.ArrowException, UnicodeError) as error:
+        raise ValueError(f"the rows of the data do not fit into a parquet file: {error}") from None
+    return table
+
+
+def write_rows(rows: list[dict], table, results: list[dict], out: Path) -> None:
+    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`. table: for parquet."""
+    added = {name: [result[name] for result in results] for name in ("reward_score", "status", "reward_extra_info")}
+    added["reward_extra_info"] = list(map(json.dumps, added["reward_extra_info"]))
+    temporary = out.with_name(out.name + ".tmp")
+    if table is None:
+        with temporary.open("w", encoding="utf-8") as file:
+            for row, *values in zip(rows, *added.values()):
+                file.write(json.dumps(row | dict(zip(added, values)), default=str) + "\n")
+    else:
+        added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also where there is none
+        pyarrow.parquet.write_table(pyarrow.table(dict(zip(table.column_names, table.columns)) | added), temporary)
     temporary.replace(out)
 
 
@@ -130,47 +151,39 @@ def run(config: Config) -> None:
     rows = read_rows(config.data, needed)
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
-    overlong = None
+    table = overlong = None
+    if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
+        table = pyarrow.parquet.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
     if config.max_response_length is not None:
         overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
-    config.check_rewards()
     settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
     header = json.dumps({"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()} | settings)
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     done = scored_before(partial, header, config.resume)
-    left = [index for index in range(len(rows)) if index not in done]
+    left, counts = len(rows) - len(done), collections.Counter(needed=sum(map(needed_verdict, done.values())))
+    if done:
+        print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
 
-    with contextlib.ExitStack() as stack:
-        manager = start_rewards(config, stack, overlong=overlong)
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(open_progress(partial, header))
-        if done:
-            print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
-        counts = collections.Counter(needed=sum(map(needed_verdict, done.values())))
+    def stop(result: dict) -> None:
+        extra = result["reward_extra_info"]
+        why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
+        text = f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
+        raise RuntimeError(f"{text}{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume")
 
-        def stop(result: dict) -> None:
-            extra = result["reward_extra_info"]
-            why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
-            text = f"{counts['failed']:,} samples have no score, more of those that needed one than --max-no-verdict-rate "
-            raise RuntimeError(f"{text}{config.max_no_verdict_rate} allows; the last: {why}; mend it and go on with --resume")
+    def on_result(result: dict) -> None:
+        counts.update(needed=needed_verdict(result), failed=result["reward_score"] is None)
+        # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
+        if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], min(len(rows), 1000)):
+            stop(result)
 
-        def on_result(position: int, result: dict) -> None:
-            file.write(json.dumps([left[position], result]) + "\n")
-            file.flush()
-            counts.update(needed=needed_verdict(result), failed=result["reward_score"] is None)
-            # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
-            if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], min(len(rows), 1000)):
-                stop(result)
-
-        started = time.monotonic()
-        done |= zip(left, manager.score_batch([rows[index] for index in left], on_result))
-        results = with_equal_keys([done[index] for index in range(len(rows))])
-        if no_verdict_rate(results) > config.max_no_verdict_rate:
-            stop(next(result for result in reversed(results) if result["reward_score"] is None))
-        write_rows(rows, results, config.data, config.out)
-        partial.unlink()
-        print(summary(results, time.monotonic() - started, len(left)))
-        print(f"written to {config.out}")
+    seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
+    results = with_equal_keys([done[index] for index in range(len(rows))])
+    if no_verdict_rate(results) > config.max_no_verdict_rate:
+        stop(next(result for result in reversed(results) if result["reward_score"] is None))
+    write_rows(rows, table, results, config.out)
+    partial.unlink()
+    print(summary(results, seconds, left))
+    print(f"written to {config.out}")
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import ray
 from test_compute_score import Judge, completion
 
+import evaluate_genrm
 from evaluate_genrm import (
     Config,
     flawed_positive_metrics,
@@ -100,7 +102,8 @@ def run(judge: Judge, config: Config) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-def test_a_whole_run(bench, tmp_path):
+def test_a_whole_run(bench, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # no way to the judge
     progress = []
     judge = Judge(lambda request: progress.append((tmp_path / "c.jsonl").read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
@@ -198,6 +201,25 @@ def test_limit_and_bad_files(bench, tmp_path):
     prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
     with pytest.raises(ValueError, match="aime25_test.parquet, row 0: not a judge row"):
         read_judge_rows(tmp_path / "aime25_test.parquet")
+
+
+def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
+    rows = pq.read_table(bench).to_pylist()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows[0]["reward_model"]["style"] = 1
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(evaluate_genrm, "judge_rows", lambda *_: signal.raise_signal(signal.SIGINT))
+    for data, out, code, message in [
+        (bench, "c.jsonl", 2, "must end with .parquet"),  # it would take the place of the progress
+        ("rows.jsonl", "rows.parquet", 2, "must not be the data"),
+        ("mixed.jsonl", "c.parquet", 2, "do not fit into a parquet file"),
+        ("rows.jsonl", "c.parquet", 130, "the same command goes on"),
+    ]:
+        arguments = ["--data", tmp_path / data, "--out", tmp_path / out, "--router-address", "127.0.0.1:1"]
+        monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            evaluate_genrm.main()
+        assert ended.value.code == code and message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from aiohttp import web
 
 import reward_loop
 import reward_worker
-from algorithm import overlong_penalty
 from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate
 
 ROOT = Path(reward_loop.__file__).parent
@@ -151,10 +150,10 @@ def free_port():
 
 def test_overlong_penalty():
     # max 100, buffer 20: nothing to 80, half the factor at 90, the whole at 100
-    assert [overlong_penalty(n, 100, 20, 2.0) for n in (0, 80, 81, 90, 100)] == [0.0, 0.0, -0.1, -1.0, -2.0]
+    assert [Overlong(100, 20, 2.0).penalty(n) for n in (0, 80, 81, 90, 100)] == [0.0, 0.0, -0.1, -1.0, -2.0]
     for buffer in (0, -1, 101):
-        with pytest.raises(ValueError, match="buffer"):
-            overlong_penalty(1, 100, buffer, 1.0)
+        with pytest.raises(ValueError, match=f"buffer is {buffer}"):
+            Overlong(100, buffer)
 
 
 def test_retry_delay_of_http_errors():
@@ -242,6 +241,7 @@ OUTCOMES = {  # response -> (score, status, part of extra info or of its error t
     "no_score": (None, "error", "no 'score'"),
     "score_string": (None, "error", "'1'"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
+    "unprintable": (None, "error", "Unprintable: <exception str() failed> (faults.py:"),
     "sys_exit": (None, "error", "SystemExit: 3"),
     "circular": (None, "error", "ircular"),
     "unknown": (None, "error", "KeyError: 'unknown'"),
@@ -336,6 +336,15 @@ def test_sync_function_that_ends_its_process(start):
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["error" if response == "os_exit" else "ok" for response in responses]
     assert "died" in results[30]["reward_extra_info"]["error"]
+
+
+def test_a_grading_process_that_dies_between_two_samples_costs_none(start):
+    manager = start(f"{FAULTS}:sync_fault")
+    pid = manager.score_batch([sample("pid")])[0]["reward_extra_info"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+    time.sleep(0.3)  # the worker has seen its pipes closed
+    assert manager.score_batch([sample("one")])[0]["status"] == "ok"
 
 
 def test_async_function_that_ends_its_worker(start):
@@ -492,10 +501,13 @@ def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
     [
         ({"reward_fn": "nowhere.py:f"}, "no file"),
         ({"reward_fn": "compute_score"}, "FILE:NAME"),
+        ({"reward_fn": f"{ROOT}/README.md:f"}, "FILE:NAME"),
         ({"reward_fn": f"{FAULTS}:nothing"}, "no function 'nothing'"),
-        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}}, "'penlty' is not a parameter"),
-        ({"reward_fn": f"{FAULTS}:with_marks"}, "needs 'folder'"),
-        ({"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"}, "needs 'reward_router_address'"),
+        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}}, "unexpected keyword argument 'penlty'"),
+        ({"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"ground_truth": 1}}, "multiple values .* 'ground_truth'"),
+        ({"reward_fn": f"{FAULTS}:with_marks"}, "missing a required argument: 'folder'"),
+        ({"reward_fn": f"{FAULTS}:takes_no_extra_info"}, "unexpected keyword argument 'extra_info'"),
+        ({"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"}, "missing .* 'reward_router_address'"),
         ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
         ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward_model_tokenizer"),
         ({"num_workers": 0}, "num_workers is 0"),
@@ -507,7 +519,6 @@ def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
         ({"genrm_servers": 2}, "give genrm"),
         ({"timeout": -1}, "timeout is -1"),
         ({"max_rpm": 0}, "max_rpm is 0"),
-        ({"overlong": Overlong(10, 20)}, "buffer is 20"),
     ],
 )
 def test_wrong_settings_are_told_at_start(local_ray, options, message):
@@ -693,6 +704,17 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
     assert seen == {"busy": 2, "bad request": 1, "broken": 2, "fine": 1}
 
 
+def test_a_judge_that_is_away_for_hours(start):
+    manager = start(f"{FAULTS}:sync_fault", http_retries=5000)
+    ticket = reward_loop.Ticket(0, b"", 0.0, concurrent.futures.Future(), tries=1024)
+
+    async def one_more_try():
+        manager._finish(ticket, reward_worker.failure("error", "HTTP 503", 0.0), 1.0)
+
+    asyncio.run_coroutine_threadsafe(one_more_try(), manager._loop).result(10)
+    assert ticket.tries == 1025
+
+
 # ---- processes and nodes that die
 
 
@@ -734,7 +756,7 @@ def test_nothing_is_left_running(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("response", ["block", "block_all_threads"])
+@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit is found."""
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
@@ -746,6 +768,8 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
     if response == "block":
         assert "blocked at faults.py:" in results[10]["reward_extra_info"]["error"]
+    elif response == "block_in_a_task":  # nobody knows whose it is, until each sample has a process of its own
+        assert "process killed" in results[10]["reward_extra_info"]["error"] and "blocks the event loop" in caplog.text
     else:
         assert "is wedged" in caplog.text
 

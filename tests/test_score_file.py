@@ -15,8 +15,8 @@ import score_file
 ROOT = Path(score_file.__file__).parent
 
 
-def write_responses(path, count, response="one"):
-    path.write_text("".join(json.dumps(sample(response, ground_truth=str(index))) + "\n" for index in range(count)))
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -27,12 +27,14 @@ def command_line(*arguments, **options):
 
 
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
-    good = write_responses(tmp_path / "good.jsonl", 2)
+    good = write_jsonl(tmp_path / "good.jsonl", [sample("one")] * 2)
     (tmp_path / "no_response.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}}\n')
     (tmp_path / "broken.jsonl").write_text("{}\n{\n")
     (tmp_path / "no_truth.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": null}, "response": "r"}\n')
     (tmp_path / "no_text.jsonl").write_text('{"data_source": "x", "reward_model": {"ground_truth": "1"}, "response": 5}\n')
     (tmp_path / "fake.parquet").write_text("PAR?")
+    write_jsonl(tmp_path / "empty.jsonl", [sample("one", extra_info={})])
+    write_jsonl(tmp_path / "mixed.jsonl", [sample("one", ground_truth=truth) for truth in ("1", 2)])
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
@@ -43,6 +45,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
+        (dict(data=tmp_path / "empty.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
+        (dict(data=tmp_path / "mixed.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
         (dict(data=good, out=out, reward_kwargs="{"), "not JSON"),
         (dict(data=good, out=out, reward_kwargs="[]"), "JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
@@ -87,12 +91,22 @@ def test_command_line_scores_a_file(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
 
 
+def test_rows_without_some_columns_become_parquet(tmp_path):
+    import pyarrow.parquet
+
+    rows, results = [{"a": 1}, {"b": ["x"]}], [{"reward_score": None, "status": "error", "reward_extra_info": {"c": 2}}] * 2
+    score_file.write_rows(rows, score_file.as_table(rows), results, tmp_path / "out.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    added = {"reward_score": None, "status": "error", "reward_extra_info": '{"c": 2}'}
+    assert table.to_pylist() == [{"a": 1, "b": None} | added, {"a": None, "b": ["x"]} | added]
+    assert table.schema.field("reward_score").type == pyarrow.float64()
+
+
 @pytest.mark.slow
 def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):  # noqa: F811
     port = free_port()
-    data = tmp_path / "responses.jsonl"
     rows = [sample("\\boxed{1}" if index % 2 else "\\boxed{2}") for index in range(40)]  # every second one asks the judge
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_jsonl(tmp_path / "responses.jsonl", rows)
     out = tmp_path / "scored.jsonl"
     arguments = ["--data", data, "--out", out, "--reward-fn", write_function(tmp_path, HALF), "--router-address", f"127.0.0.1:{port}"]
     arguments += ["--http-retries", "0"]
@@ -117,9 +131,8 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
 @pytest.mark.slow
 def test_a_judge_that_is_down_is_seen_also_when_few_answers_need_it(tmp_path):
     """14 % right answers and no judge: all of those that needed it have no verdict, which is not 14 %."""
-    data = tmp_path / "responses.jsonl"
     rows = [sample("\\boxed{1}" if index % 7 == 0 else "\\boxed{2}") for index in range(700)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_jsonl(tmp_path / "responses.jsonl", rows)
     arguments = ["--data", data, "--out", tmp_path / "scored.jsonl", "--reward-fn", "compute_score.py:compute_score_fapo"]
     arguments += ["--router-address", f"127.0.0.1:{free_port()}", "--reward-kwargs", '{"genrm_timeout_s": 1}']
     ended = command_line(*arguments, cwd=ROOT)
@@ -128,20 +141,18 @@ def test_a_judge_that_is_down_is_seen_also_when_few_answers_need_it(tmp_path):
 
 @pytest.mark.slow
 def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
-    data, out = tmp_path / "responses.jsonl", tmp_path / "scored.jsonl"
-    rows = [sample("none" if index < 3 else "one", response_length=10) for index in range(100)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, rows = tmp_path / "scored.jsonl", [sample("none" if index < 3 else "one", response_length=10) for index in range(100)]
+    data = write_jsonl(tmp_path / "responses.jsonl", rows)
     arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:sync_fault"]
     ended = command_line(*arguments, "--max-no-verdict-rate", "0.02")
     assert ended.returncode == 1 and "3 samples have no score" in ended.stderr
     for other in (["--max-response-length", "100"], ["--reward-kwargs", '{"a": 1}']):
         ended = command_line(*arguments, *other, "--resume")
         assert ended.returncode == 2, ended.stderr
-    changed = rows[:-1] + [sample("acc", response_length=10)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    write_jsonl(data, rows[:-1] + [sample("acc", response_length=10)])
     ended = command_line(*arguments, "--resume")
     assert ended.returncode == 2 and "other data" in ended.stderr and not out.exists()
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     ended = command_line(*arguments, "--resume")  # again without a verdict, but 3 % of all are not too many
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
@@ -164,7 +175,7 @@ async def ask(data_source, solution_str, ground_truth, extra_info, reward_router
 
 @pytest.mark.slow
 def test_command_line_goes_on_after_a_kill(tmp_path):
-    data = write_responses(tmp_path / "responses.jsonl", 200, response="0.05")
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("0.05", ground_truth=str(index)) for index in range(200)])
     out, marks = tmp_path / "scored.jsonl", tmp_path / "marks"
     marks.mkdir()
     arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:with_marks", "--reward-kwargs", json.dumps({"folder": str(marks)})]
@@ -184,9 +195,3 @@ def test_command_line_goes_on_after_a_kill(tmp_path):
     assert 0 < again <= 170  # the header and at least 30 results were on disk
     assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
     assert not partial.exists()
-
-
-def test_a_run_that_is_killed_before_its_first_result_can_go_on(tmp_path):
-    """Its file of progress holds the settings already, not only a buffer."""
-    with score_file.open_progress(tmp_path / "out.partial.jsonl", "the settings"):
-        assert score_file.scored_before(tmp_path / "out.partial.jsonl", "the settings", resume=True) == {}

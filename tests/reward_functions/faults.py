@@ -32,10 +32,17 @@ RETURNS = {
 }
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise AttributeError("as aiohttp's errors do that were made without a request")
+
+
 def act(response):
     """What sync and async functions share."""
     if response == "raise":
         raise KeyError("no such thing")
+    if response == "unprintable":
+        raise Unprintable
     if response == "sys_exit":
         sys.exit(3)
     if response == "os_exit":
@@ -69,6 +76,12 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 pass
+    if solution_str == "block_in_a_task":
+
+        async def block():
+            time.sleep(3600)
+
+        await asyncio.gather(block())
     return act(solution_str)
 
 
@@ -116,6 +129,10 @@ def environment(data_source, solution_str, ground_truth, extra_info):
 
 async def async_environment(data_source, solution_str, ground_truth, extra_info):
     return environment(data_source, solution_str, ground_truth, extra_info)
+
+
+def takes_no_extra_info(data_source, solution_str, ground_truth):
+    return 1.0
 
 
 def has_a_loop_of_its_own(data_source, solution_str, ground_truth, extra_info):
