@@ -492,7 +492,7 @@ class RewardLoopManager:
             worker = actor(reward_worker.RewardLoopWorker).remote(dataclasses.replace(self.job, sync_processes=processes))
             try:
                 # The key goes as an argument: a cluster that was started in another shell does not have it.
-                call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", ""))
+                call = worker.prepare.remote(os.environ.get("ROUTER_API_KEY", "").strip())
                 complaint = await asyncio.wait_for(call, START_S + WEDGED_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 why = describe(error) if str(error) else f"no answer within {START_S + WEDGED_S:g} s"

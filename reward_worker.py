@@ -166,7 +166,7 @@ def retry_delay(error: BaseException) -> float | None:
 
 def bearer() -> dict[str, str]:
     """The header that a judge behind a key asks for; never in a setting, a log or a result."""
-    key = os.environ.get("ROUTER_API_KEY")
+    key = os.environ.get("ROUTER_API_KEY", "").strip()  # a secret's file may end with a newline
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -97,7 +97,7 @@ def as_table(rows: list[dict]):
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
         pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # has fewer types than a table
     except (pyarrow.ArrowException, UnicodeError) as error:
-        raise ValueError(f"the rows of the data do not fit into a parquet file: {error}") from None
+        raise ValueError(f"data: its rows do not fit into a parquet file ({error}); change them, or write .jsonl") from None
     return table
 
 

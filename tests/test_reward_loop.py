@@ -323,7 +323,7 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
 def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
     """The cluster was started without the key: it comes from the manager's environment, and appears nowhere else."""
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     manager = start(f"{FAULTS}:{function}")
     found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
     assert found["key"] == "s3cret" and found["files"] == found["most_files"]
@@ -563,7 +563,7 @@ async def classifier(request):
 
 @pytest.mark.slow
 def test_discriminative_model_without_a_function(start, serve, tokenizer, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret")
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     server = serve(classifier)
     options = {"router_address": (server.address,), "reward_model_task": ("classify",), "reward_model_tokenizer": tokenizer}
     results = start(None, **options).score_batch([sample("good"), sample("better")])
