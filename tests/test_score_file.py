@@ -8,11 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 from test_reward_loop import FAULTS, critic, free_port, sample, serve, until, write_function  # noqa: F401  (serve is a fixture)
 
+import reward_loop
 import score_file
 
 ROOT = Path(score_file.__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray():
+    """For all runs of this file: to start one for each takes longer than to score."""
+    reward_loop.connect_ray()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        yield
+    ray.shutdown()
 
 
 def write_jsonl(path, rows):
