@@ -328,7 +328,8 @@ class RewardLoopWorker:
 
     def _report(self, ticket: int, result: bytes, started: float) -> None:
         self.done.append((ticket, result, time.monotonic() - started))
-        self.news.set()
+        if not self.news.is_set():  # to set it takes a lock
+            self.news.set()
 
     async def _run(self, ticket: int, payload: bytes) -> None:
         started = time.monotonic()
