@@ -27,7 +27,6 @@ import math
 import os
 import random
 import re
-import shlex
 import sys
 import threading
 import time
@@ -282,7 +281,7 @@ class Trainer:
                 samples = read_rollouts(config.replay, step)
             else:
                 samples = [Sample(row, row["prompt_ids"]) for row in rows for _ in range(config.group_size)]
-                seed = (config.seed * 1_000_003 + step + (rounds << 40)) % 2**64  # what torch takes, for any --seed
+                seed = config.seed * 1_000_003 + step + (rounds << 40)
                 verdicts = self.roll_out_and_score(samples, step, config.temperature, 1.0, seed, f"rollout {step}")
                 if not refills:
                     yield  # all is rolled out
@@ -531,7 +530,7 @@ class Trainer:
                 cpus=config.rollout_cpus, gpus=config.rollout_gpus,
                 max_model_len=self.longest, seed=config.seed % 2**31, policy="least_loaded", queue_timeout=900,
                 sleep_mode=config.rollout_shares_gpus, log_dir=Path(config.out_dir, "rollout_logs"),
-                vllm_args=tuple(shlex.split(config.rollout_vllm_args)),
+                vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
             )  # fmt: skip
             self.servers = PolicyServers(self.policy, self.tokenizer, servers, config.weight_sync)
             stack.callback(self.servers.shutdown)

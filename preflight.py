@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,11 +63,7 @@ def check(config) -> None:
     for name, value in [("model", config.model), *(("genrm", judge) for judge in judges)]:
         if not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"):
             raise ValueError(f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
-    for name in ("rollout_vllm_args", "genrm_vllm_args"):
-        try:
-            shlex.split(getattr(config, name))
-        except ValueError as error:
-            raise ValueError(f"{name}: {getattr(config, name)!r} cannot be read ({error})") from None
+    reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args)
     config.check_rewards()
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not importlib.util.find_spec(name):

@@ -156,7 +156,7 @@ class RewardOptions:
         tasks = self.reward_model_task * (len(models) if len(self.reward_model_task) == 1 else 1)
         rest = dict(num_servers=self.genrm_servers, tensor_parallel_size=self.genrm_tensor_parallel, port=0,
                     cpus=self.genrm_cpus, gpus=self.genrm_gpus, sleep_mode=sleep_mode,
-                    vllm_args=tuple(shlex.split(self.genrm_vllm_args)))  # fmt: skip
+                    vllm_args=split_arguments("genrm_vllm_args", self.genrm_vllm_args))  # fmt: skip
         return {name: genrm_server.Config(path, task=task, **rest) for (name, path), task in zip(models.items(), tasks)}
 
 
@@ -170,6 +170,14 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
             raise ValueError(f"{field}: there are two models with the name {name!r}; write NAME=... with different names")
         found[name] = text
     return found
+
+
+def split_arguments(field: str, text: str) -> tuple[str, ...]:
+    """As a shell splits them. ValueError naming the field where a quotation is left open."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"{field}: {text!r} cannot be read ({error})") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:

@@ -53,7 +53,7 @@ def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature
     before top_p. on_finished(sample) is called the moment a sample has ended. remote_code: the model's code came with its folder.
     """
     device = next(model.parameters()).device
-    stop_ids, generator = torch.tensor(sorted(eos_ids), device=device), torch.Generator(device).manual_seed(seed)
+    stop_ids, generator = torch.tensor(sorted(eos_ids), device=device), torch.Generator(device).manual_seed(seed % 2**64)
     # Inference mode is a tenth faster on CPU. But what a model's own code may keep of it (tables, say) could not be trained with,
     # and on a GPU it would turn off the cache of weights cast to bf16.
     with torch.inference_mode() if device.type == "cpu" and not remote_code else torch.no_grad():

@@ -476,13 +476,13 @@ WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 
 def read_metrics(run: Path) -> list[dict]:
     """metrics.jsonl of a finished run. Raises OSError where there is none, ValueError where it was not evaluated twice."""
-    from run_folder import read_lines
+    from run_folder import has_evaluation, read_lines
 
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise OSError(f"runs: {path} does not exist; run recipes/toy_demo.sh first")
     metrics, torn = read_lines(path)
-    if torn or len(metrics) < 2 or not all(any(key.startswith("val/") for key in metrics[i]) for i in (0, -1)):
+    if torn or len(metrics) < 2 or not (has_evaluation(metrics[0]) and has_evaluation(metrics[-1])):
         raise ValueError(f"runs: {run} is not finished; its first and last line must hold an evaluation")
     return metrics
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import tyro
 
 from compute_score import parse_critique, split_paragraphs
-from run_folder import read_lines
+from run_folder import has_evaluation, read_lines
 from toy_world import first_wrong_paragraph
 
 # As in toy_world.py's figure, so that a run has one colour wherever it is drawn; other runs take the further ones in turn.
@@ -78,7 +78,7 @@ def curves_of(lines: list[dict]) -> dict[str, list]:
     """Metric -> [[step, value], ...], of at most about MAX_POINTS lines and all that hold an evaluation."""
     every, curves = math.ceil(len(lines) / MAX_POINTS), {}
     for index, line in enumerate(lines):
-        if index % every == 0 or index == len(lines) - 1 or any(key.startswith("val/") for key in line):
+        if index % every == 0 or index == len(lines) - 1 or has_evaluation(line):
             for key, value in line.items():
                 if key != "step" and short(value) is not None:
                     curves.setdefault(key, []).append([line["step"], short(value)])

@@ -380,17 +380,17 @@ def forget_peak(policy) -> float:
     return megabytes("VmRSS")
 
 
-def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int, length: int = 64) -> None:
+def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int) -> None:
     """One table: the same step's samples on 1, 2 ... ranks."""
     tokenizer, messages = load({"model": model, "prompts": prompts})
     ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
     samples = [Sample({}, prompt) for prompt in ids for _ in range(GROUP)]
     torch.set_num_threads(threads)
     alone = our_policy(model, len(prompts))
-    rollout_hf(alone.model, samples, max_response_length=length, temperature=1.0, eos_ids={NEVER}, seed=0,
+    rollout_hf(alone.model, samples, max_response_length=64, temperature=1.0, eos_ids={NEVER}, seed=0,
                rollout_batch_size=512)  # fmt: skip
     with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
-    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, {length} tokens each, medians of {steps} updates\n")
+    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each, medians of {steps} updates\n")
     print("| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | x one process "
           "| hand-over s | MB |")
     print("| ---: " * 8 + "|")

@@ -517,6 +517,7 @@ def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
         ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
         ({"genrm_servers": 2}, "give genrm"),
+        ({"genrm": ("a/b",), "genrm_vllm_args": '--x "y'}, "genrm_vllm_args: .* cannot be read .No closing quotation"),
         ({"timeout": -1}, "timeout is -1"),
         ({"max_rpm": 0}, "max_rpm is 0"),
     ],

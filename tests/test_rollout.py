@@ -202,6 +202,11 @@ class StoreCommunicator:
         self.broadcast = store.broadcast
 
 
+def test_any_seed_will_do(model):
+    assert roll_out(model, [[5, 6, 7]], seed=2**64 + 7) == roll_out(model, [[5, 6, 7]], seed=7)
+    assert roll_out(model, [[5, 6, 7]], seed=-(2**70)) == roll_out(model, [[5, 6, 7]], seed=0)
+
+
 def test_kept_rollouts_are_read_as_they_were_written(tmp_path):
     row = {"prompt": [{"role": "user", "content": "one\u2028two\x85"}], "extra_info": None}
     samples = [rollout.Sample(row, [1, 2], [3], [-0.1], "half a pair: \ud83d", {"reward_score": None}, number) for number in (0.5, None)]
