@@ -1,7 +1,7 @@
 """Trains a policy with GRPO on the rewards of the Reward Loop: rollouts -> rewards -> advantages -> policy update.
 
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet --val-file data/toy/toy_test.parquet \\
-        --reward-fn toy_world.py:compute_score_fapo_oracle --out-dir outputs/first --total-steps 20 --train-batch-size 16 \\
+        --reward-fn toy/toy_world.py:compute_score_fapo_oracle --out-dir outputs/first --total-steps 20 --train-batch-size 16 \\
         --mini-batch-size 8 --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --num-threads 1
 
 Read `Trainer.one_step` first: it is the algorithm, and the rest of the file is what it needs.
@@ -44,12 +44,12 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
-import view_run
+from tools import view_run
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401  (tools look here)
 from algorithm import compute_process_aware_advantages
 from policy import Policy, Sample
-from policy_group import PolicyGroup, RanksLost
-from preflight import check, check_sizes, load_rows, load_tokenizer, report, samples_itself, settle
+from cluster.policy_group import PolicyGroup, RanksLost
+from tools.plan_run import check, check_sizes, load_rows, load_tokenizer, report, samples_itself, settle
 from rollout import PolicyServers, check_sampling, read_rollouts, rollout_hf, rollout_vllm, write_rollouts
 from run_folder import Interrupts, Log, checkpoints_in, save_checkpoint, write_config
 from run_folder import has_evaluation, mean, reward_metrics, validation_metrics

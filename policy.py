@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from algorithm import compute_kl_loss, compute_policy_loss
-from sharding import Ranks, layers_of, shard
+from cluster.sharding import Ranks, layers_of, shard
 
 # Logits (float32 numbers) that exist at a time, of which a forward and backward pass holds five or six copies: 128 MiB, 1 GiB.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}

@@ -35,7 +35,6 @@ import pyarrow.parquet as pq
 import tyro
 from tqdm import tqdm
 
-import toy_world
 from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter ------------------------------------------------------------------
@@ -258,7 +257,7 @@ def hub_files(source: Source) -> list[Path]:
     return found
 
 
-def read_rows(path: Path) -> Iterator[dict]:
+def read_raw(path: Path) -> Iterator[dict]:
     """The rows of a parquet, JSON (a list of objects), JSONL or CSV file. Raises ValueError naming a file that is not one."""
     kind = path.suffix.lower()
     try:
@@ -278,6 +277,39 @@ def read_rows(path: Path) -> Iterator[dict]:
 # --- 5. Building ------------------------------------------------------------------------------------------------------
 
 
+def read_rows(path: Path, needed: list[str]) -> list[dict]:
+    """The rows of a parquet or JSONL file of the row schema, each with the columns `needed` (a null will do for extra_info).
+
+    Raises ValueError naming the file, the row and what is wrong with it.
+    """
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"{path}: the name must end with .parquet or .jsonl")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    rows = []
+    try:
+        if path.suffix == ".parquet":
+            rows = pq.read_table(path).to_pylist()
+        else:
+            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
+                rows.append(dict(json.loads(line)))
+    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
+        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else ": cannot be read as parquet"
+        raise ValueError(f"{path}{place} ({error})") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    for number, row in enumerate(rows):
+        for column in needed:
+            if row.get(column) is None and (column not in row or column != "extra_info"):
+                raise ValueError(f"{path} row {number}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
+        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
+            text = f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth"
+            raise ValueError(f'{text} ("" where the reward function needs none)')
+        if not isinstance(row.get("response", ""), str):
+            raise ValueError(f"{path} row {number}: response is {row['response']!r}; it must be a string")
+    return rows
+
+
 @dataclass
 class Config:
     tasks: list[Task]
@@ -291,7 +323,7 @@ class Config:
     """For the order of GPQA's choices, and for the toy world."""
     toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     """Which models of the toy world to warm-start, side by side: the policy takes two minutes, the judge four. May be empty."""
-    toy_kind: Literal[*toy_world.KINDS] = "standard"
+    toy_kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
     """narrow_judge: the judge is shown forgotten carries only; weak_policy: the policy is wrong more often than right."""
     repeat: int = 1
     """Write all rows this many times over. For exchange with verl, which averages over k answers by k copies; the trainer
@@ -302,7 +334,7 @@ def built_rows(source: Source, files: list[Path], seed: int) -> Iterator[dict]:
     """The rows of one data set in order, each built and validated. Raises ValueError naming file, row and column."""
     index = 0
     for path in files:
-        raw_rows = read_rows(path)
+        raw_rows = read_raw(path)
         if source.task == "processbench":
             raw_rows = with_known_answers(list(raw_rows))
             told = sum(raw["answer"] != "" for raw in raw_rows)
@@ -375,6 +407,8 @@ def prepare(config: Config) -> dict[str, int]:
         else:
             print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
     if "toy" in config.tasks:
+        from toy import toy_world
+
         toy_world.build(config.out_dir, config.seed, config.toy_models, toy_world.KINDS[config.toy_kind])
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others are in {config.out_dir}")

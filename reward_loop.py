@@ -225,41 +225,6 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     return Job(spec, common, tokenizer, is_async, options.timeout, options.sync_processes)
 
 
-def read_rows(path: Path, needed: list[str]) -> list[dict]:
-    """The rows of a parquet or JSONL file of the row schema, each with the columns `needed` (a null will do for extra_info).
-
-    Raises ValueError naming the file, the row and what is wrong with it.
-    """
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"{path}: the name must end with .parquet or .jsonl")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    rows = []
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
-                rows.append(dict(json.loads(line)))
-    except (ValueError, TypeError) as error:  # pyarrow's are ValueErrors, too
-        place = f", line {len(rows) + 1}: not a JSON object" if path.suffix == ".jsonl" else ": cannot be read as parquet"
-        raise ValueError(f"{path}{place} ({error})") from None
-    if not rows:
-        raise ValueError(f"{path}: no rows")
-    for number, row in enumerate(rows):
-        for column in needed:
-            if row.get(column) is None and (column not in row or column != "extra_info"):
-                raise ValueError(f"{path} row {number}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
-        if not isinstance(row["reward_model"], dict) or row["reward_model"].get("ground_truth") is None:
-            text = f"{path} row {number}: reward_model is {row['reward_model']!r}; it must be a dict with ground_truth"
-            raise ValueError(f'{text} ("" where the reward function needs none)')
-        if not isinstance(row.get("response", ""), str):
-            raise ValueError(f"{path} row {number}: response is {row['response']!r}; it must be a string")
-    return rows
-
-
 # ---- The manager
 
 

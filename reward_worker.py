@@ -68,6 +68,8 @@ def load_function(spec: str | None):
     file, _, name = spec.rpartition(":")
     path = Path(file)
     sys.path.insert(0, str(path.parent))
+    if str(HERE) not in sys.path:  # a file of toy/ imports compute_score.py
+        sys.path.append(str(HERE))
     module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_user"  # a user's random.py hides nothing
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)

@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicLayer
 from genrm_server import SLEEP_WITHOUT_WEIGHTS, Config, ModelServers, Slot, complete
 from genrm_server import end_servers, http, place_servers, server_actor
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, temper
-from policy_group import RanksLost
+from cluster.policy_group import RanksLost
 from run_folder import replace_file
 from vllm_server import WeightFolder
 

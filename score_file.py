@@ -22,7 +22,8 @@ import pyarrow
 import pyarrow.parquet
 import tyro
 
-from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, read_rows, start_rewards
+from prepare_data import read_rows
+from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, no_verdict_rate, start_rewards
 from reward_loop import with_equal_keys
 
 

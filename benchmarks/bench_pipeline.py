@@ -39,7 +39,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_trainer
 import run_folder
-import toy_world
+from toy import toy_world
 
 PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
 

@@ -50,11 +50,11 @@ from transformers.utils import logging as transformers_logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import reward_loop
-import toy_world
+from toy import toy_world
 from algorithm import compute_advantages, compute_policy_loss
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
-from policy_group import PolicyGroup
+from cluster.policy_group import PolicyGroup
 from rollout import rollout_hf
 from vllm_server import WeightFolder
 

@@ -46,10 +46,10 @@ import compute_score
 import genrm_server
 import grpo_trainer
 import policy
-import preflight
+from tools import plan_run
 import reward_loop
-import toy_world
-from policy_group import PolicyGroup
+from toy import toy_world
+from cluster.policy_group import PolicyGroup
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
@@ -217,7 +217,7 @@ def check_update(work: Path, device=GPU, length=1024):
     for budget in (16384, 8192, 4096, 2048):
         config = grpo_trainer.Config(model=str(work / "model"), train_file="", out_dir="", rollout="vllm", max_prompt_length=64,
                                      max_response_length=length, max_tokens_per_micro_batch=budget)  # fmt: skip
-        estimate = sum(gb or 0.0 for gb in preflight.estimate_memory(config, device.type).values())
+        estimate = sum(gb or 0.0 for gb in plan_run.estimate_memory(config, device.type).values())
         if estimate < 0.8 * total:
             break
     learner, samples, rng = load(work, device, budget), samples_of(work, 4), random.Random(0)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(DOCS.parent))
 import tyro
 from matplotlib.figure import Figure
 
-import toy_world
-from toy_world import COLUMNS, PANELS, smooth, table
+from toy import toy_world
+from toy.toy_world import COLUMNS, PANELS, smooth, table
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")

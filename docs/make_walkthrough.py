@@ -21,7 +21,7 @@ sys.path.insert(0, str(DOCS.parent))
 import torch
 
 import compute_score as scores
-import toy_world
+from toy import toy_world
 from algorithm import compute_advantages, compute_policy_loss
 
 WHEN = ("before the step", "at its own update", "after the step")

@@ -24,6 +24,6 @@ stage "4. The same policy again, with FAPO: the served judge finds its flawed po
 train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}"
 
 stage "5. The figure, the tables and the page"
-python toy_world.py --runs "$RUNS"
-python view_run.py "$RUNS"
+python -m toy.toy_world --runs "$RUNS"
+python -m tools.view_run "$RUNS"
 stage "done"

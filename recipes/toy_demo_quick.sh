@@ -17,5 +17,5 @@ train_policy data/toy "$SEED" "$RUNS/fapo" "${ORACLE[@]}"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
 stage "3. The figure, the table and the page"
-python toy_world.py --runs "$RUNS"
-python view_run.py "$RUNS"
+python -m toy.toy_world --runs "$RUNS"
+python -m tools.view_run "$RUNS"

@@ -42,7 +42,7 @@ train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
 }
 
 # Who pays the policy: the rule alone (the oracle looks on), the oracle as a perfect judge, or the served judge (paper eq. 8).
-RULE=(--reward-fn toy_world.py:compute_score_fapo_oracle --baseline)
-ORACLE=(--reward-fn toy_world.py:compute_score_fapo_oracle)
-JUDGE=(--reward-fn toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs
+RULE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle --baseline)
+ORACLE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle)
+JUDGE=(--reward-fn toy/toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs
   '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96, "keep_critique": true}')

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are fastest on one 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["RAY_ADDRESS"] = "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
 
-import toy_world  # after the environment is set
+from toy import toy_world  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):

@@ -197,10 +197,10 @@ import tempfile
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import ray
 from ray.cluster_utils import Cluster
-import preflight
+from tools import plan_run
 from grpo_trainer import train
 from test_recipes import commands, parse
-preflight.check_room = lambda *_, **__: None  # of the disk
+plan_run.check_room = lambda *_, **__: None  # of the disk
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=8, num_gpus=8, include_dashboard=False))
 ray.init(cluster.address, logging_level="error", log_to_driver=False)
 for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, nodes, more in cases]!r}):

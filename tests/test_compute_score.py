@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 import compute_score as scores
-import toy_world
+from toy import toy_world
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parent.parent / "docs"

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import tqdm
 
-import toy_world
+from toy import toy_world
 
 
 def teach(folder, tokenizer, examples, steps=60):
@@ -43,7 +43,7 @@ def test_training_with_a_served_judge(tmp_path):
 
     command = [
         sys.executable, "grpo_trainer.py", "--model", tmp_path / "policy", "--train-file", tmp_path / "train.parquet",
-        "--out-dir", tmp_path / "run", "--genrm", tmp_path / "judge", "--reward-fn", "toy_world.py:compute_score_fapo",
+        "--out-dir", tmp_path / "run", "--genrm", tmp_path / "judge", "--reward-fn", "toy/toy_world.py:compute_score_fapo",
         "--reward-kwargs", json.dumps({"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}),
         "--total-steps", "3", "--train-batch-size", "8", "--mini-batch-size", "4", "--group-size", "8",
         "--max-response-length", "12",

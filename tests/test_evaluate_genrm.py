@@ -15,8 +15,8 @@ import pytest
 import ray
 from test_compute_score import Judge, completion
 
-import evaluate_genrm
-from evaluate_genrm import (
+from tools import evaluate_genrm
+from tools.evaluate_genrm import (
     Config,
     flawed_positive_metrics,
     judge_rows,
@@ -229,7 +229,7 @@ def test_command_line(bench, tmp_path):
 
     async def call(*arguments):
         pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, str(REPO / "evaluate_genrm.py"), *arguments]
+        command = [sys.executable, str(REPO / "tools/evaluate_genrm.py"), *arguments]
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=joins)
         out, err = await asyncio.wait_for(process.communicate(), 120)
         return process.returncode, out.decode(), err.decode()

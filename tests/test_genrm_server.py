@@ -384,7 +384,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    import toy_world
+    from toy import toy_world
 
     shape = toy_world.new_model(len(tokenizer), seed=0).config
     shape.tie_word_embeddings = True

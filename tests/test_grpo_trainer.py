@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo_trainer
 import reward_loop
 import run_folder
-import toy_world
+from toy import toy_world
 from policy import Sample
-from preflight import deal_gpus, estimate_memory, report, settle
+from tools.plan_run import deal_gpus, estimate_memory, report, settle
 from tiny import config_of
 
 # ------------------------------------------------------------------------------------------------------------- small parts
@@ -458,15 +458,15 @@ def test_shared_gpus(monkeypatch, capsys):
         return settle(config_of(**dict(rollout="vllm", rollout_shares_gpus=True) | changes))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("preflight.ray.cluster_resources", lambda: {"GPU": 2})
+    monkeypatch.setattr("tools.plan_run.ray.cluster_resources", lambda: {"GPU": 2})
     config = settled(genrm=("j",))
     assert (config.device, config.rollout_gpus, config.genrm_gpus) == ("cuda:1", "1", "0")
     assert config.rollout_vllm_args.split() == ["--gpu-memory-utilization", "0.5"]
     several = settled(policy_ranks=2, rollout_servers=2, rollout_vllm_args="--gpu-memory-utilization=0.3")
     assert (several.device, several.rollout_gpus, several.rollout_vllm_args) == ("cuda", "", "--gpu-memory-utilization=0.3")
-    monkeypatch.setattr("preflight.placement", lambda config: {"10.0.0.1": ["rank 0", "rank 1"]})
-    monkeypatch.setattr("preflight.estimate_memory", lambda config, device: {"weights": 1.0})
-    monkeypatch.setattr("preflight.gpu_memory", lambda: 80.0)
+    monkeypatch.setattr("tools.plan_run.placement", lambda config: {"10.0.0.1": ["rank 0", "rank 1"]})
+    monkeypatch.setattr("tools.plan_run.estimate_memory", lambda config, device: {"weights": 1.0})
+    monkeypatch.setattr("tools.plan_run.gpu_memory", lambda: 80.0)
     report(several, [{}])
     assert "10.0.0.1: rank 0, rank 1\n2 policy servers: on the ranks' own GPUs, in turns with them\n" in capsys.readouterr().out
     for changes, message in (
@@ -713,7 +713,7 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     out = subprocess.run([sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True)
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
     source = Path("grpo_trainer.py").read_text().split("class Trainer", 1)[1]
-    source += "".join(Path(name).read_text() for name in ("run_folder.py", "policy.py", "preflight.py"))
+    source += "".join(Path(name).read_text() for name in ("run_folder.py", "policy.py", "tools.plan_run.py"))
     shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
         if field.name in shared:

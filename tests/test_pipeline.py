@@ -26,7 +26,7 @@ import grpo_trainer
 import run_folder
 from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedServers, PlayedTrainer
 from grpo_trainer import draw
-from policy_group import RanksLost
+from cluster.policy_group import RanksLost
 
 PER_STEP = 16  # samples: 4 prompts x 4
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_file
-import toy_world
+from toy import toy_world
 from policy import Policy, Sample, deal
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, policy_of, weights_of, with_sgd

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import policy as policy_file
-import policy_group
+from cluster import policy_group
 import reward_loop
 from genrm_server import Config
 from grpo_trainer import train
 from policy import Policy
-from policy_group import PolicyGroup, RanksLost
+from cluster.policy_group import PolicyGroup, RanksLost
 from rollout import PolicyServers, write_rollouts
 from test_genrm_server import stand_in  # noqa: F401
 from tiny import CPU, a_step, config_of

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 import genrm_server
 import rollout
-import toy_world
+from toy import toy_world
 from tiny import PROMPTS, policy_of, roll_out, samples_of, set_rewards
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import compute_score
 import prepare_data
-import toy_world
-from toy_world import REST, TOTAL, Oversights, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
+from toy import toy_world
+from toy.toy_world import REST, TOTAL, Oversights, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
 
 BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REST)  # 74, 66 (a borrow), 69
 QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"

@@ -9,7 +9,7 @@ import urllib.parse
 
 import pytest
 
-import view_run
+from tools import view_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine")

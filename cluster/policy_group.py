@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import hold
 from policy import Policy, Sample
-from sharding import Ranks
+from cluster.sharding import Ranks
 
 RANK_CPUS = 0.25  # what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
 PLACE_S = 60.0  # seconds in which the cluster must have room for all ranks; after one has died the room may be a node to come

@@ -2,7 +2,7 @@
 
     python prepare_data.py --tasks processbench --out-dir data
     python genrm_server.py --model dyyyyyyyy/FAPO-GenRM-4B --port 30000
-    python evaluate_genrm.py --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
+    python -m tools.evaluate_genrm --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
 Asks for n critiques of every row (any judge rows of prepare_data.py will do): `ask_judge` is a reward function, and a critique is
@@ -34,7 +34,8 @@ import pyarrow.parquet as pq
 import tyro
 
 import compute_score as scores
-from reward_loop import RewardOptions, read_rows
+from prepare_data import read_rows
+from reward_loop import RewardOptions
 from score_file import as_table, score_the_rest, scored_before
 
 

@@ -9,7 +9,7 @@ Asked "How many?" instead, the same slip costs the answer.
 
 Here are problems, solvers that slip and critics that overlook slips at chosen rates; an oracle that finds every slip; reward
 functions, a worked example of a user's own file; the warm start of two Llama models of 1 M parameters, a policy that slips and a
-judge that overlooks; and the figure and tables of finished demo runs (python toy_world.py --runs outputs/demo_seed0).
+judge that overlooks; and the figure and tables of finished demo runs (python -m toy.toy_world --runs outputs/demo_seed0).
 
 What it leaves out: it is no benchmark. The flaw is put in by hand and is invisible to the rule by construction; real flawed
 positives are as varied as mathematics. It shows the mechanism and exercises every part of the code, nothing more.

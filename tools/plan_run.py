@@ -22,11 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import genrm_server
 import reward_loop
+from prepare_data import read_rows
 from policy import LOGITS_AT_ONCE
-from policy_group import rank_bundles
+from cluster.policy_group import rank_bundles
 from rollout import check_rollouts
 from run_folder import check_folder, check_room
-from sharding import layers_of
+from cluster.sharding import layers_of
 
 LEAST = {"group_size": 2, "total_steps": 0, "seed": -math.inf}  # a group of one has no advantage
 LEAST |= dict.fromkeys(("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n", "clip_c",
@@ -194,7 +195,7 @@ def load_tokenizer(source: str, config):
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. Raises ValueError naming the file, the row and what is wrong."""
-    rows, kept = reward_loop.read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
+    rows, kept = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
     for number, row in enumerate(rows):
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)

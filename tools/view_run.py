@@ -1,6 +1,6 @@
 """A run, or several side by side, as one web page: curves, groups of samples, one sample, and what changed in training.
 
-    python view_run.py outputs/demo_seed0        # writes outputs/demo_seed0/report.html, which opens from the disk
+    python -m tools.view_run outputs/demo_seed0        # writes outputs/demo_seed0/report.html, which opens from the disk
 
 Give the folder of a run (--out-dir of grpo_trainer.py), or one that holds runs; runs in progress, too. The page is one file that
 asks nobody for anything. Its views:
@@ -31,7 +31,7 @@ import tyro
 
 from compute_score import parse_critique, split_paragraphs
 from run_folder import has_evaluation, read_lines
-from toy_world import first_wrong_paragraph
+from toy.toy_world import first_wrong_paragraph
 
 # As in toy_world.py's figure, so that a run has one colour wherever it is drawn; other runs take the further ones in turn.
 COLOURS = {"baseline": "#d62728", "fapo": "#2ca02c", "papo": "#1f77b4"}

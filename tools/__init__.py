@@ -1,0 +1,1 @@
+"""Looking at a run, judging a judge, planning a run: python -m tools.NAME"""

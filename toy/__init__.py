@@ -1,0 +1,1 @@
+"""The offline miniature: problems, oracle, warm-started models, report."""
