@@ -498,7 +498,7 @@ def hand_over_weights(run: Run) -> dict:
             return {}
     ended = time.perf_counter()
     run.servers.sync()
-    times = {"time/rollout_wait": ended - started} if run.ahead else {}
+    times = {"time/rollout_wait": ended - started} if run.config.overlap else {}
     return times | {"time/sync": time.perf_counter() - ended}
 
 
