@@ -31,8 +31,17 @@ PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")
 STANDARD = ("warm0", "warm1", "warm2")
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
-COLOURS = {"rule": "tab:red", "fapo_judge": "tab:green", "fapo_oracle": "tab:olive", "papo_oracle": "tab:blue"}
-OF_JUDGES = {"recall": "fapo_critic/recall", "sound kept": "fapo_critic/sound_kept", "exact location": "fapo_critic/location"}
+COLOURS = {
+    "rule": "tab:red",
+    "fapo_judge": "tab:green",
+    "fapo_oracle": "tab:olive",
+    "papo_oracle": "tab:blue",
+}
+OF_JUDGES = {
+    "recall": "fapo_critic/recall",
+    "sound kept": "fapo_critic/sound_kept",
+    "exact location": "fapo_critic/location",
+}
 
 
 @dataclass
@@ -51,7 +60,10 @@ def collect(folder: Path) -> list[dict]:
         algorithm, _, seed = path.parent.name.partition("_seed")
         held_out = [{key[4:]: round(value, 4) for key, value in line.items() if re.match(r"val/.*/(mean@1|greedy)$", key)}
                     for line in (metrics[0], metrics[-1])]  # fmt: skip
-        curves = {name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line] for name in PANELS}
+        curves = {
+            name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line]
+            for name in PANELS
+        }
         runs.append(dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0), steps=metrics[-1]["step"],
                          before=held_out[0], after=held_out[1], curves={name: c for name, c in curves.items() if c}))  # fmt: skip
     if not runs:
@@ -67,7 +79,9 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     """Some of the runs. ValueError where there is none."""
     found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
     if not found:
-        raise ValueError(f"no finished run of {algorithm} in {' or '.join(worlds or STANDARD)}; make evidence makes all of them")
+        raise ValueError(
+            f"no finished run of {algorithm} in {' or '.join(worlds or STANDARD)}; make evidence makes all of them"
+        )
     return found
 
 
@@ -77,7 +91,9 @@ def cell(values: list[float]) -> str:
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
-def row(name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after") -> list[str]:
+def row(
+    name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after"
+) -> list[str]:
     return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
 
 
@@ -86,11 +102,15 @@ def tables(runs: list[dict]) -> dict[str, str]:
     heads, made = ["512 held-out problems", *COLUMNS], {}
     for name, way in (("policies", "mean@1"), ("policies greedy", "greedy")):
         rows = [row(title, of(runs, algorithm), COLUMNS, way) for algorithm, title in NAMES.items()]
-        made[name] = table(heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows)
+        made[name] = table(
+            heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows
+        )
     rows = []
     for number, world in enumerate(STANDARD):
         rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
-        rows += [row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")]
+        rows += [
+            row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
+        ]
     made["warm starts"] = table(heads, *rows)
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
@@ -104,7 +124,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
         last_ten = [[statistics.fmean(curve[name][-10:]) for curve in curves]
                     for name in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate")]  # fmt: skip
         rows.append([f"judge shown {flaws}", *map(cell, last_ten)])
-    made["narrow judge"] = table(["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows)
+    made["narrow judge"] = table(
+        ["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows
+    )
     penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
     rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
@@ -116,7 +138,15 @@ def tables(runs: list[dict]) -> dict[str, str]:
         flawed = [smooth(shares(run)["flawed positives"]) for run in some]
         first, last = cell([values[0] for values in flawed]), cell([values[-1] for values in flawed])
         turns = sorted(turning_point(run) or math.inf for run in some)
-        rows.append([NAMES[name], first, cell(list(map(max, flawed))), last, ", ".join(f"{turn:.0f}" for turn in turns)])
+        rows.append(
+            [
+                NAMES[name],
+                first,
+                cell(list(map(max, flawed))),
+                last,
+                ", ".join(f"{turn:.0f}" for turn in turns),
+            ]
+        )
     made["stepping stones"] = table(["flawed positives, share of all samples", "first step", "highest", "last step",
                                      "ρ = 1 at step"], *rows)  # fmt: skip
     return made
@@ -133,7 +163,9 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     columns = list(zip(*map(smooth, curves), strict=True))
     steps = range(1, len(columns) + 1)
     axis.plot(steps, list(map(statistics.median, columns)), color=colour, linewidth=2, label=label)
-    axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0)
+    axis.fill_between(
+        steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0
+    )
 
 
 def draw_policies(runs: list[dict], path: Path) -> None:
@@ -149,7 +181,11 @@ def draw_policies(runs: list[dict], path: Path) -> None:
 def shares(run: dict) -> dict[str, list[float]]:
     """The shares of all samples, step by step: truly correct, flawed positive, wrong (paper appendix A: alpha, gamma, beta)."""
     right, sound = run["curves"]["acc"], run["curves"]["truly_correct"]
-    return {"truly correct": sound, "flawed positives": [a - s for a, s in zip(right, sound)], "wrong": [1 - a for a in right]}
+    return {
+        "truly correct": sound,
+        "flawed positives": [a - s for a, s in zip(right, sound)],
+        "wrong": [1 - a for a in right],
+    }
 
 
 def turning_point(run: dict) -> int | None:
