@@ -1,4 +1,4 @@
-"""Quick tests first, so that a mistake shows at once; the tests of one file stay together. And a tiny model for many of them."""
+"""Quick tests first, so that a mistake shows at once; the tests of one file stay together; a tiny model."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""README and docs: every command parses, every link, flag and metric exists, examples run; walkthrough and evidence are current."""
+"""The pages: commands parse, links, flags and metrics exist, examples run, numbers are current."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def test_every_metric_and_status_is_in_the_glossary():
 
 
 def test_the_examples_of_reward_functions_run(monkeypatch):
-    """Those that need no server to say what they say: a rule, and FAPO with one more term, for an answer that is wrong."""
+    """Those that need no server: a rule, and FAPO with one more term, for an answer that is wrong."""
     monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
     names = {}
     for page in ("reward_functions", "judge"):
@@ -164,7 +164,7 @@ def write_run(folder, lines):
 
 def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     module = load("docs/make_evidence")
-    with pytest.raises(OSError, match="--runs .*no finished run there"):
+    with pytest.raises(ValueError, match="--runs .*no finished run there"):
         module.collect(tmp_path)
     start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
     steps = [
@@ -173,8 +173,11 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     ]
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
     (run,) = module.collect(tmp_path)
-    assert run == {"world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3, "before": {"toy/mean@1": 0.5},
-                   "after": {"toy/mean@1": 0.9123}, "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]}}  # fmt: skip
+    assert run == {
+        "world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3,
+        "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123},
+        "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]},
+    }  # fmt: skip
     assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0")
     with pytest.raises(ValueError, match="no finished run of rule in weak"):
         module.of([run], "rule", "weak")
