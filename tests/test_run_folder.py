@@ -158,7 +158,6 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     assert metrics["val/a/maj@4"] == 1.0 and "val/a/pass@4" not in metrics and metrics["val/a/no_verdict/mean@4"] == 0.5
 
 
-@pytest.mark.slow
 def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = run_folder.Log(config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True), first_step=0)
