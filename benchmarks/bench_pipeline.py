@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_trainer
 import run_folder
 from run import Run
-from toy import toy_world
+from toy import models, toy_world
 
 PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
 
@@ -175,8 +175,8 @@ class PlayedRun(Run):
 
 def write_input(folder: Path) -> dict:
     """A model's shape, a tokenizer and 64 rows; returns the settings that name them."""
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
-    toy_world.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
+    tokenizer = models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
+    models.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i) for i in range(64)]

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo_trainer
 import reward_loop
 import run_folder
-from toy import toy_world
+from toy import models, toy_world
 from policy import Policy, Sample
 from run import Run
 from tools.plan_run import estimate_memory, report
@@ -95,7 +95,7 @@ def workshop(tmp_path_factory, tokenizer):
     import ray
 
     folder = tmp_path_factory.mktemp("workshop")
-    tiny = toy_world.new_model(len(tokenizer), seed=0)
+    tiny = models.new_model(len(tokenizer), seed=0)
     tiny.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
@@ -575,7 +575,7 @@ def test_dry_run_checks_and_starts_nothing_and_the_plan_says_what_a_run_needs(wo
 @pytest.mark.slow
 def test_the_estimate_of_memory_counts_the_parameters(workshop):
     config = run_config(workshop, "estimate", kl_coef=0.1)
-    tiny = toy_world.new_model(len(toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))), seed=0)
+    tiny = models.new_model(len(models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))), seed=0)
     size = 4e-9 * sum(p.numel() for p in tiny.parameters())
     estimate = estimate_memory(config, "cpu")
     names = ("weights", "gradients", "Adam", "reference model")

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 import genrm_server
 import rollout
-from toy import toy_world
+from toy import models
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
 
@@ -147,7 +146,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
 
 
 def tied_policy(tokenizer):
-    shape = toy_world.new_model(len(tokenizer), seed=3).config
+    shape = models.new_model(len(tokenizer), seed=3).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
