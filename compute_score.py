@@ -274,7 +274,7 @@ GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600
 _loop_state: dict[asyncio.AbstractEventLoop, tuple] = {}  # what `_state` returns
 
 
-async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, str]]:
+async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, dict]]:
     """This event loop's one session (loops cannot share one), and by address: locks for look-ups, models."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
@@ -307,14 +307,14 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
         return await response.json(content_type=None)
 
 
-async def model_id(address: str) -> str:
-    """The first model that GET /v1/models names; asked once per address, callers in between wait for it."""
+async def served_model(address: str) -> dict:
+    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait for it."""
     _, locks, models = await _state()
     async with locks[address]:
         if address not in models:
             timeout = aiohttp.ClientTimeout(total=60)
             reply = await _json_request("GET", f"http://{address}/v1/models", timeout=timeout)
-            models[address] = reply["data"][0]["id"]
+            models[address] = reply["data"][0]
         return models[address]
 
 
@@ -340,7 +340,7 @@ async def chat(
             while True:
                 asked = ""
                 try:
-                    body["model"] = model or await model_id(address)
+                    body["model"] = model or (await served_model(address))["id"]
                     reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
                     choice, usage = reply["choices"][0], reply.get("usage") or {}
                     status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
