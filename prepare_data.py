@@ -385,9 +385,9 @@ def prepare(config: Config) -> dict[str, int]:
         else:
             print(f"{source.data_source} {source.split}: skipped, {folder} has no file for it")
     if "toy" in config.tasks:
-        from toy import toy_world
+        from toy import models
 
-        toy_world.build(config.out_dir, config.seed, config.toy_models, toy_world.KINDS[config.toy_kind])
+        models.build(config.out_dir, config.seed, config.toy_models, config.toy_kind)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")
     return counts
