@@ -25,7 +25,6 @@ import genrm_server
 import grpo_trainer
 import vllm_server
 from genrm_server import Config, ModelServers, RewardModelManager, complete, http
-from rollout import PolicyServers, place_beside
 from tiny import CPU, a_step, policy_of
 from vllm_server import reserve, share
 
