@@ -73,7 +73,12 @@ def record(run: Path, step: int, group: int) -> dict:
         "group": group,
         "row": {key: chosen[0].row[key] for key in ("data_source", "prompt", "reward_model", "extra_info")},
         "reward_kwargs": json.loads(config.reward_kwargs),
-        "update": {"number": own + 1, "of": len(batches), "tokens": sum(len(s.response_ids) for s in batches[own]), "lr": lr},
+        "update": {
+            "number": own + 1,
+            "of": len(batches),
+            "tokens": sum(len(s.response_ids) for s in batches[own]),
+            "lr": lr,
+        },
         "samples": [
             {
                 "text": sample.text,
@@ -98,8 +103,15 @@ def score(data: dict) -> list[dict]:
         results = []
         for sample in data["samples"]:
             critiques = iter([sample["critique"]])
-            about = (row["data_source"], sample["text"], row["reward_model"]["ground_truth"], row["extra_info"])
-            call = toy_world.compute_score_fapo(*about, reward_router_address="recorded", **data["reward_kwargs"])
+            about = (
+                row["data_source"],
+                sample["text"],
+                row["reward_model"]["ground_truth"],
+                row["extra_info"],
+            )
+            call = toy_world.compute_score_fapo(
+                *about, reward_router_address="recorded", **data["reward_kwargs"]
+            )
             results.append(asyncio.run(call))
         return results
     finally:
@@ -125,13 +137,22 @@ def page(data: dict) -> str:
              for sample, lines in zip(samples, paragraphs)]  # fmt: skip
     rewards = torch.tensor([result["score"] for result in results])
     rule_rewards = torch.tensor([1.0 if result["acc"] else -1.0 for result in results])
-    advantages, rule_only = compute_advantages(rewards[None])[0].tolist(), compute_advantages(rule_rewards[None])[0].tolist()
+    advantages, rule_only = (
+        compute_advantages(rewards[None])[0].tolist(),
+        compute_advantages(rule_rewards[None])[0].tolist(),
+    )
 
     # Three samples to look at, and the first token in which the flawed and the sound one differ: before it they are the same.
     flawed = next(n for n, result in enumerate(results) if result["flawed_positive"])
-    overlooked = next(n for n, r in enumerate(results) if r["oracle_flawed_positive"] and not r["flawed_positive"])
+    overlooked = next(
+        n for n, r in enumerate(results) if r["oracle_flawed_positive"] and not r["flawed_positive"]
+    )
     sound = next(n for n, result in enumerate(results) if result["truly_correct"])
-    fork = next(n for n, pair in enumerate(zip(samples[flawed]["tokens"], samples[sound]["tokens"])) if len(set(pair)) == 2)
+    fork = next(
+        n
+        for n, pair in enumerate(zip(samples[flawed]["tokens"], samples[sound]["tokens"]))
+        if len(set(pair)) == 2
+    )
     line = "".join(samples[sound]["tokens"][:fork]).split("\n\n")[-1]
     losses, moves = [], []
     for number in (sound, flawed):
@@ -148,13 +169,19 @@ def page(data: dict) -> str:
            f"{advantage:+.3f}", f"{other:+.3f}"]
           for n, (lines, reward_by_rule, says, knows, reward, advantage, other) in enumerate(columns, 1)),
     )  # fmt: skip
-    loss_table = toy_world.table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
+    loss_table = toy_world.table(
+        ["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses
+    )
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
-        raise ValueError("group: the words of the page need a flawed sample below its group's mean and no clipping; take another")
+        raise ValueError(
+            "group: the words of the page need a flawed sample below its group's mean and no clipping; take another"
+        )
     one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
     sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
     nodded = paragraphs[overlooked][oracle[overlooked]]
-    prompt = scores.format_critic_prompt(question, truth, samples[flawed]["text"], data["reward_kwargs"]["prompt_style"])
+    prompt = scores.format_critic_prompt(
+        question, truth, samples[flawed]["text"], data["reward_kwargs"]["prompt_style"]
+    )
     style = data["reward_kwargs"]["prompt_style"]
     return f"""# One step of the demo, in numbers
 
@@ -251,7 +278,9 @@ def main() -> None:
     source = DOCS / "walkthrough.json"
     if config.record:
         text = json.dumps(record(config.record, config.step, config.group), indent=1)
-        source.write_text(re.sub(r"\[\s+[^][]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n")  # a list, a line
+        source.write_text(
+            re.sub(r"\[\s+[^][]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+        )  # a list, a line
     (DOCS / "walkthrough.md").write_text(page(json.loads(source.read_text())))
 
 
