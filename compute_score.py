@@ -268,6 +268,8 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
+MAX_DEATHS = 3  # connections that were cut after the request was sent, told by us or by the router
+ROUTER_SAW_DEATH = r"https?://\S+: (?!Cannot connect|Connection timeout)"
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 
@@ -329,12 +331,12 @@ async def chat(
     the server aborted it (vLLM does, when it is put to sleep); "http_error" or "timeout", and then the text says
     what went wrong. A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried
     again until `timeout_s` has passed, after growing random pauses, or what Retry-After asks for if that is
-    longer. Never raises for a bad server.
+    longer; but a request after which MAX_DEATHS servers died is given up. Never raises for a bad server.
     """
     body = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)
     body = {key: value for key, value in body.items() if value is not None}
     body["messages"] = [{"role": "user", "content": prompt}]
-    reason, pause = "the request was sent, and no answer came", 0.5
+    reason, pause, deaths = "the request was sent, and no answer came", 0.5, 0
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -353,10 +355,14 @@ async def chat(
                         (await _state())[2].pop(address, None)
                     if error.status not in RETRIED_STATUS:
                         return "http_error", reason, 0
+                    deaths += error.status in (502, 503, 504) and bool(re.search(ROUTER_SAW_DEATH, error.message))
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
                 except (aiohttp.ClientError, TimeoutError) as error:
                     reason = f"{type(error).__name__}: {error}"
+                    deaths += not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
+                if deaths == MAX_DEATHS:  # perhaps of this very prompt: others need the server, too
+                    return "http_error", f"{deaths} servers died while they were asked; last: {reason}", 0
                 wait = pause * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(wait, float(asked) if asked.isdecimal() else 0.0))
                 pause = min(8.0, 2 * pause)

@@ -340,12 +340,14 @@ class Judge:
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(entry):
             entry = entry(self.requests[-1])
+        if entry == "die":
+            request.transport.close()
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
             entry = (entry, {})
         if isinstance(entry, tuple):
-            return web.Response(status=entry[0], headers=entry[1], text="no luck")
+            return web.Response(status=entry[0], headers=entry[1], text=(entry[2:] or ["no luck"])[0])
         if isinstance(entry, str):
             entry = completion(entry, "stop")
         return web.json_response(entry)
@@ -477,6 +479,20 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     result = score_with(judge, genrm_timeout_s=0.3)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
     assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+
+
+DEAD = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Server disconnected"}}')
+REFUSED = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Cannot connect to host h:1"}}')
+
+
+@pytest.mark.parametrize("death", ["die", DEAD, DEAD[:2] + (DEAD[2].replace("Server disc", "[Errno 104] Connection reset "),)])
+def test_a_request_that_kills_its_servers_is_given_up(death):
+    judge = Judge(death)
+    result = score_with(judge)
+    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 3)
+    assert "3 servers died" in result["genrm_error"]
+    judge = Judge(death, death, *[REFUSED, 503, 500] * 4, "\\boxed{1}")  # away or busy is not dead
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 15
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
