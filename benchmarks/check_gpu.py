@@ -48,7 +48,7 @@ import grpo_trainer
 import policy
 from tools import plan_run
 import reward_loop
-from toy import toy_world
+from toy import models, toy_world
 from cluster.policy_group import PolicyGroup
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
@@ -77,8 +77,8 @@ class Config:
 def make_models(work: Path, device=GPU):
     """In `work`: the folders `tiny` and `model`, and rows to train on."""
     config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(rng))
-    write_model(toy_world.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
+    tokenizer = models.build_tokenizer(models.tokenizer_corpus(rng))
+    write_model(models.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index) for index in range(32)]
     pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
     if config["model"] or config["size"] == "small":

@@ -384,9 +384,9 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    from toy import toy_world
+    from toy import models
 
-    shape = toy_world.new_model(len(tokenizer), seed=0).config
+    shape = models.new_model(len(tokenizer), seed=0).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     model = policy.model

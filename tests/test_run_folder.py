@@ -9,7 +9,7 @@ import pytest
 
 import run_folder
 from policy import Sample
-from tiny import policy_of
+from tiny import config_of, policy_of
 
 
 def test_pass_at_k_by_hand():
@@ -24,10 +24,11 @@ def scored(score, row=None, text="", **info):
 def test_validation_metrics_by_hand():
     answers = {"a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)], "b": [("1", 0)] * 4, "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)]}
     sources = {"a": "a", "b": "b", "c": "a"}  # the third row is of the first source again
-    samples = [
-        scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc)) for key in "abc" for pred, acc in answers[key]
+    groups = [
+        [scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc)) for pred, acc in answers[key]]
+        for key in "abc"
     ]
-    metrics = run_folder.validation_metrics(samples, 4)
+    metrics = run_folder.validation_metrics(groups)
     expected = {
         "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
@@ -35,12 +36,12 @@ def test_validation_metrics_by_hand():
     }  # fmt: skip
     assert {k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")} == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    plain = run_folder.validation_metrics([scored(0.5, {"data_source": "a"})] * 4, 4)  # a function that does not say `acc`
+    plain = run_folder.validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])  # a function that does not say `acc`
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
-    metrics = run_folder.validation_metrics([scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)], 1)
+    metrics = run_folder.validation_metrics([[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]])
     figures = []
     monkeypatch.setattr(run_folder.plt, "close", figures.append)
     run_folder.Log.plot(SimpleNamespace(history=[{"step": 0} | metrics], folder=tmp_path))
@@ -79,26 +80,27 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
 
 
 def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=3, group_size=2, tensorboard=False, wandb=False)
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=3, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
     rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}{i}"}]} for i, name in enumerate("aaab") for _ in "12"]
     samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
     for i, sample in enumerate(samples):
         sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
-    log.samples(4, "train", samples, eos_ids={1})
+    groups = [samples[i : i + 2] for i in range(0, 8, 2)]
+    log.samples(4, "train", groups, eos_ids={1})
     assert capsys.readouterr().out == ""
-    log.samples(4, "val", samples, eos_ids={1})
+    log.samples(4, "val", groups, eos_ids={1})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
     assert found[:6] == [  # three samples of "a" are wanted and groups have two: two groups of it
         ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"), ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
         ("train", 3, "ask b3", "6"), ("train", 3, "ask b3", "7"),
     ]  # fmt: skip
-    assert [(group, response) for _, group, _, response in found[6:]] == [(0, "0"), (1, "1"), (2, "2"), (6, "6"), (7, "7")]
+    assert [(group, response) for _, group, _, response in found[6:]] == [(0, "0"), (1, "2"), (2, "4"), (3, "6")]
     assert [(line["advantage"], line["response_length"], line["clipped"]) for line in lines[:2]] == [(None, 1, True), (0.25, 2, False)]
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 3 and "ask a0" in shown[1] and "line one answer 1" in shown[1] and "reward 1.0" in shown[1]
+    assert len(shown) == 3 and "ask a1" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -121,9 +123,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     """U+2028 and U+0085 end a line for str.splitlines(), not for JSON. Half a surrogate pair is no UTF-8, but JSON."""
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, group_size=1, tensorboard=False, wandb=False)
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
-    run_folder.Log(config, first_step=0).samples(1, "train", [scored(1.0, row, "one\u2028two\x85three", said="\ud83d")], eos_ids={1})
+    sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
+    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], eos_ids={1})
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
     assert json.loads(line)["response"] == "one\u2028two\x85three" and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
@@ -134,13 +137,6 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")
     run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
     assert not list((tmp_path / "checkpoints").iterdir())
-
-
-def test_checkpoints_of_an_earlier_layout_are_not_overwritten(tmp_path):
-    (tmp_path / "checkpoints/step_3").mkdir(parents=True)
-    (tmp_path / "checkpoints/step_3/trainer_state.pt").write_text("")
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier layout .step_3.; give another folder"):
-        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
 
 
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
@@ -157,6 +153,20 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     samples = [scored(1.0, acc=True, pred="4"), scored(None), scored(-1.0, acc=False, pred="5"), scored(None)]
     for sample in samples:
         sample.row = {"data_source": "a"}
-    metrics = run_folder.validation_metrics(samples, 4)
+    metrics = run_folder.validation_metrics([samples])
     assert metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5 and metrics["val/a/pass@2"] == 1.0
     assert metrics["val/a/maj@4"] == 1.0 and "val/a/pass@4" not in metrics and metrics["val/a/no_verdict/mean@4"] == 0.5
+
+
+def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True), first_step=0)
+    for step in (1, 2):
+        log.metrics({"step": step, "reward/mean": step / 4})
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name

@@ -76,35 +76,15 @@ def page(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------------ from files to data
 
 
-def test_lines_become_whole_groups_with_flags_verdicts_and_the_named_paragraphs(tmp_path):
+def test_lines_become_whole_groups_and_curves(tmp_path):
     samples = [line(**case) for case in ({}, CAUGHT, MISSED, SILENT, CUT)] + [line(group=1), line(step=2)]
     run = write_run(tmp_path / "run", samples)
     (run_data,) = data_of(view_run.write_page([run]))["runs"]
     groups = run_data["groups"]
     assert [(g["step"], g["group"], len(g["samples"])) for g in groups] == [(1, 0, 5), (1, 1, 1), (2, 0, 1)]
-    samples = groups[0]["samples"]
-    assert [s["flags"] for s in samples] == [[], ["judge", "oracle"], ["oracle", "wrong"], ["silent"], ["cut"]]
-    assert [s["verdict"] for s in samples] == [
-        "right answer, sound", "right answer, flawed", "right answer, sound (oracle: flawed)", "no verdict: timeout",
-        "wrong answer",
-    ]  # fmt: skip
-    assert [(s.get("judge"), s["oracle"]) for s in samples] == [(-1, -1), (0, 0), (-1, 0), (None, -1), (None, -1)]
-    assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
+    assert [sample["oracle"] for sample in groups[0]["samples"]] == [-1, 0, 0, -1, -1]
     assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [[1, 0.5]]
     assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
-
-
-def test_a_judge_in_training_is_measured_against_the_truth():
-    cases = {
-        (2, 2, True): ("verdict right", ["judge", "oracle"]),
-        (1, 2, True): ("right that it is flawed, other paragraph", ["judge", "oracle"]),
-        (-1, 2, False): ("verdict wrong", ["oracle", "wrong"]),
-        (None, -1, False): ("verdict wrong", []),
-    }
-    for (pred, truth, right), expected in cases.items():
-        info = {"acc": right, "exact": pred == truth, "pred": pred, "gt": truth}
-        sample = view_run.sample_of({"reward_score": 1.0, "reward_extra_info": info})
-        assert (sample["verdict"], sample["flags"]) == expected
 
 
 def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
@@ -116,9 +96,6 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
-    old = write_run(tmp_path / "old", [{key: value for key, value in line().items() if key != "group"}])
-    with pytest.raises(ValueError, match="written by an earlier version, without groups"):
-        view_run.write_page([old])
 
 
 def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
@@ -157,10 +134,51 @@ def test_what_models_wrote_cannot_become_markup(page):
     assert page.read_text().count("</script>") == 2 and "<img" not in page.read_text()
     (group,) = [group for group in data_of(page)["runs"][1]["groups"] if group["group"] == 3]
     (sample,) = group["samples"]
-    assert group["prompt"] == sample["paragraphs"][0] == sample["critique"] == sample["info"]["pred"] == EVIL
+    info = sample["reward_extra_info"]
+    assert group["prompt"] == sample["response"].split("\n\n")[0] == info["critique"] == info["pred"] == EVIL
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser
+
+
+def played(page, script):
+    """What the page's title is, as JSON, when this script has run at the end of a copy of it."""
+    copy = page.with_name("played.html")
+    copy.write_text(page.read_text() + f"<script>{{{script}}}</script>")
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(copy), re.S)[1]))
+
+
+def understood(page):
+    """Of each run's first group, what the page makes of its samples."""
+    return played(page, "document.title = JSON.stringify(RUNS.map(run => run.groups[0].samples))")
+
+
+@in_browser
+def test_samples_have_flags_verdicts_and_the_named_paragraphs(page):
+    _, samples = understood(page)
+    expected = [
+        ("right answer, sound", [], -1),
+        ("right answer, flawed", ["judge", "oracle"], 0),
+        ("right answer, sound (oracle: flawed)", ["oracle", "wrong"], -1),
+        ("no verdict: timeout", ["silent"], None),
+        ("wrong answer", ["cut"], None),
+    ]
+    assert [(sample["verdict"], sample["flags"], sample["judge"]) for sample in samples] == expected
+    assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
+
+
+@in_browser
+def test_a_judge_in_training_is_measured_against_the_truth(tmp_path):
+    cases = {
+        (2, 2, True): ("verdict right", ["judge", "oracle"]),
+        (1, 2, True): ("right that it is flawed, other paragraph", ["judge", "oracle"]),
+        (-1, 2, False): ("verdict wrong", ["oracle", "wrong"]),
+        (None, -1, False): ("verdict wrong", []),
+    }
+    infos = [{"acc": right, "exact": pred == truth, "pred": pred, "gt": truth} for pred, truth, right in cases]
+    page = view_run.write_page([write_run(tmp_path / "run", [line() | {"reward_extra_info": info} for info in infos])])
+    (samples,) = understood(page)
+    assert [(sample["verdict"], sample["flags"]) for sample in samples] == list(cases.values())
 
 
 @in_browser
@@ -229,7 +247,7 @@ def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
 @in_browser
 def test_slider_search_and_keys_do_what_the_mouse_does(page):
     """A script that plays the user, at the end of a copy of the page."""
-    plays = """<script>{
+    plays = """
       const chart = document.querySelector("[data-key='reward/acc']"), readout = chart.querySelector(".readout");
       const press = key => chart.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
       press("ArrowLeft");
@@ -243,9 +261,7 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
         () => { seen.push($("at").value); $("q").focus(); $("q").value = "onerror"; $("q").dispatchEvent(new Event("input")); },
         () => { seen.push(document.activeElement.id, location.hash); document.title = JSON.stringify(seen); }];
       steps.forEach((step, i) => setTimeout(step, 100 * (i + 1)));
-    }</script>"""
-    played = page.with_name("played.html")
-    played.write_text(page.read_text() + plays)
-    seen = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(played))[1]))
+    """
+    seen = played(page, plays)
     assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]  # from step 1 to 0, which is the first
     assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]

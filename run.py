@@ -1,0 +1,243 @@
+"""One run of the trainer: what it reads, starts and holds, and how it goes on after a stop.
+
+Used by grpo_trainer.py: `Run(config)` refuses bad input before anything expensive starts, `start` starts
+models, judges and servers, and `train` in that file is what happens with them.
+
+Left out: several runs in one process.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import threading
+from pathlib import Path
+
+import ray
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+import genrm_server
+import reward_loop
+from policy import Policy, RanksLost
+from prepare_data import read_rows
+from rollout import PolicyServers, check_sampling
+from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in
+from run_folder import save_checkpoint, write_config
+
+
+class Run:
+    """One run. The constructor checks and reads what is cheap; `start` starts models, judges and servers."""
+
+    def __init__(self, config):
+        if config.baseline:
+            file = re.sub(r":\w*$", "", config.reward_fn or f"{reward_loop.HERE}/compute_score.py")
+            config = dataclasses.replace(config, reward_fn=f"{file}:compute_score_baseline")
+        config.check()
+        self.config, self.lock = config, check_folder(config)  # nobody else writes there while it is held
+        transformers_logging.disable_progress_bar()
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.servers, self.leaving, self.num_restarts, self.updates = None, threading.Event(), 0, 0
+        self.find_checkpoint()
+        self.remote = dict(trust_remote_code=config.trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source, **self.remote)
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"model: the tokenizer of {self.source} has no chat template; take an instruct "
+                             "model or add one")  # fmt: skip
+        self.train_rows = load_rows(config.train_file, self.tokenizer, config)
+        self.val_rows = []  # (row, samples of it)
+        for file in config.val_file:
+            path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
+            rows = load_rows(path, self.tokenizer, config)
+            self.val_rows += [(row, int(n or config.val_n)) for row in rows]
+        self.longest = self.check_sizes()
+
+    def check_sizes(self) -> int:
+        """Tokens of the longest prompt and response. ValueError where the model or the disk is too small for
+        them."""
+        config, rows = self.config, self.train_rows + [row for row, _ in self.val_rows]
+        shape = AutoConfig.from_pretrained(self.source, **self.remote).get_text_config()
+        longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
+        limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
+        # Beyond these lengths such models compute all positions differently: a sample's log-probabilities
+        # would depend on the others in its micro-batch.
+        rope = getattr(shape, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+        if longest > limit:
+            raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
+                             f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
+        if config.total_steps:  # an evaluation writes no checkpoint
+            check_room(config, checkpoint=12e-9 * count_weights(self.source))
+        return longest
+
+    def find_checkpoint(self) -> None:
+        """Where the run goes on, `source`: its newest checkpoint (at the start only with --resume auto), or
+        the model."""
+        done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
+        self.source = str(done[-1]) if done else self.config.model
+        state = {"step": 0, "prompts_drawn": 0}
+        if done:
+            state = json.loads((done[-1] / "trainer_state.json").read_text())
+        self.step = self.saved = state["step"]
+        self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
+        self.ahead = None  # the step that is rolled out during the update (--overlap)
+
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite
+        order."""
+        if reward_loop.connect_ray():
+            stack.callback(ray.shutdown)
+        self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
+        write_config(config, resumed=self.step > 0)
+        self.log = Log(config, self.step)
+        stack.callback(self.log.close)
+        sleeps = config.reward_mode == "colocate" and bool(config.genrm) and config.device == "cuda"
+        # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
+        if sleeps:
+            self.start_rewards(stack, sleep_mode=True)
+            self.rewards.reward_models.sleep()
+        self.start_policy(stack)
+        if not sleeps:
+            self.start_rewards(stack, sleep_mode=False)
+        if config.rollout == "vllm":
+            self.start_servers(stack)
+        stack.callback(self.leaving.set)
+        self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
+        stack.callback(self.interrupts.restore)
+
+    def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool) -> None:
+        config, overlong = self.config, None
+        if config.overlong_buffer:
+            lengths = config.max_response_length, config.overlong_buffer
+            overlong = reward_loop.Overlong(*lengths, config.overlong_factor)
+        self.rewards = reward_loop.start_rewards(config, stack, sleep_mode=sleep_mode, overlong=overlong)
+
+    def start_policy(self, stack: contextlib.ExitStack) -> None:
+        config = self.config
+        if config.device == "cpu" and config.policy_ranks == 1:
+            self.policy = Policy(config, self.source, torch.device("cpu"))
+        else:
+            from cluster.policy_group import PolicyGroup
+
+            self.policy = PolicyGroup(config, self.source)
+            stack.callback(self.policy.shutdown)
+        if self.step:
+            self.policy.load_optimizer(Path(self.source))
+        eos = self.policy.about()["eos_token_id"]
+        self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
+        if not self.eos_ids:
+            raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; "
+                             "add eos_token")  # fmt: skip
+        if config.rollout == "hf":
+            check_sampling(self.policy)
+
+    def start_servers(self, stack: contextlib.ExitStack) -> None:
+        config, servers_class = self.config, PolicyServers
+        servers = genrm_server.Config(
+            model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
+            gpu_share=config.rollout_gpu_share, cpus=config.rollout_cpus, max_model_len=self.longest,
+            seed=config.seed % 2**31, policy="least_loaded", queue_timeout=900,
+            log_dir=Path(config.out_dir, "rollout_logs"),
+            vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
+        )  # fmt: skip
+        if not isinstance(self.policy, Policy):
+            from cluster.servers import ClusterServers as servers_class  # noqa: N813
+        self.servers = servers_class(self.policy, self.tokenizer, servers)
+        stack.callback(self.servers.shutdown)
+
+    def finished(self, step: int, prompts_drawn: int) -> None:
+        """The update of this step has happened."""
+        self.step, self.prompts_drawn, self.updates = step, prompts_drawn, self.policy.num_updates
+
+    def save(self) -> None:
+        state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
+        try:
+            with self.interrupts.held():  # ranks that were left alone would go on writing
+                self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
+                self.saved = self.step
+        except RuntimeError as error:
+            raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
+
+    @contextlib.contextmanager
+    def saved_on_failure(self):
+        """Inside, whatever goes wrong, nothing that was learnt is lost."""
+        try:
+            yield
+        except BaseException:
+            # In the middle of an update the weights are no step's.
+            if self.step > self.saved and self.policy.num_updates == self.updates:
+                with contextlib.suppress(RanksLost):  # the error on its way says more
+                    self.save()
+            print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
+            raise
+
+    @contextlib.contextmanager
+    def restarting_ranks(self):
+        """Inside, a rank that dies costs the steps since the newest checkpoint, and nothing else."""
+        try:
+            yield
+        except RanksLost as error:
+            self.recover(error)
+
+    def recover(self, error: RanksLost) -> None:
+        """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
+        self.leaving.set()  # what is ahead is drawn again
+        if self.ahead:
+            concurrent.futures.wait([self.ahead.rolled_out, self.ahead.batch])
+        self.leaving.clear()
+        self.num_restarts += 1
+        if self.num_restarts > self.config.max_restarts:
+            raise error
+        self.find_checkpoint()
+        count = f"{self.num_restarts} of max_restarts {self.config.max_restarts}"
+        print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+        try:
+            self.policy.restart(self.source)
+            if self.saved:
+                self.policy.load_optimizer(Path(self.source))
+            if self.servers:
+                self.servers.sync()
+        except RanksLost as again:
+            return self.recover(again)
+        self.updates = self.policy.num_updates
+        self.log.rewind(self.saved)
+
+    def restarts(self) -> dict:
+        return {} if isinstance(self.policy, Policy) else {"actor/restarts": self.num_restarts}
+
+
+def count_weights(folder: str) -> int:
+    """The numbers in a folder's safetensors files; 0 for a hub name."""
+    total = 0
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    return total
+
+
+def load_rows(path: str, tokenizer, config) -> list[dict]:
+    """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
+    rows, kept = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    for number, row in enumerate(rows):
+        try:
+            ids = tokenizer.apply_chat_template(row["prompt"], **options)
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            raise ValueError(
+                f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} "
+                f"({error}); it must be a list of {{role, content}}"
+            ) from error
+        if len(ids) <= config.max_prompt_length:
+            kept.append(row | {"prompt_ids": ids})
+    if len(kept) < len(rows):
+        print(f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows with prompts over "
+              f"{config.max_prompt_length} tokens")  # fmt: skip
+    if not kept:
+        raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
+    return kept
