@@ -3,11 +3,11 @@
     python docs/make_walkthrough.py      # the page anew, from what was recorded
     python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step 9 --group 9
 
-Recorded are the texts that two models wrote, and the log-probabilities of the policy's tokens around the step's
-updates. All else on the page is computed by the functions that a run uses. --record does a step again: sampled
-from the checkpoint before it, which gives the same samples, with the verdicts that samples.jsonl has. So its run
-(--rollout hf) needs --save-every 1 --keep-checkpoints 0, whole steps in samples.jsonl (--samples-per-step 128) and
-keep_critique.
+Recorded are the texts that two models wrote, and the log-probabilities of the policy's tokens around the
+step's updates. All else on the page is computed by the functions that a run uses. --record does a step again:
+sampled from the checkpoint before it, which gives the same samples, with the verdicts that samples.jsonl has.
+So its run (--rollout hf) needs --save-every 1 --keep-checkpoints 0, whole steps in samples.jsonl
+(--samples-per-step 128) and keep_critique.
 """
 
 import asyncio
@@ -51,7 +51,10 @@ def record(run: Path, step: int, group: int) -> dict:
     config = grpo_trainer.Config(**json.loads((run / "config.json").read_text()))
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     folder = run / f"checkpoints/step_{step - 1}" if step > 1 else Path(config.model)
-    policy, tokenizer = Policy(config, str(folder), torch.device("cpu")), AutoTokenizer.from_pretrained(folder)
+    policy, tokenizer = (
+        Policy(config, str(folder), torch.device("cpu")),
+        AutoTokenizer.from_pretrained(folder),
+    )
     if step > 1:
         policy.load_optimizer(folder)
     rows, prompts = load_rows(config.train_file, tokenizer, config), config.train_batch_size
@@ -66,7 +69,9 @@ def record(run: Path, step: int, group: int) -> dict:
     for sample, sample.result in zip(samples, lines, strict=True):
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         if sample.text != sample.result["response"]:
-            raise ValueError(f"record: step {step} of {run} was sampled otherwise, on another kind of machine?")
+            raise ValueError(
+                f"record: step {step} of {run} was sampled otherwise, on another kind of machine?"
+            )
     grpo_trainer.set_advantages(groups)
     chosen, batches = groups[group], deal(groups, config.mini_batch_size)
     own = next(number for number, batch in enumerate(batches) if any(sample is chosen[0] for sample in batch))
@@ -129,7 +134,7 @@ def score(data: dict) -> list[dict]:
 
 
 def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[list[float], float, float]:
-    """(probabilities before, at its update and after; its loss before the division by N; the same unclipped)."""
+    """Probabilities before, at its update and after; its loss before division by N; the same unclipped."""
     old, now, after = (torch.tensor([[row[token]]]) for row in data["samples"][sample]["logprobs"])
     mask, advantages = torch.ones(1, 1, dtype=torch.bool), torch.tensor([advantage])
     loss, _ = compute_policy_loss(now, old, advantages, mask, 1)
@@ -171,11 +176,10 @@ def page(data: dict) -> str:
         cells = [str(n), f"`{', '.join(lines)}`", "right" if by_rule > 0 else "wrong", says, str(knows)]
         rows.append([*cells, f"{reward:g}", f"{advantage:+.3f}", f"{other:+.3f}"])
     group = table(["", "solution", "rule", "judge", "oracle", "reward", "advantage", "rule only"], *rows)
-    loss_table = table(
-        ["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses
-    )
+    loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
         raise ValueError("group: the page needs a flawed sample below the mean, not clipped; take another")
+    right = sum(result["acc"] for result in results)
     one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
     sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
     passed = paragraphs[overlooked][oracle[overlooked]]
@@ -191,18 +195,18 @@ that the run uses. `docs/make_walkthrough.py` writes this page, and a test compa
 
 > {question}
 
-"Rest by 5?" is the task's own text: it asks for the remainder on division by 5. The true answer is {truth}, and
-that is all the rule knows. The step draws 16 such prompts and lets the policy answer each {len(samples)} times at
-temperature 1: a *group*.
+"Rest by 5?" is the task's own text and asks for the remainder on division by 5. The true answer is {truth},
+and that is all the rule knows. The step draws 16 such prompts and lets the policy answer each
+{len(samples)} times at temperature 1: a *group*.
 
 ## Eight samples and their advantages
 
-A solution is one paragraph per sum and a last one with the answer. Paragraphs are counted from 0; -1 says that
-none is wrong.
+A solution is one paragraph per sum and a last one with the answer. Paragraphs are counted from 0; -1 says
+that none is wrong.
 
 {group}
 
-- **Rule** (`compute_score`): is the last box the true answer? It is in {int((rule_rewards > 0).sum())} of {len(samples)}.
+- **Rule** (`compute_score`): is the last box the true answer? {right} of {len(samples)} are right.
 - **Judge** (`compute_score_fapo`): the first wrong paragraph, asked of right answers only.
 - **Oracle** (`first_wrong_paragraph`): what the judge should have said. The training never sees it.
 - **Reward**: 1 where the rule says right and the judge -1, 0 where the judge names a paragraph, -1 where the
@@ -212,9 +216,9 @@ none is wrong.
 - **Rule only**: the advantage if every right answer got 1: flawed and sound ones are encouraged alike.
 
 That is FAPO in one table. Under the rule alone sample {two}, right with a wrong step, has
-{rule_only[flawed]:+.3f}, as much as a sound solution; with FAPO it has {advantages[flawed]:+.3f}. Its sign is negative
-because truly correct samples outnumber wrong ones in this group. Flawed positives are encouraged, above the
-group's mean, while wrong answers outnumber *truly correct* ones.
+{rule_only[flawed]:+.3f}, as much as a sound solution; with FAPO it has {advantages[flawed]:+.3f}. That is
+negative because truly correct samples outnumber wrong ones in this group: flawed positives are encouraged,
+above the group's mean, while wrong answers outnumber *truly correct* ones.
 
 ## What the judge reads and writes
 
@@ -243,8 +247,8 @@ that errs now and then is enough to learn from; what it overlooks every time is 
 ## The loss of one token
 
 Samples {one} and {two} have the same text up to `{line}`. There one goes on with `{sound_token}` and the
-other with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so by the time of its
-update the policy has moved a little: r is the token's probability at its update over that before the step.
+other with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}: before its
+update the policy has moved a little, and r is the token's probability then over that before the step.
 `compute_policy_loss` gives, with N = {N} response tokens in the mini-batch:
 
 {loss_table}
@@ -263,9 +267,9 @@ the step and not these eight alone. The demo does 60 such steps.
 
 ## Made by
 
-The log-probabilities were recorded by doing the step's update again, from the checkpoint before it and the
-samples of the step. A run of `recipes/toy_demo.sh` whose FAPO policy has
-`--save-rollouts --save-every 1 --keep-checkpoints 0` has all that is needed:
+The log-probabilities were recorded by doing the step again, from the checkpoint before it: sampling gives the
+same samples. A run of `recipes/toy_demo.sh` whose FAPO policy has
+`--save-every 1 --keep-checkpoints 0 --samples-per-step 128` has all that is needed:
 
 ```bash
 python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step {data["step"]} --group {data["group"]}
