@@ -381,7 +381,8 @@ class RewardLoopManager:
     async def _first_answer(self, slot: Slot) -> None:
         """Returns when a worker has loaded the function."""
         try:
-            await asyncio.wait_for(slot.worker.__ray_ready__.remote(), START_S + WEDGED_S)
+            call = slot.worker.begin.options(max_task_retries=-1).remote()
+            slot.life, slot.ready = await asyncio.wait_for(call, START_S + WEDGED_S), True
         except TimeoutError:
             raise RuntimeError(f"reward worker {slot.index} was not ready within {START_S + WEDGED_S:g} s") from None
         except self._ray.exceptions.RayActorError as error:
