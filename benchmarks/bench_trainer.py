@@ -78,7 +78,7 @@ class Config:
     """Speed and memory of grpo_trainer.py."""
 
     model: str = ""
-    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens; else only the tiny one."""
+    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens."""
     tiny_steps: int = 10
     """Timed steps per round of the tiny model: 64 completions (8 prompts x 8) of 64 tokens."""
     model_steps: int = 2

@@ -49,7 +49,8 @@ class Handler(BaseHTTPRequestHandler):
                 body, asked = json.loads(body), asked + 1
                 sample = Sample({}, body["prompt"])
                 rollout_hf(model, [sample], max_response_length=body["max_tokens"], seed=asked,
-                           temperature=body["temperature"] or 0, eos_ids=body["stop_token_ids"], rollout_batch_size=1)
+                           temperature=body["temperature"] or 0, eos_ids=body["stop_token_ids"],
+                           rollout_batch_size=1)
                 answer = {"choices": [{"finish_reason": "stop", "token_ids": sample.response_ids,
                                        "logprobs": {"token_logprobs": sample.rollout_logprobs}}]}
             elif self.path == "/v1/chat/completions":

@@ -255,6 +255,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
             lr=1e-3,
             overlong_buffer=0,
             max_prompt_length=64,
+            max_logprob_diff=1e9,
             max_response_length=32,
             mini_batch_size=2,
             resume="auto",
