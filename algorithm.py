@@ -45,18 +45,16 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
 
 def compute_process_aware_advantages(outcome_P_G: torch.Tensor, process_P_G: torch.Tensor) -> torch.Tensor:
     """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535): the alternative to FAPO's
-    single reward.
+    reward.
 
     outcome_P_G: 1 where the answer is right, else -1 (plus a length penalty, if any), normalised over the
-    whole group. process_P_G: quality of the reasoning, here 1 sound and 0 flawed, normalised among the
-    group's right answers only and 0 for the others: however good its steps look, a wrong answer gains
-    nothing, and in a group that is all right the steps still tell the samples apart. NaN in either: no
-    verdict, advantage 0, left out of both. Returns advantages_P_G.
+    whole group; NaN: no verdict, advantage 0. process_P_G: quality of the reasoning of a right answer, here 1
+    sound and 0 flawed, normalised among the group's right answers only; NaN for a wrong answer, whose part is
+    0: however good its steps look, it gains nothing, and in a group that is all right the steps still tell
+    the samples apart. Returns advantages_P_G.
     """
-    known = ~(outcome_P_G.isnan() | process_P_G.isnan())
-    right = known & (outcome_P_G > 0)
-    outcome = compute_advantages(torch.where(known, outcome_P_G, math.nan))
-    return outcome + compute_advantages(torch.where(right, process_P_G, math.nan))
+    process_P_G = torch.where(outcome_P_G.isnan(), math.nan, process_P_G)
+    return compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
@@ -104,13 +102,16 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
     loss_B_T = torch.maximum(unclipped, clipped)
     bound = -advantages * clip_c
     loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
+    sums = {}
     if tis_cap is not None:
         if rollout_logprobs is None:
             raise ValueError("tis_cap: needs rollout_logprobs")
-        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).exp().clamp(max=tis_cap)
-        loss_B_T = loss_B_T * weight.detach()
+        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).exp().detach()
+        sums["tis_sum"] = (weight.clamp(max=tis_cap) * mask).sum().item()
+        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
+        loss_B_T = loss_B_T * weight.clamp(max=tis_cap)
     with torch.no_grad():
-        sums = {
+        sums |= {
             "clipped_tokens": ((clipped > unclipped) * mask).sum().item(),
             "approx_kl_sum": (((ratio - 1) - log_ratio) * mask).sum().item(),
             "loss_tokens": mask.sum().item(),

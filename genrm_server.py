@@ -62,6 +62,8 @@ class Config:
     """auto takes CUDA where there is one."""
     tensor_parallel_size: int = 1
     """GPUs per server (on CPU: processes per server)."""
+    gpu_share: float = 1.0
+    """Share of a GPU that each server reserves in Ray; below 1 also its --gpu-memory-utilization."""
     gpus: str = ""
     """GPUs to use, such as 0,1,2,3; dealt out in order. Empty: all visible ones. In Ray the cluster decides."""
     cpus: str = ""

@@ -42,8 +42,8 @@ except ImportError:  # slower without it, otherwise the same
 # Logits (float32 numbers) that exist at a time; a forward and backward pass holds five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 # What adds up over micro-batches, mini-batches and ranks.
-SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum",
-        "difference_sum", "entropy_sum", "tokens")  # fmt: skip
+SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "tis_sum",
+        "tis_capped_tokens", "difference_sum", "entropy_sum", "tokens")  # fmt: skip
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of a single process
 
 
@@ -111,7 +111,7 @@ class Policy:
             model.generation_config.validate(strict=True)
         if check:
             check_logprobs(model, source)
-        if speedups and not self.config.gradient_checkpointing:  # which would compute the shared keys twice
+        if speedups:
             model.shares_prompts = speedups.can_share_prompts(model)
         return model
 
@@ -242,6 +242,8 @@ class Policy:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
             per_token = {"actor/clip_fraction": "clipped_tokens", "actor/approx_kl": "approx_kl_sum"}
             per_token |= {"actor/kl_to_reference": "reference_kl_sum"} if self.reference is not None else {}
+            if self.config.tis_cap is not None:
+                per_token |= {"rollout/tis_mean": "tis_sum", "rollout/tis_capped": "tis_capped_tokens"}
             metrics |= {name: sums[key] / sums["loss_tokens"] for name, key in per_token.items()}
         return metrics
 
@@ -445,11 +447,13 @@ def checkpointed_layers(model):
     Not by transformers' own switch: that needs training mode, in which some models turn dropout on.
     """
     layers = layers_of(model, "gradient_checkpointing")
+    shares, model.shares_prompts = getattr(model, "shares_prompts", False), False  # keys would be cached twice
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
+        model.shares_prompts = shares
         for layer in layers:
             del layer.forward
 

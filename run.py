@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ray
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -33,10 +34,10 @@ class Run:
     """One run. The constructor checks and reads what is cheap; `start` starts models, judges and servers."""
 
     def __init__(self, config):
-        config.check()
         if config.baseline:
             file = re.sub(r":\w*$", "", config.reward_fn or f"{reward_loop.HERE}/compute_score.py")
             config = dataclasses.replace(config, reward_fn=f"{file}:compute_score_baseline")
+        config.check()
         self.config, self.lock = config, check_folder(config)  # nobody else writes there while it is held
         transformers_logging.disable_progress_bar()
         if config.num_threads:
@@ -71,8 +72,8 @@ class Run:
         if longest > limit:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
-        if config.total_steps and (files := list(Path(self.source).glob("*.safetensors"))):
-            check_room(config, checkpoint=3e-9 * sum(file.stat().st_size for file in files))
+        if config.total_steps:  # an evaluation writes no checkpoint
+            check_room(config, checkpoint=12e-9 * count_weights(self.source))
         return longest
 
     def find_checkpoint(self) -> None:
@@ -211,6 +212,15 @@ class Run:
         return {} if isinstance(self.policy, Policy) else {"actor/restarts": self.num_restarts}
 
 
+def count_weights(folder: str) -> int:
+    """The numbers in a folder's safetensors files; 0 for a hub name."""
+    total = 0
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    return total
+
+
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
     rows, kept = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
@@ -220,8 +230,8 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
             ids = tokenizer.apply_chat_template(row["prompt"], **options)
         except Exception as error:  # a template is a program that came with the model: it may raise anything
             raise ValueError(
-                f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} ({error}); "
-                "it must be a list of {role, content}"
+                f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} "
+                f"({error}); it must be a list of {{role, content}}"
             ) from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})

@@ -48,14 +48,14 @@ import grpo_trainer
 import policy
 from tools import plan_run
 import reward_loop
-from toy import toy_world
+from toy import models, toy_world
 from cluster.policy_group import PolicyGroup
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16
 STALE = grpo_trainer.Config.max_logprob_diff  # where the trainer stops
-SHARE = "--gpu-memory-utilization 0.3"  # servers share the GPU with the policy
+SHARE = 0.3  # of the GPU that servers take beside the policy
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100": 312e12}  # bf16, dense; of others it is measured
 
 
@@ -77,8 +77,8 @@ class Config:
 def make_models(work: Path, device=GPU):
     """In `work`: the folders `tiny` and `model`, and rows to train on."""
     config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(rng))
-    write_model(toy_world.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
+    tokenizer = models.build_tokenizer(models.tokenizer_corpus(rng))
+    write_model(models.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index) for index in range(32)]
     pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
     if config["model"] or config["size"] == "small":
@@ -114,6 +114,10 @@ def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
 
 
+def groups_of(samples) -> list[list]:
+    return [samples[start : start + 8] for start in range(0, len(samples), 8)]
+
+
 def roll_out(learner, samples, length: int):
     options = dict(temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512)  # no token ends a response: all have full length
     rollout_hf(learner.model, samples, max_response_length=length, **options)
@@ -122,7 +126,8 @@ def roll_out(learner, samples, length: int):
 
 def logprobs_of(learner, samples):
     """Log-probabilities of all response tokens, one after the other, and the mean entropy there."""
-    logprobs, entropies = zip(*learner.score(samples))
+    found = {id(sample): (logprobs, entropy) for sample, logprobs, entropy in learner.score(samples)}
+    logprobs, entropies = zip(*(found[id(sample)] for sample in samples))
     return torch.cat(logprobs).cpu(), torch.cat(entropies).mean().item()
 
 
@@ -172,7 +177,7 @@ def check_precision(work: Path, device=GPU, length=256):
         sample.response_ids, sample.rollout_logprobs = sample.response_ids[:keep], sample.rollout_logprobs[:keep]
 
     def update():
-        metrics, _, _, above = measure(device, lambda: learner.update(samples, lr=0.0))
+        metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
         return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
 
     update()  # makes the optimizer's state
@@ -226,15 +231,15 @@ def check_update(work: Path, device=GPU, length=1024):
     for sample in samples:
         sample.response_ids = [rng.randrange(shape.vocab_size) for _ in range(length)]
         sample.rollout_logprobs, sample.advantage = [0.0] * length, rng.gauss(0, 1)
-    learner.update(samples, lr=0.0)  # warms up
-    _, seconds, peak, _ = measure(device, lambda: learner.update(samples, lr=0.0))
+    learner.update(groups_of(samples), lr=0.0)  # warms up
+    _, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
     if not shape.tie_word_embeddings:
         weights -= learner.model.get_input_embeddings().weight.numel()  # looked up, not multiplied
     tokens, fastest = sum(len(sample.prompt_ids) + length for sample in samples), peak_of(device)
     text = f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s ({1e-6 * weights:,.0f} M weights)"
     yield "update: speed", True, f"{tokens / seconds:,.0f} tokens/s, {text}"
     text = f"{peak:.1f} GB at the peak, estimated {estimate:.1f}, micro-batches of {budget} tokens"
-    yield "update: memory, within 1.3 x preflight.py's estimate", peak < 1.3 * estimate, text
+    yield "update: memory, within 1.3 x plan_run's estimate", peak < 1.3 * estimate, text
 
 
 def peak_of(device) -> float:
@@ -248,13 +253,8 @@ def peak_of(device) -> float:
     return 40 * size**3 / min(measure(device, lambda: [a @ a for _ in range(20)])[1] for _ in range(3))
 
 
-def check_servers(work: Path, device=GPU, transfer="file", length=64):
-    """vLLM servers with the policy's weights; by NCCL the policy needs a GPU of its own."""
-    if transfer == "nccl":
-        if torch.cuda.device_count() < 2:
-            yield "weights by NCCL", None, f"needs 2 GPUs, torch sees {torch.cuda.device_count()}"
-            return
-        device = torch.device("cuda:1")
+def check_servers(work: Path, device=GPU, length=64):
+    """vLLM servers with the policy's weights, beside it on its GPU."""
     learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
 
     def served():
@@ -268,19 +268,19 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         for parameter in learner.model.parameters():
             parameter += 0.2 * parameter.std() * torch.randn_like(parameter)
 
-    settings = genrm_server.Config(model="", gpus="0", max_model_len=512, queue_timeout=240, log_dir=work / f"servers_{transfer}",
-                                   vllm_args=tuple(SHARE.split()))  # fmt: skip
-    servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings, transfer))
+    settings = genrm_server.Config(model="", gpu_share=SHARE, max_model_len=512, queue_timeout=240,
+                                   log_dir=work / "servers")  # fmt: skip
+    servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings))
     try:
         off, _ = served()
-        yield f"vLLM and trainer, by {transfer}", off < AGREE, f"{off:.4f} nats apart on average; ready after {ready:.0f} s"
+        yield "vLLM and trainer", off < AGREE, f"{off:.4f} nats apart on average; ready after {ready:.0f} s"
         move()
         off, _ = served()
-        yield f"old weights are noticed, by {transfer}", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
+        yield "old weights are noticed", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
         first, again = (measure(device, servers.sync)[1] for _ in range(2))
         off, seconds = served()
         text = f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}); {32 * length / seconds:,.0f} tokens/s"
-        yield f"new weights, by {transfer}", off < AGREE, text
+        yield "new weights", off < AGREE, text
         process = servers.servers.slots[0].server.child
         process.kill()
         process.wait()
@@ -288,7 +288,7 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         _, synced, *_ = measure(device, servers.sync)
         off, seconds = served()
         text = f"{off:.4f} nats apart, back after {synced + seconds:.0f} s"
-        yield f"a killed server comes back with new weights, by {transfer}", off < AGREE, text
+        yield "a killed server comes back with new weights", off < AGREE, text
     finally:
         servers.shutdown()
 
@@ -304,7 +304,7 @@ def check_ranks(work: Path, device=GPU, length=256):
     samples = roll_out(alone, samples_of(work, 4), length)
     for sample in samples:
         sample.advantage = rng.gauss(1, 1)
-    expected, seconds, peak, _ = measure(device, lambda: [alone.update(samples, lr=1e-6) for _ in range(2)][-1])
+    expected, seconds, peak, _ = measure(device, lambda: [alone.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1])
     alone = None
     measure(device, lambda: None)  # gives its memory back: a rank may be on the same GPU
     reward_loop.connect_ray()
@@ -312,7 +312,7 @@ def check_ranks(work: Path, device=GPU, length=256):
                                             device=device.type, max_tokens_per_micro_batch=4096, **config),
                         str(work / "model"))  # fmt: skip
     try:
-        found, of_two, *_ = measure(device, lambda: [group.update(samples, lr=1e-6) for _ in range(2)][-1])
+        found, of_two, *_ = measure(device, lambda: [group.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1])
         held = ray.get([actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors])
     finally:
         group.shutdown()
@@ -337,8 +337,8 @@ def check_sleep(work: Path):
 
     before = used()
     judge = genrm_server.ModelServers(genrm_server.Config(
-        model=str(work / "model"), port=0, gpus="0", served_model_name="judge", dtype="bfloat16", max_model_len=512,
-        sleep_mode=True, log_dir=work / "sleep", vllm_args=tuple(SHARE.split())))  # fmt: skip
+        model=str(work / "model"), port=0, gpu_share=SHARE, served_model_name="judge", dtype="bfloat16",
+        max_model_len=512, sleep_mode=True, log_dir=work / "sleep"))  # fmt: skip
     try:
         first, awake = answers(), used()
         _, to_sleep, *_ = measure(GPU, judge.sleep)
@@ -354,9 +354,10 @@ def check_sleep(work: Path):
 
 RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-size 4 --mini-batch-size 4 --group-size 4
     --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
-EAGER = f"'{SHARE} --enforce-eager'"  # ready half a minute sooner
-RUNS = {"colocate": f"--genrm tiny --reward-mode colocate --genrm-vllm-args={EAGER}",
-        "rollout_vllm": f"--rollout vllm --rollout-vllm-args={EAGER}"}  # fmt: skip
+EAGER = "--policy-gpu-share 0.4 --rollout-gpu-share 0.3 --rollout-vllm-args=--enforce-eager"  # ready half a minute sooner
+RUNS = {"shares": f"{EAGER} --genrm tiny --genrm-gpu-share 0.3 --genrm-vllm-args=--enforce-eager",
+        "colocate": f"{EAGER} --genrm tiny --reward-mode colocate --genrm-gpu-share 0.3 --genrm-vllm-args=--enforce-eager",
+        "offload": f"{EAGER} --policy-offload"}  # fmt: skip
 
 
 async def score_by_asking(data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_) -> dict:
@@ -390,7 +391,6 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "update": (check_update, 120, False),
     "ranks": (check_ranks, 240, False),
     "servers": (check_servers, 360, True),
-    "nccl": (partial(check_servers, transfer="nccl"), 360, True),
     "sleep": (check_sleep, 240, True),
     **{name: (partial(check_run, name=name), 240, True) for name in RUNS},
 }

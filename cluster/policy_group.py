@@ -1,17 +1,19 @@
-"""The policy on many GPUs and machines: one policy.Policy per device, each a Ray actor, behind the methods of a single one.
+"""The policy on GPUs, of one or many machines: a RankedPolicy per device, each a Ray actor, behind one
+Policy's methods.
 
     group = PolicyGroup(config, "PATH")            # config: the trainer's; --policy-ranks 8
-    metrics = group.update(samples, lr=1e-6)       # all ranks at once, each with its share of the samples
+    metrics = group.update(groups, lr=1e-6)        # all ranks at once, each with its share of the samples
 
-The trainer keeps everything else in its own process: data, servers, rewards, logs, Ctrl-C. So it may run on a machine without a
-GPU, and a rank that dies takes nothing along: RanksLost is raised at once (for a node that is cut off: when Ray has declared it
-dead, after RAY_health_check_failure_threshold x RAY_health_check_period_ms), and `restart` starts all ranks anew.
+The trainer keeps everything else in its own process: data, servers, rewards, logs, Ctrl-C. So it may run on a
+machine without a GPU, and a rank that dies takes nothing along: RanksLost is raised at once (for a node that
+is cut off: when Ray has declared it dead), and `restart` starts all ranks anew.
 
 Left out: ranks that join or leave while others go on, groups of different devices.
 """
 
 import contextlib
 import dataclasses
+import math
 import re
 import socket
 import threading
@@ -24,28 +26,28 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.ranks import RankedPolicy, Ranks
 from genrm_server import hold
-from policy import Policy, Sample
-from cluster.sharding import Ranks
+from policy import RanksLost, Sample
 
-RANK_CPUS = 0.25  # what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
-PLACE_S = 60.0  # seconds in which the cluster must have room for all ranks; after one has died the room may be a node to come
+# what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
+RANK_CPUS = 0.25
+# seconds in which the cluster must have room for all ranks; after one has died the room may be a node to come
+PLACE_S = 60.0
 RESTART_PLACE_S = 900.0
-AFTERMATH_S = 10.0  # when a rank fails in a collective, Ray says within this time whether another one has died
-
-
-class RanksLost(RuntimeError):
-    """A rank of the policy has died, and what the others hold is of no use without it."""
+# when a rank fails in a collective, Ray says within this time whether another one has died
+AFTERMATH_S = 10.0
 
 
 class PolicyGroup:
-    """A policy on `config.policy_ranks` devices. The methods are those of Policy; `score` gives the scores of all ranks.
+    """A policy on `config.policy_ranks` devices. The methods are those of Policy.
 
-    Raises what Policy raises, RuntimeError where the cluster has no room, and from every method RanksLost where a rank died.
+    Raises what Policy raises, RuntimeError where the cluster has no room, and from every method RanksLost
+    where a rank died.
     """
 
     def __init__(self, config, source: str):
-        self.config, self.device, self.num_updates = config, torch.device(config.device), 0
+        self.config, self.device = config, torch.device(config.device)
         self.actors, self.placement, self.starts, self.lock = [], None, 0, threading.RLock()
         try:
             self.start(source, PLACE_S)
@@ -55,25 +57,29 @@ class PolicyGroup:
 
     def start(self, source: str, patience: float) -> None:
         """All ranks, from the weights in the folder `source`."""
-        config = SimpleNamespace(**dataclasses.asdict(self.config))  # whose class the ranks need not be able to import
+        # whose class the ranks need not be able to import
+        config = SimpleNamespace(**dataclasses.asdict(self.config))
         config.model, source = map(absolute, (config.model, source))  # they work in another folder
-        on_gpu, self.starts = self.device.type == "cuda", self.starts + 1
+        on_gpu, self.starts, self.num_updates = self.device.type == "cuda", self.starts + 1, 0
         bundles, strategy = rank_bundles(config)
         self.placement, nodes = hold(bundles, strategy, "policy_ranks", patience)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         per_node, here = Counter(nodes), ray.util.get_node_ip_address()
-        alone = {addresses[node] for node in nodes} == {here}  # all on this machine: nothing needs to leave it
-        # The ranks meet at a store in this process. It listens on one address only, unlike a store that is left to itself.
+        # all on this machine: nothing needs to leave it
+        alone = {addresses[node] for node in nodes} == {here}
+        # The ranks meet at a store in this process, which listens on this one address.
         listener = socket.create_server(("127.0.0.1" if alone else here, 0))
         host, port = listener.getsockname()
-        self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
+                                   master_listen_fd=listener.detach())  # fmt: skip
         for rank, node in enumerate(nodes):
             ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
                           turn=nodes[:rank].count(node), turns=max(per_node.values()))  # fmt: skip
-            options = dict(num_cpus=RANK_CPUS, num_gpus=int(on_gpu), max_restarts=0,
-                           scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, rank))  # fmt: skip
+            options = dict(num_cpus=RANK_CPUS, num_gpus=on_gpu * config.policy_gpu_share, max_restarts=0)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.placement, rank)
             device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
-            self.actors.append(ray.remote(Policy).options(**options).remote(config, source, device, ranks))
+            actor = ray.remote(RankedPolicy).options(**options)
+            self.actors.append(actor.remote(config, source, device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
         self.about_model = self.call("about")[0]
@@ -81,7 +87,8 @@ class PolicyGroup:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
-        """New ranks in place of all, with the weights and, where there is one, the optimizer in the folder `source`."""
+        """New ranks in place of all, with the weights and, where there is one, the optimizer in the folder
+        `source`."""
         with self.lock:
             self.shutdown()
             self.start(source, RESTART_PLACE_S)
@@ -96,11 +103,13 @@ class PolicyGroup:
         self.actors, self.placement = [], None
 
     def call(self, method: str, *arguments) -> list:
-        """A method of all ranks at the same time -> their answers. One that dies or fails is noticed while others wait for it."""
+        """A method of all ranks at once -> their answers. One that dies or fails is noticed while others
+        wait."""
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
-            calls = {getattr(actor, method).remote(*arguments): rank for rank, actor in enumerate(self.actors)}
+            methods = [getattr(actor, method) for actor in self.actors]
+            calls = {method.remote(*arguments): rank for rank, method in enumerate(methods)}
             answers, waiting = {}, list(calls)
             while waiting:
                 (done,), waiting = ray.wait(waiting)
@@ -112,15 +121,19 @@ class PolicyGroup:
 
     def verdict(self, error, waiting: list) -> Exception:
         """What has happened: a rank's own error, or a death that the error is a consequence of."""
-        late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S) if waiting else ([], [])
-        if hanging:  # in a collective with the one that failed: they would take the next call's tensors for its
+        late, hanging = [], []
+        if waiting:
+            late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S)
+        # in a collective with the one that failed: they would take the next call's tensors for its
+        if hanging:
             self.shutdown()
         found = [error, *filter(None, map(exception_of, late))]
         for failed in found:
             if isinstance(failed, ray.exceptions.RayActorError) and not failed.actor_init_failed:
                 return RanksLost(f"a rank of the policy died ({' '.join(str(failed).split())[:200]})")
         if isinstance(error, ray.exceptions.RayActorError):  # in its constructor; Ray keeps the text only
-            kind, text = [("", str(error)), *re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)][-1]
+            named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
+            kind, text = [("", str(error)), *named][-1]
             return (ValueError if kind == "ValueError" else RuntimeError)(text)
         return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
@@ -128,44 +141,30 @@ class PolicyGroup:
         """RuntimeError where a rank's node does not see the run's folder, to which all of them write."""
         path = Path(self.config.out_dir, "config.json").absolute()  # the trainer has just written it
         text = path.read_text()
-        for actor in self.actors:
-            if not ray.get(actor.__ray_call__.remote(lambda self: path.is_file() and path.read_text() == text)):
-                raise RuntimeError(f"out_dir: another node does not see {path.parent}; put it, and the model, "
-                                   "on a shared file system")  # fmt: skip
+        if not all(self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)):
+            raise RuntimeError(f"out_dir: another node does not see {path.parent}; put it, and the model, on "
+                               "a shared file system")  # fmt: skip
 
     # ---- the methods of a Policy
 
     def about(self) -> dict:
         return self.about_model
 
-    def update(self, samples: list[Sample], lr: float) -> dict:
-        done, self.num_updates = self.num_updates, self.num_updates + 1  # should it fail: the weights may be no step's
-        needed = ray.put([dataclasses.replace(sample, row={}, text="", result={}) for sample in samples])
-        metrics = self.call("update", needed, lr)[0]
-        self.num_updates = done + metrics["actor/updates"]
-        return metrics
-
-    def score(self, samples: list[Sample]) -> list:
-        return [next(filter(None, parts)) for parts in zip(*self.call("score", samples))]
+    def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
+        unneeded = dict(row={}, text="", result={})
+        needed = [[dataclasses.replace(sample, **unneeded) for sample in group] for group in groups]
+        self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
+        try:
+            return self.call("update", ray.put(needed), lr, max_logprob_diff)[0]
+        finally:
+            with contextlib.suppress(RanksLost):
+                self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]
 
     def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
         return self.call("send_weights", folders, dtype)[0]
 
-    def offer_transfer(self) -> tuple[str, int]:
-        return self.call("offer_transfer")[0]
-
-    def open_transfer(self, address: str, port: int, size: int) -> None:
-        self.call("open_transfer", address, port, size)
-
-    def transfer_weights(self, dtype: torch.dtype) -> None:
-        self.call("transfer_weights", dtype)
-
-    def abandon_transfer(self) -> None:
-        """Ends rank 0, which hangs; whoever waits for it is told."""
-        ray.kill(self.actors[0])
-
-    def release_memory(self, optimizer: bool = False) -> None:
-        self.call("release_memory", optimizer)
+    def release_memory(self) -> None:
+        self.call("release_memory")
 
     def save(self, folder: Path) -> None:
         self.call("save", folder.absolute())
@@ -175,9 +174,11 @@ class PolicyGroup:
 
 
 def rank_bundles(config) -> tuple[list[dict], str]:
-    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, as they talk all the time."""
+    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, as they talk
+    all the time."""
     on_gpu = config.device == "cuda"
-    return [{"CPU": RANK_CPUS, "GPU": 1} if on_gpu else {"CPU": RANK_CPUS}] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
+    bundle = {"CPU": RANK_CPUS} | ({"GPU": config.policy_gpu_share} if on_gpu else {})
+    return [bundle] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
 
 
 def absolute(source: str) -> str:

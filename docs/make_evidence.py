@@ -1,12 +1,13 @@
-"""Writes the evidence: docs/evidence/runs.jsonl from finished runs, and from that the figures, and the tables in the pages.
+"""Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
 
-    make evidence                                          # one to two hours on two cores: the runs, then this
-    python docs/make_evidence.py --runs outputs/evidence   # from runs that recipes/evidence.sh has made
-    python docs/make_evidence.py                           # figures and tables anew, from what is in docs/evidence
+    make evidence                                         # one to two hours on two cores: the runs, then this
+    python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
+    python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 
-A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and after it, and what
-was measured on the rollouts of each step. A table stands in a page between <!-- evidence: NAME --> and <!-- end -->; a test
-compares it with runs.jsonl. Cells are the median over the runs, and the lowest and the highest.
+A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and
+after it, and what was measured on the rollouts of each step. A table stands in a page between
+<!-- evidence: NAME --> and <!-- end -->; a test compares it with runs.jsonl. Cells are the median over the
+runs, and the lowest and the highest.
 """
 
 import json
@@ -23,16 +24,24 @@ sys.path.insert(0, str(DOCS.parent))
 import tyro
 from matplotlib.figure import Figure
 
-from toy import toy_world
-from toy.toy_world import COLUMNS, PANELS, smooth, table
+from toy.report import COLUMNS, PANELS, WAYS, read_metrics, save, smooth, table
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")
 STANDARD = ("warm0", "warm1", "warm2")
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
-COLOURS = {"rule": "tab:red", "fapo_judge": "tab:green", "fapo_oracle": "tab:olive", "papo_oracle": "tab:blue"}
-OF_JUDGES = {"recall": "fapo_critic/recall", "sound kept": "fapo_critic/sound_kept", "exact location": "fapo_critic/location"}
+COLOURS = {
+    "rule": "tab:red",
+    "fapo_judge": "tab:green",
+    "fapo_oracle": "tab:olive",
+    "papo_oracle": "tab:blue",
+}
+OF_JUDGES = {
+    "recall": "fapo_critic/recall",
+    "sound kept": "fapo_critic/sound_kept",
+    "exact location": "fapo_critic/location",
+}
 
 
 @dataclass
@@ -44,18 +53,24 @@ class Config:
 
 
 def collect(folder: Path) -> list[dict]:
-    """One dict a run, in the order of their names. Raises OSError or ValueError for a run that is not finished."""
+    """One dict a run, in the order of their names. Raises ValueError for a run that is not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
-        metrics = toy_world.read_metrics(path.parent)
+        metrics = read_metrics(path.parent)
         algorithm, _, seed = path.parent.name.partition("_seed")
-        held_out = [{key[4:]: round(value, 4) for key, value in line.items() if re.match(r"val/.*/(mean@1|greedy)$", key)}
-                    for line in (metrics[0], metrics[-1])]  # fmt: skip
-        curves = {name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line] for name in PANELS}
-        runs.append(dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0), steps=metrics[-1]["step"],
-                         before=held_out[0], after=held_out[1], curves={name: c for name, c in curves.items() if c}))  # fmt: skip
+        before, after = (
+            {key[4:]: round(line[key], 4) for key in line if re.match(r"val/.*/(mean@1|greedy)$", key)}
+            for line in (metrics[0], metrics[-1])
+        )
+        curves = {
+            name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line]
+            for name in PANELS
+        }
+        run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
+        run |= dict(steps=metrics[-1]["step"], before=before, after=after)
+        runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
-        raise OSError(f"--runs {folder}: no finished run there; make evidence writes some")
+        raise ValueError(f"--runs {folder}: no finished run there; make evidence writes some")
     return runs
 
 
@@ -67,7 +82,8 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     """Some of the runs. ValueError where there is none."""
     found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
     if not found:
-        raise ValueError(f"no finished run of {algorithm} in {' or '.join(worlds or STANDARD)}; make evidence makes all of them")
+        where = " or ".join(worlds or STANDARD)
+        raise ValueError(f"no finished run of {algorithm} in {where}; make evidence makes all of them")
     return found
 
 
@@ -77,7 +93,9 @@ def cell(values: list[float]) -> str:
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
-def row(name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after") -> list[str]:
+def row(
+    name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after"
+) -> list[str]:
     return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
 
 
@@ -86,17 +104,22 @@ def tables(runs: list[dict]) -> dict[str, str]:
     heads, made = ["512 held-out problems", *COLUMNS], {}
     for name, way in (("policies", "mean@1"), ("policies greedy", "greedy")):
         rows = [row(title, of(runs, algorithm), COLUMNS, way) for algorithm, title in NAMES.items()]
-        made[name] = table(heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows)
+        made[name] = table(
+            heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows
+        )
     rows = []
     for number, world in enumerate(STANDARD):
         rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
-        rows += [row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")]
+        rows += [
+            row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
+        ]
     made["warm starts"] = table(heads, *rows)
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
         for when in ("before", "after"):
-            rows += [row(f"{title}, {when}, {label}", of(runs, "trained_judge", *worlds), OF_JUDGES, way, when)
-                     for way, label in toy_world.WAYS.items()]  # fmt: skip
+            judges = of(runs, "trained_judge", *worlds)
+            for way, label in WAYS.items():
+                rows.append(row(f"{title}, {when}, {label}", judges, OF_JUDGES, way, when))
     made["judges"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
     rows = []
     for flaws, worlds in (("flaws of every kind", STANDARD), ("forgotten carries only", ("narrow",))):
@@ -104,7 +127,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
         last_ten = [[statistics.fmean(curve[name][-10:]) for curve in curves]
                     for name in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate")]  # fmt: skip
         rows.append([f"judge shown {flaws}", *map(cell, last_ten)])
-    made["narrow judge"] = table(["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows)
+    made["narrow judge"] = table(
+        ["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows
+    )
     penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
     rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
@@ -116,9 +141,10 @@ def tables(runs: list[dict]) -> dict[str, str]:
         flawed = [smooth(shares(run)["flawed positives"]) for run in some]
         first, last = cell([values[0] for values in flawed]), cell([values[-1] for values in flawed])
         turns = sorted(turning_point(run) or math.inf for run in some)
-        rows.append([NAMES[name], first, cell(list(map(max, flawed))), last, ", ".join(f"{turn:.0f}" for turn in turns)])
-    made["stepping stones"] = table(["flawed positives, share of all samples", "first step", "highest", "last step",
-                                     "ρ = 1 at step"], *rows)  # fmt: skip
+        highest = cell(list(map(max, flawed)))
+        rows.append([NAMES[name], first, highest, last, ", ".join(f"{turn:.0f}" for turn in turns)])
+    heads = ["flawed positives, share of all samples", "first step", "highest", "last step", "ρ = 1 at step"]
+    made["stepping stones"] = table(heads, *rows)
     return made
 
 
@@ -133,7 +159,8 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     columns = list(zip(*map(smooth, curves), strict=True))
     steps = range(1, len(columns) + 1)
     axis.plot(steps, list(map(statistics.median, columns)), color=colour, linewidth=2, label=label)
-    axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0)
+    low, high = list(map(min, columns)), list(map(max, columns))
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def draw_policies(runs: list[dict], path: Path) -> None:
@@ -143,24 +170,28 @@ def draw_policies(runs: list[dict], path: Path) -> None:
         for name, label in NAMES.items():
             band(axis, [run["curves"][key] for run in of(runs, name)], COLOURS[name], label)
         axis.set_title(title)
-    toy_world.save(figure, path)
+    save(figure, path)
 
 
 def shares(run: dict) -> dict[str, list[float]]:
-    """The shares of all samples, step by step: truly correct, flawed positive, wrong (paper appendix A: alpha, gamma, beta)."""
+    """The shares of all samples, step by step (paper appendix A: alpha, gamma, beta)."""
     right, sound = run["curves"]["acc"], run["curves"]["truly_correct"]
-    return {"truly correct": sound, "flawed positives": [a - s for a, s in zip(right, sound)], "wrong": [1 - a for a in right]}
+    return {
+        "truly correct": sound,
+        "flawed positives": [a - s for a, s in zip(right, sound)],
+        "wrong": [1 - a for a in right],
+    }
 
 
 def turning_point(run: dict) -> int | None:
-    """The first step at which truly correct samples outnumber wrong ones (rho > 1), smoothed; None if there is none."""
+    """The first step at which truly correct samples outnumber wrong ones (rho > 1), smoothed; None: never."""
     smoothed = {name: smooth(values) for name, values in shares(run).items()}
     more = [sound > wrong for sound, wrong in zip(smoothed["truly correct"], smoothed["wrong"])]
     return more.index(True) + 1 if True in more else None
 
 
 def draw_weak_start(runs: list[dict], path: Path) -> None:
-    """All samples in three parts, with the step at which FAPO turns from encouraging flawed positives to discouraging them."""
+    """All samples in three parts, with the step at which FAPO begins to discourage flawed positives."""
     figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
     colours = {"truly correct": "tab:green", "flawed positives": "tab:orange", "wrong": "tab:gray"}
     for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
@@ -171,7 +202,7 @@ def draw_weak_start(runs: list[dict], path: Path) -> None:
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
         axis.set_title(NAMES[name])
     figure.axes[0].set_ylabel("share of all samples")
-    toy_world.save(figure, path)
+    save(figure, path)
 
 
 def main() -> None:
@@ -184,7 +215,7 @@ def main() -> None:
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"{len(runs)} runs; tables: {', '.join(made)}")

@@ -24,6 +24,6 @@ stage "4. The same policy again, with FAPO: the served judge finds its flawed po
 train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}"
 
 stage "5. The figure, the tables and the page"
-python -m toy.toy_world --runs "$RUNS"
+python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"
 stage "done"

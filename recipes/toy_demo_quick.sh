@@ -17,5 +17,5 @@ train_policy data/toy "$SEED" "$RUNS/fapo" "${ORACLE[@]}"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
 stage "3. The figure, the table and the page"
-python -m toy.toy_world --runs "$RUNS"
+python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"

@@ -1,4 +1,4 @@
-"""Quick tests first, so that a mistake shows at once; the tests of one file stay together. And a tiny model for many of them."""
+"""Quick tests first, so that a mistake shows at once; the tests of one file stay together; a tiny model."""
 
 import os
 import random
@@ -6,11 +6,15 @@ import sys
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are fastest on one thread, and leave the other cores alone
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models are fastest on one thread, and leave the other cores alone
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["RAY_ADDRESS"] = "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
+os.environ["RAY_ADDRESS"] = (
+    "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
+)
 
-from toy import toy_world  # after the environment is set
+from toy import models  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):
@@ -27,9 +31,9 @@ def no_ray_is_left():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    return models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
 
 
 @pytest.fixture(scope="session")
 def model(tokenizer):
-    return toy_world.new_model(len(tokenizer), seed=0).eval()
+    return models.new_model(len(tokenizer), seed=0).eval()

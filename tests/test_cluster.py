@@ -181,7 +181,7 @@ TWO_NODES = ["--policy-ranks", "8", "--rollout-servers", "3", "--genrm-servers",
 
 @pytest.mark.slow
 def test_the_recipes_fit_on_the_machines_that_they_name(tmp_path, tokenizer):
-    """--dry-run of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and each GPU's memory."""
+    """The plan of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and each GPU's memory."""
     tokenizer.save_pretrained(tmp_path)
     row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "1"}, "extra_info": {}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -197,10 +197,10 @@ import tempfile
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import ray
 from ray.cluster_utils import Cluster
+import run
 from tools import plan_run
-from grpo_trainer import train
 from test_recipes import commands, parse
-plan_run.check_room = lambda *_, **__: None  # of the disk
+run.check_room = lambda *_, **__: None  # of the disk
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=8, num_gpus=8, include_dashboard=False))
 ray.init(cluster.address, logging_level="error", log_to_driver=False)
 for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, nodes, more in cases]!r}):
@@ -209,9 +209,10 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
     rows = ["--train-file", {str(tmp_path / "rows.jsonl")!r}, "--val-file", {str(tmp_path / "rows.jsonl")!r}]
     script, arguments = next(commands(open({str(ROOT)!r} + f"/recipes/{{name}}.sh").read()))
     folder = {str(tmp_path)!r} + f"/{{number}}"
-    more += ["--model", folder, "--out-dir", folder + "_run", "--dry-run", *rows]
+    more += ["--model", folder, "--out-dir", folder + "_run", *rows]
     print("RECIPE", flush=True)
-    train(parse(script, arguments + more))
+    config = parse(script, arguments + more).settled(ray.cluster_resources()["GPU"])
+    print(plan_run.report(config, len(run.Run(config).train_rows)))
 ray.shutdown()
 cluster.shutdown()
 """

@@ -1,4 +1,4 @@
-"""README and docs: every command parses, every link, flag and metric exists, examples run; walkthrough and evidence are current."""
+"""The pages: commands parse, links, flags and metrics exist, examples run, numbers are current."""
 
 import asyncio
 import json
@@ -18,7 +18,11 @@ OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
 
 
 def blocks(page, *languages):
-    return [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M) if language in languages]
+    return [
+        text
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
+        if language in languages
+    ]
 
 
 @each_page
@@ -40,7 +44,10 @@ def test_no_line_is_longer_than_120_characters(page):
 def anchors(page):
     """What a link may name after the "#", as GitHub makes it of headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)", text, re.M)}
+    return {
+        re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
+        for head in re.findall(r"^#+ (.*)", text, re.M)
+    }
 
 
 @each_page
@@ -61,11 +68,17 @@ def test_every_page_can_be_reached_from_the_readme():
 
 def test_the_readmes_tree_has_every_script_once():
     tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+\.py)`", tree, re.M)) == sorted(path.name for path in ROOT.glob("*.py"))
+    assert sorted(re.findall(r"^\| `(\w+\.py)`", tree, re.M)) == sorted(
+        path.name for path in ROOT.glob("*.py")
+    )
 
 
 def test_every_flag_that_is_named_exists():
-    source = "".join(path.read_text() for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs") for path in folder.glob("*.py"))
+    source = "".join(
+        path.read_text()
+        for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs")
+        for path in folder.glob("*.py")
+    )
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
     for page in PAGES:
@@ -76,16 +89,22 @@ def test_every_flag_that_is_named_exists():
 def test_every_metric_and_status_is_in_the_glossary():
     glossary = (ROOT / "docs/glossary.md").read_text()
     source = "".join((ROOT / name).read_text() for name in ("grpo_trainer.py", "policy.py", "run_folder.py"))
-    metrics = set(re.findall(r'"((?:reward|genrm|dynamic|response_length|actor|rollout|time|perf)/\w+)"', source))
+    metrics = set(
+        re.findall(r'"((?:reward|genrm|dynamic|response_length|actor|rollout|time|perf)/\w+)"', source)
+    )
     assert len(metrics) > 25
     missing = {name for name in metrics | set(reward_loop.STATUSES) if f"`{name}`" not in glossary}
     assert not missing, f"docs/glossary.md does not explain {missing}"
-    judged = set(re.findall(r'"(\w+)"', (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]))
+    judged = set(
+        re.findall(
+            r'"(\w+)"', (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
+        )
+    )
     assert len(judged) == 6 and all(f"| `{status}` |" in glossary for status in judged)
 
 
 def test_the_examples_of_reward_functions_run(monkeypatch):
-    """Those that need no server to say what they say: a rule, and FAPO with one more term, for an answer that is wrong."""
+    """Those that need no server: a rule, and FAPO with one more term, for an answer that is wrong."""
     monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
     names = {}
     for page in ("reward_functions", "judge"):
@@ -101,8 +120,14 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
 
 
 def test_the_readmes_equations_are_the_code_line_for_line():
-    section = (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
-    lines = [line.strip() for block in re.findall(r"```python\n(.*?)```", section, re.S) for line in block.splitlines()]
+    section = (
+        (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
+    )
+    lines = [
+        line.strip()
+        for block in re.findall(r"```python\n(.*?)```", section, re.S)
+        for line in block.splitlines()
+    ]
     source = [line.strip().split("  #")[0] for line in (ROOT / "algorithm.py").read_text().splitlines()]
     positions = [source.index(line) for line in lines]
     assert len(lines) >= 10 and positions == sorted(positions)
@@ -139,18 +164,27 @@ def write_run(folder, lines):
 
 def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     module = load("docs/make_evidence")
-    with pytest.raises(OSError, match="--runs .*no finished run there"):
+    with pytest.raises(ValueError, match="--runs .*no finished run there"):
         module.collect(tmp_path)
     start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
-    steps = [{"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2} for i, acc in enumerate((0.2, 0.4, 0.9))]
+    steps = [
+        {"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2}
+        for i, acc in enumerate((0.2, 0.4, 0.9))
+    ]
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
     (run,) = module.collect(tmp_path)
-    assert run == {"world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3, "before": {"toy/mean@1": 0.5},
-                   "after": {"toy/mean@1": 0.9123}, "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]}}  # fmt: skip
+    assert run == {
+        "world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3,
+        "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123},
+        "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]},
+    }  # fmt: skip
     assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0")
     with pytest.raises(ValueError, match="no finished run of rule in weak"):
         module.of([run], "rule", "weak")
-    assert module.row("all", [run, {"after": run["before"]}], {"accuracy": "toy"}) == ["all", "0.71 (0.50-0.91)"]
+    assert module.row("all", [run, {"after": run["before"]}], {"accuracy": "toy"}) == [
+        "all",
+        "0.71 (0.50-0.91)",
+    ]
     assert module.row("all", [run], {"accuracy": "toy"}, when="before") == ["all", "0.50"]
     assert module.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
     assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
@@ -165,7 +199,10 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "some")])
     with pytest.raises(SystemExit):
         module.main()
-    assert "no finished run of fapo_judge in warm0" in capsys.readouterr().err and module.FILE.read_text() == "of before"
+    assert (
+        "no finished run of fapo_judge in warm0" in capsys.readouterr().err
+        and module.FILE.read_text() == "of before"
+    )
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3 is not finished"):
         module.collect(tmp_path)

@@ -9,15 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tqdm import tqdm
 
-from toy import toy_world
+from toy import models, toy_world
 
 
 def teach(folder, tokenizer, examples, steps=60):
     """A tiny model that has learned to say what `examples()` say, and nothing else."""
-    model = toy_world.new_model(len(tokenizer), seed=0)
-    toy_world.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, tqdm(disable=True))
+    model = models.new_model(len(tokenizer), seed=0)
+    models.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -25,18 +24,18 @@ def teach(folder, tokenizer, examples, steps=60):
 @pytest.mark.slow
 def test_training_with_a_served_judge(tmp_path):
     rng = random.Random(0)
-    tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
+    tokenizer = models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
     rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i) for i in range(64)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
 
     # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's paragraph 0 wrong.
     def guess():
-        return toy_world.chat(rng.choice(rows)["prompt"][0]["content"], f"Rest \\boxed{{{rng.randint(0, 4)}}}")
+        return models.chat(rng.choice(rows)["prompt"][0]["content"], f"Rest \\boxed{{{rng.randint(0, 4)}}}")
 
     def condemn():
         problem, paragraphs = toy_world.right_solution(rng, flawed=rng.random() < 0.5)
         paragraphs = paragraphs if rng.random() < 0.5 else paragraphs[-1:]
-        return toy_world.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
+        return models.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
 
     teach(tmp_path / "policy", tokenizer, guess)
     teach(tmp_path / "judge", tokenizer, condemn)

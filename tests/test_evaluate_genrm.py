@@ -210,9 +210,9 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(evaluate_genrm, "judge_rows", lambda *_: signal.raise_signal(signal.SIGINT))
     for data, out, code, message in [
-        (bench, "c.jsonl", 2, "must end with .parquet"),  # it would take the place of the progress
-        ("rows.jsonl", "rows.parquet", 2, "must not be the data"),
-        ("mixed.jsonl", "c.parquet", 2, "do not fit into a parquet file"),
+        (bench, "c.jsonl", 2, "the progress goes to this name"),  # it would take the place of the progress
+        ("rows.jsonl", "rows.parquet", 2, "the progress goes to this name"),
+        ("mixed.jsonl", "c.parquet", 2, "mixed.jsonl, row 0: reward_model.style is 1"),
         ("rows.jsonl", "c.parquet", 130, "the same command goes on"),
     ]:
         arguments = ["--data", tmp_path / data, "--out", tmp_path / out, "--router-address", "127.0.0.1:1"]
@@ -229,8 +229,8 @@ def test_command_line(bench, tmp_path):
 
     async def call(*arguments):
         pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, str(REPO / "tools/evaluate_genrm.py"), *arguments]
-        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=joins)
+        command = [sys.executable, "-m", "tools.evaluate_genrm", *arguments]
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=joins, cwd=REPO)
         out, err = await asyncio.wait_for(process.communicate(), 120)
         return process.returncode, out.decode(), err.decode()
 

@@ -25,7 +25,6 @@ import genrm_server
 import grpo_trainer
 import vllm_server
 from genrm_server import Config, ModelServers, RewardModelManager, complete, http
-from rollout import PolicyServers, place_beside
 from tiny import CPU, a_step, policy_of
 from vllm_server import reserve, share
 
@@ -384,9 +383,9 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    from toy import toy_world
+    from toy import models
 
-    shape = toy_world.new_model(len(tokenizer), seed=0).config
+    shape = models.new_model(len(tokenizer), seed=0).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     model = policy.model

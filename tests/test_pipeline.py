@@ -1,4 +1,4 @@
-"""--max-staleness: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail meanwhile.
+"""--overlap: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail meanwhile.
 
 The trainer's own loop against the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose responses end when a test
 says so and begin with the number of the weights that they come from.
@@ -9,12 +9,11 @@ import concurrent.futures
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -24,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import bench_pipeline
 import grpo_trainer
 import run_folder
-from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedServers, PlayedTrainer
+from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers
 from grpo_trainer import draw
-from cluster.policy_group import RanksLost
+from policy import RanksLost
 
 PER_STEP = 16  # samples: 4 prompts x 4
 
@@ -42,9 +41,9 @@ def no_curves(monkeypatch):
 
 
 def trainer_of(settings, folder, **changes):
-    defaults = dict(total_steps=5, train_batch_size=4, mini_batch_size=2, group_size=4, max_staleness=1, val_every=0,
+    defaults = dict(total_steps=5, train_batch_size=4, mini_batch_size=2, group_size=4, overlap=True, val_every=0,
                     samples_per_step=1000, save_every=1, keep_checkpoints=0)  # fmt: skip
-    return PlayedTrainer(grpo_trainer.Config(**settings | dict(out_dir=str(folder / "run")) | defaults | changes))
+    return PlayedRun(grpo_trainer.Config(**settings | dict(out_dir=str(folder / "run")) | defaults | changes))
 
 
 class Scene:
@@ -52,7 +51,7 @@ class Scene:
 
     def __init__(self, trainer, generate=None, update=None, rewards=None):
         self.trainer, self.generate_hook, self.update_hook = trainer, generate, update
-        self.first = trainer.state["step"]
+        self.first = trainer.step
         self.asked = 0  # requests for training samples so far
         self.updating = self.first  # the step whose update has begun
         self.trained = {}  # step -> its samples
@@ -73,12 +72,12 @@ class Scene:
             if self.generate_hook:
                 await self.generate_hook(self, step)
 
-    def update(self, samples, lr):
+    def update(self, groups, lr, max_logprob_diff):
         self.updating += 1
-        self.trained[self.updating] = samples
+        self.trained[self.updating] = sum(groups, [])
         if self.update_hook:
             self.update_hook(self, self.updating)
-        return self.play_update(samples, lr)
+        return self.play_update(groups, lr, max_logprob_diff)
 
     def prompts(self):
         return [sample.row["extra_info"]["index"] for step in sorted(self.trained) for sample in self.trained[step][::4]]
@@ -93,41 +92,40 @@ async def until(condition):
     raise AssertionError("it never came to that")
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_responses(settings, tmp_path, staleness):
+def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_responses(settings, tmp_path):
     async def generate(scene, step):
-        if step > 1 + staleness:  # what is ahead ends only after the update before it, and some time after
-            await until(lambda: len(scene.trained) >= step - staleness and scene.policy.num_updates >= step - staleness)
+        if step > 2:  # what is ahead ends only after the update before it, and some time after
+            await until(lambda: len(scene.trained) >= step - 1 and scene.policy.num_updates >= step - 1)
             await asyncio.sleep(0.05)  # long enough for a hand-over that does not wait; PlayedServers.sync would raise
 
     def update(scene, step):
-        ahead = min(step + staleness, 5) * PER_STEP
+        ahead = min(step + 1, 5) * PER_STEP
         asyncio.run(until(lambda: scene.asked == ahead))  # the rollouts ahead have begun: the two overlap
 
-    scene = Scene(trainer_of(settings, tmp_path, max_staleness=staleness), generate, update)
+    scene = Scene(trainer_of(settings, tmp_path), generate, update)
     metrics = scene.run()
-    expected = [min(step, staleness) for step in range(5)]
+    expected = [0, 1, 1, 1, 1]
     assert [line["rollout/staleness"] for line in metrics[1:]] == expected
     for step, samples in scene.trained.items():  # whose weights were really there
         assert {sample.response_ids[0] for sample in samples} == {step - 1 - expected[step - 1]}
     assert scene.asked == 5 * PER_STEP and scene.servers.version == 5  # nothing is drawn for after the last step
     rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
-    assert scene.prompts() == rows and scene.trainer.state["prompts_drawn"] == 20
+    assert scene.prompts() == rows and scene.trainer.prompts_drawn == 20
     assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
 
 
-def test_without_staleness_nothing_overlaps(settings, tmp_path):
+def test_without_overlap_nothing_does(settings, tmp_path):
     async def generate(scene, step):
         assert scene.servers.version == scene.policy.num_updates == step - 1
 
     def update(scene, step):
         assert scene.asked == step * PER_STEP and scene.servers.generating == 0
 
-    scene = Scene(trainer_of(settings, tmp_path, max_staleness=0), generate, update)
+    scene = Scene(trainer_of(settings, tmp_path, overlap=False), generate, update)
     metrics = scene.run()
-    assert [line["rollout/staleness"] for line in metrics[1:]] == [0] * 5 and "time/rollout_wait" not in metrics[1]
+    assert not {"rollout/staleness", "time/rollout_wait"} & set(metrics[1])
     assert all({sample.response_ids[0] for sample in samples} == {step - 1} for step, samples in scene.trained.items())
-    assert not scene.trainer.thread._threads  # the thread of the rollouts was not even started
+    assert scene.trainer.ahead is None
 
 
 def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings, tmp_path):
@@ -164,9 +162,9 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
     stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
     Scene(stopped, rewards=ByRow()).run()
-    drawn = stopped.state["prompts_drawn"]
+    drawn = stopped.prompts_drawn
     resumed = trainer_of(settings, tmp_path, total_steps=5, resume="auto", **options)
-    assert resumed.state == {"step": 2, "prompts_drawn": drawn}
+    assert (resumed.step, resumed.prompts_drawn) == (2, drawn)
     scene = Scene(resumed, rewards=ByRow())
     metrics = scene.run()
     assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
@@ -175,7 +173,7 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     rows = draw(scene.trainer.train_rows, 0, total, 0)
     written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in written][::4] == [row["prompt"][-1]["content"] for row in rows]
-    assert scene.trainer.state["prompts_drawn"] == total
+    assert scene.trainer.prompts_drawn == total
     for step, samples in scene.trained.items():
         assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
 
@@ -224,7 +222,7 @@ def test_a_rollout_that_fails_in_the_background_stops_the_run_with_its_message(s
 
     def update(scene, step):
         if step == 2:
-            asyncio.run(until(lambda: scene.trainer.ahead[-1][1].done()))
+            asyncio.run(until(lambda: scene.trainer.ahead.rolled_out.done()))
 
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update)
     with pytest.raises(RuntimeError, match="HTTP 400: the prompt is too long"):
@@ -246,10 +244,11 @@ def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_
     assert sorted(scene.trained) == [1, 2]
 
 
-def thread_ends(trainer):
-    for thread in trainer.thread._threads:
-        thread.join(30)
-        assert not thread.is_alive()
+def threads_end():
+    for thread in threading.enumerate():
+        if thread.name.startswith("step "):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 class NeverSays(PlayedRewards):
@@ -278,7 +277,7 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]  # the step was finished
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (moment != "in the update")
-    thread_ends(scene.trainer)
+    threads_end()
     del scene
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]  # no word on requests that were given up
@@ -325,30 +324,24 @@ def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
     scene = Scene(trainer_of(settings, tmp_path), generate, update)
     with pytest.raises(RuntimeError, match="loss nan"):
         scene.run()
-    thread_ends(scene.trainer)
+    threads_end()
 
 
-def test_the_limit_on_the_difference_allows_as_much_again_for_each_step_of_staleness():
-    def check(difference, staleness, **changes):
-        config = SimpleNamespace(**dict(max_logprob_diff=0.2, replay=None) | changes)
-        metrics = {"rollout/logprob_diff": difference, "rollout/staleness": staleness}
-        grpo_trainer.Trainer.check_sampler(SimpleNamespace(config=config), 7, metrics)
-
-    check(0.19, 0)
-    check(0.39, 1)
-    check(0.41, 0, replay="run")
-    for difference, staleness, text in [(0.21, 0, "0.2: the"), (0.41, 1, "0.2 x 2 (staleness 1): the"), (float("nan"), 1, "0.2")]:
-        with pytest.raises(RuntimeError, match=rf"step 7: .* is over max_logprob_diff {re.escape(text)}"):
-            check(difference, staleness)
+def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_update_old(settings, tmp_path):
+    limits = []
+    scene = Scene(trainer_of(settings, tmp_path, max_logprob_diff=0.3))
+    update = scene.policy.update
+    scene.policy.update = lambda groups, lr, limit: limits.append(limit) or update(groups, lr, limit)
+    scene.run()
+    assert limits == [0.3] + [0.6] * 4
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(rollout="hf"), "max_staleness: 1 rolls out and judges during the update, and --rollout hf in the same process"),
-        (dict(reward_mode="colocate"), "max_staleness: 1 .*, and --reward-mode colocate has the judge sleep then; take stand"),
-        (dict(replay="run"), "max_staleness: 1 .* and --replay rolls out nothing; take 0"),
-        (dict(max_staleness=-1), "max_staleness: -1 must be at least 0"),
+        (dict(rollout="hf"), "overlap: rolls out and judges during the update, and --rollout hf in the same process"),
+        (dict(reward_mode="colocate"), "overlap: .* with --reward-mode colocate the judge sleeps then; take standalone"),
+        (dict(tis_cap=0.0), "tis_cap: 0 would multiply every loss by 0"),
     ],
 )
 def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
@@ -356,8 +349,7 @@ def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
         trainer_of(settings, tmp_path, **changes)
 
 
-def test_old_samples_without_a_correction_are_warned_of_in_one_line(settings, tmp_path, capsys):
-    trainer_of(settings, tmp_path)
-    assert capsys.readouterr().out == ""
-    trainer_of(settings, tmp_path, tis_cap=None)
-    assert re.fullmatch(r"max_staleness: 1 [^\n]*--tis-cap 2 corrects for it, and is off\n", capsys.readouterr().out)
+def test_old_samples_are_corrected_for_by_default(settings, tmp_path):
+    assert trainer_of(settings, tmp_path, tis_cap=None).config.settled(0).tis_cap == 2.0
+    assert trainer_of(settings, tmp_path, tis_cap=1.5).config.settled(0).tis_cap == 1.5
+    assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.settled(0).tis_cap is None

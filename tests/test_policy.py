@@ -12,16 +12,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_file
-from toy import toy_world
+from toy import models
+import speedups
 from policy import Policy, Sample, deal
+import rollout
 from rollout import check_sampling
-from tiny import CPU, a_step, config_of, policy_of, weights_of, with_sgd
+from tiny import CPU, a_step, config_of, groups_of, policy_of, weights_of, with_sgd
 
 
 def updated(model, samples, lr=1e-2, **changes):
     """The weights after one update with plain SGD (so that they show gradients), and the metrics."""
     policy = with_sgd(policy_of(model, **changes))
-    metrics = policy.update(samples, lr=lr)
+    metrics = policy.update(groups_of(samples), lr=lr)
     return weights_of(policy), metrics
 
 
@@ -44,27 +46,6 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
 
 
-def test_an_optimizer_that_was_in_the_hosts_memory_goes_on_exactly(model, monkeypatch):
-    """Also where there is no GPU: there each move makes a copy, as between two devices."""
-    stayed, moved = policy_of(model), policy_of(model)
-    device, to = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.Tensor.to
-    for policy in (stayed, moved):
-        policy.device, policy.model = device, policy.model.to(device)
-    for seed in range(2):
-        samples = a_step(model, seed)
-        assert stayed.update(samples, 1e-2) == moved.update(samples, 1e-2)
-        before = {name: (value.data_ptr(), value.clone()) for name, value in moved.moments().items()}
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "to", lambda self, *args, **options: to(self, *args, **options).clone())
-            moved.release_memory(optimizer=True)
-            assert not any(parameter.grad is not None for parameter in moved.model.parameters())
-        assert before and {name.rpartition("/")[2] for name in before} == {"step", "exp_avg", "exp_avg_sq"}
-        for name, value in moved.moments().items():
-            address, kept = before[name]
-            assert value.device == CPU and value.data_ptr() != address and torch.equal(value, kept.cpu()), name
-    assert torch.equal(weights_of(stayed), weights_of(moved))
-
-
 def test_update_does_not_depend_on_micro_batches(model):
     samples = a_step(model)
     whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, entropy_coef=0.01)
@@ -77,9 +58,9 @@ def test_update_does_not_depend_on_micro_batches(model):
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):
     samples = a_step(model)
     policies = [with_sgd(policy_of(model)) for _ in range(2)]
-    policies[0].update(samples, lr=1e-2)
+    policies[0].update(groups_of(samples), lr=1e-2)
     monkeypatch.setitem(policy_file.LOGITS_AT_ONCE, "cpu", 5 * model.config.vocab_size)
-    policies[1].update(samples, lr=1e-2)
+    policies[1].update(groups_of(samples), lr=1e-2)
     assert torch.allclose(weights_of(policies[0]), weights_of(policies[1]), atol=2e-8)
 
 
@@ -96,16 +77,16 @@ def test_micro_batches_hold_every_sample_once_within_the_budget():
 def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     """Eight samples of two prompts: the model sees each prompt once; scores, gradients and metrics are those of one by one."""
     policy, seen = with_sgd(policy_of(of_family(name, **FAMILIES[name]))), []
-    assert policy.share_prompts
+    assert policy.model.shares_prompts
     prompts = [list(range(5, 30)), list(range(40, 50))]
     samples = [Sample({}, prompts[i // 4], [60 + i] * (1 + i), [-1.0] * (1 + i), advantage=(-1.0) ** i) for i in range(8)]
     hook = policy.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
-    together = policy.update(samples, lr=0.0)
+    together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
-    monkeypatch.setattr(policy_file, "SHARE_FROM", 1.0)
+    monkeypatch.setattr(policy_file, "speedups", None)
     seen.clear()
-    alone = policy.update(samples, lr=0.0)
+    alone = policy.update(groups_of(samples), lr=0.0)
     assert seen == [(8, 29)] and hook.remove() is None
     assert torch.allclose(gradient, torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]),
                           atol=1e-4, rtol=1e-3)  # fmt: skip
@@ -116,16 +97,32 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next", "gemma3n_text", "mamba"])
 def test_prompts_are_not_shared_where_a_cache_is_of_another_kind(name):
     config = FAMILIES.get(name, dict(vocab_size=96, hidden_size=32, num_hidden_layers=2))
-    assert not policy_of(of_family(name, **config)).share_prompts
+    assert not policy_of(of_family(name, **config)).model.shares_prompts
 
 
 def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, monkeypatch):
-    monkeypatch.setattr(policy_file, "states_with_shared_prompts", lambda *a: tuple(x * 2 if i == 1 else x for i, x in enumerate(
-        policy_file_states(*a))))  # fmt: skip
-    assert not policy_of(model).share_prompts
+    states = speedups.shared_states
+
+    def wrong(*arguments):
+        output, hidden, targets = states(*arguments) or (None, None, None)
+        return output and (output, 2 * hidden, targets)
+
+    monkeypatch.setattr(speedups, "shared_states", wrong)
+    assert not policy_of(model).model.shares_prompts
 
 
-policy_file_states = policy_file.states_with_shared_prompts
+def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
+    """Rollouts, update and metrics with speedups.py and without it."""
+    found = []
+    for module in (speedups, None):
+        monkeypatch.setattr(policy_file, "speedups", module)
+        monkeypatch.setattr(rollout, "speedups", module)
+        samples = a_step(model)
+        found.append((samples, *updated(model, samples)))
+    (samples, weights, metrics), (same_samples, same_weights, same_metrics) = found
+    assert [s.response_ids for s in samples] == [s.response_ids for s in same_samples]
+    assert torch.allclose(weights, same_weights, atol=1e-7)
+    assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
 def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
@@ -136,7 +133,7 @@ def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_upda
 
 
 def test_a_stale_rollout_is_noticed(model):
-    stale = toy_world.new_model(model.config.vocab_size, seed=1)
+    stale = models.new_model(model.config.vocab_size, seed=1)
     assert updated(stale, a_step(model))[1]["rollout/logprob_diff"] > 0.01
 
 
@@ -174,9 +171,9 @@ def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_
         for parameter in moved.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, max_grad_norm=1e9))
-    kls = [policy.update(samples, lr=0.05)["actor/kl_to_reference"] for _ in range(4)]
+    kls = [policy.update(groups_of(samples), lr=0.05)["actor/kl_to_reference"] for _ in range(4)]
     assert kls[0] > 1e-3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.9 * kls[0]
-    at_home = with_sgd(policy_of(model, model=str(tmp_path), kl_coef=1.0)).update(samples, lr=0.0)
+    at_home = with_sgd(policy_of(model, model=str(tmp_path), kl_coef=1.0)).update(groups_of(samples), lr=0.0)
     assert at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
 
 
@@ -192,7 +189,7 @@ def test_truncated_importance_sampling_weighs_the_update(model):
 def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
-    (short, _), (long, _) = policy_of(model).score(samples)
+    short, long = (logprobs for _, logprobs, _ in sorted(policy_of(model).score(samples), key=lambda s: len(s[1])))
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6]])).logits[0, 1].log_softmax(-1)[0]
     assert short.tolist() == [pytest.approx(expected.item(), abs=1e-5)] and len(long) == 3 and (long < 0).all()
@@ -204,6 +201,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(model):
         sample.advantage = math.inf if sample.advantage else 0.0
     with pytest.raises(RuntimeError, match="loss -?(inf|nan).*not finite"):
         updated(model, samples)
+
+
+def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step(model):
+    policy, samples = policy_of(models.new_model(model.config.vocab_size, seed=1), mini_batch_size=1), a_step(model)
+    before = weights_of(policy)
+    with pytest.raises(RuntimeError, match="logprob_diff .* is over max_logprob_diff 0.01: the sampler does not use"):
+        policy.update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
+    assert policy.num_updates == 0 and torch.equal(weights_of(policy), before)
+
+
+def test_weights_that_are_not_finite_are_never_saved(model, tmp_path):
+    policy = policy_of(model)
+    policy.model.lm_head.weight.data[3, 5] = math.nan
+    with pytest.raises(RuntimeError, match="not finite .*lm_head.weight.* not saved"):
+        policy.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 # ------------------------------------------------------------------------------------------------------ families of models
@@ -254,14 +267,14 @@ def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradien
     policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
     check_sampling(policies[0])
     samples = a_step(policies[0].model)
-    for sample, (logprobs, _) in zip(samples, policies[0].score(samples)):
+    for sample, logprobs, _ in policies[0].score(samples):
         with torch.no_grad():
             logits = family_model(input_ids=torch.tensor([sample.prompt_ids + sample.response_ids])).logits
         own = logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
         own = own.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
         assert torch.allclose(logprobs, own, atol=1e-4)
         assert torch.allclose(torch.tensor(sample.rollout_logprobs), own, atol=1e-4)
-    norms = [policy.update(samples, lr=1e-3)["actor/grad_norm"] for policy in policies]
+    norms = [policy.update(groups_of(samples), lr=1e-3)["actor/grad_norm"] for policy in policies]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
 
 
@@ -276,7 +289,7 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(mode
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            norms.append(policy.update(samples, lr=1e-3)["actor/grad_norm"])
+            norms.append(policy.update(groups_of(samples), lr=1e-3)["actor/grad_norm"])
         saved.append(count["numbers"])
         assert not policy.model.training and not any(module.training for module in policy.model.modules())
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and saved[1] < 0.7 * saved[0]
@@ -287,7 +300,7 @@ def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="rollout: hf samples wrongly from a MambaForCausalLM .*take vllm"):
         check_sampling(policy)
-    assert policy.update(a_step(of_family("llama", **GROUPED)), lr=1e-3)["actor/updates"] == 1  # with vLLM it trains
+    assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1  # with vLLM it trains
 
 
 def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):
@@ -320,9 +333,10 @@ def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, 
 def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
     """Nine groups in mini-batches of at most four: three of three, not four, four and one."""
     samples = [Sample({}, [i]) for i in range(18)]
-    batches = deal(samples, group_size=2, mini_batch_size=4)
+    batches = deal(groups_of(samples, 2), mini_batch_size=4)
     assert [len(batch) for batch in batches] == [6, 6, 6] and [s for batch in batches for s in batch] == samples
-    assert [len(batch) // 2 for batch in deal(samples[:10], 2, 4)] == [2, 3] and deal(samples[:2], 2, 4) == [samples[:2]]
+    assert [len(batch) // 2 for batch in deal(groups_of(samples[:10], 2), 4)] == [2, 3]
+    assert deal([samples[:2]], 4) == [samples[:2]]
 
 
 def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
@@ -341,7 +355,7 @@ def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
 def test_entropy_is_that_of_all_samples_before_the_update(model):
     """Whether they teach something or not: else a baseline and FAPO could not be compared."""
     samples = a_step(model)
-    entropies = torch.cat([entropy for _, entropy in policy_of(model).score(samples)])
+    entropies = torch.cat([entropy for _, _, entropy in policy_of(model).score(samples)])
     _, metrics = updated(model, samples, mini_batch_size=1, lr=1.0)
     assert metrics["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
     for sample in samples[:12]:

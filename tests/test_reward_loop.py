@@ -285,7 +285,8 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(start):
 
 @pytest.mark.slow
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
-    monkeypatch.setattr(reward_worker, "SLOW_S", 0.2)
+    for name in ("SLOW_S", "HEARTBEAT_S"):
+        monkeypatch.setattr(reward_worker, name, 0.2)
     manager = start(f"{FAULTS}:sync_fault", timeout=2.0)
     finished = []
     responses = ["one"] * 50 + ["block"] + ["pid"] * 50 + ["block"] + ["one"] * 50
@@ -315,9 +316,9 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
     body += f"def ask(solution_str, **_):\n    open('{tmp_path}/mark', 'w').close()\n    os._exit(1)\n"
     function = write_function(tmp_path, body)
-    monkeypatch.setattr(reward_worker, "START_S", 5.0)
+    monkeypatch.setattr(reward_worker, "START_S", 2.0)
     (result,) = start(function).score_batch([sample("x")])
-    assert result["status"] == "error" and "not ready within 5 s" in result["reward_extra_info"]["error"]
+    assert result["status"] == "error" and "not ready within 2 s" in result["reward_extra_info"]["error"]
 
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
@@ -478,19 +479,12 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         manager.submit(sample("x"))
 
 
-def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start, monkeypatch):
-    manager = start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",), max_in_flight=9)
+def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start, local_ray, monkeypatch):
     node = {"Alive": True, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 1.0}}
-    nodes = manager._ray.nodes()
-    monkeypatch.setattr(manager._ray, "nodes", lambda: [*nodes, node])
+    nodes = local_ray.nodes()
+    monkeypatch.setattr(local_ray, "nodes", lambda: [*nodes, node])
     with pytest.raises(ValueError, match="127.0.0.1:1, which workers on other nodes cannot reach"):
-        manager._nodes()
-
-
-def test_gpus_of_a_cluster_that_runs_already_cannot_be_chosen(local_ray):
-    with pytest.raises(ValueError, match="genrm_gpus is 2,3"):
-        reward_loop.connect_ray("2,3")
-    assert local_ray.is_initialized() and not reward_loop.connect_ray()
+        start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",))
 
 
 # ---- wrong settings
@@ -705,17 +699,6 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
     assert seen == {"busy": 2, "bad request": 1, "broken": 2, "fine": 1}
 
 
-def test_a_judge_that_is_away_for_hours(start):
-    manager = start(f"{FAULTS}:sync_fault", http_retries=5000)
-    ticket = reward_loop.Ticket(0, b"", 0.0, concurrent.futures.Future(), tries=1024)
-
-    async def one_more_try():
-        manager._finish(ticket, reward_worker.failure("error", "HTTP 503", 0.0), 1.0)
-
-    asyncio.run_coroutine_threadsafe(one_more_try(), manager._loop).result(10)
-    assert ticket.tries == 1025
-
-
 # ---- processes and nodes that die
 
 
@@ -762,7 +745,6 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its whole worker: that worker is replaced, and the culprit is found."""
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
-    monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 1.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
     responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
@@ -778,7 +760,6 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
 @pytest.mark.slow
 def test_who_blocks_is_named_and_its_neighbours_keep_their_time(start, monkeypatch, caplog):
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
-    monkeypatch.setattr(reward_worker, "HEARTBEAT_S", 0.5)
     manager = start(f"{FAULTS}:blocks", timeout=4.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-3"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12

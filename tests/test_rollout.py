@@ -3,10 +3,12 @@
 import asyncio
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +17,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 import genrm_server
 import rollout
-from toy import toy_world
-from tiny import PROMPTS, policy_of, roll_out, samples_of, set_rewards
+from toy import models
+from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
 
 def test_greedy_rollout_is_what_transformers_generates(model):
@@ -54,8 +56,7 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
     model = other_model(kind) if kind in OTHERS else model
     for temperature in (1.0, 1.3):
         samples = roll_out(model, [[5, 6, 7], [8], [9, 10, 11, 12, 13]], group_size=3, temperature=temperature, rollout_batch_size=6)
-        scored = policy_of(model, temperature=temperature).score(samples)
-        for sample, (logprobs, entropy) in zip(samples, scored):
+        for sample, logprobs, entropy in policy_of(model, temperature=temperature).score(samples):
             assert torch.allclose(logprobs, torch.tensor(sample.rollout_logprobs), atol=1e-5)
             assert len(logprobs) == len(sample.response_ids) and 0 < entropy.max() < math.log(model.config.vocab_size)
 
@@ -69,7 +70,7 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
     with torch.inference_mode():
         samples = set_rewards(roll_out(policy.model, [[5, 6, 7]], length=12), torch.tensor([[1.0, 0.0]]))
     assert not torch.equal(policy.model.model.rotary_emb.inv_freq, before)
-    assert policy.update(samples, lr=1e-3)["actor/updates"] == 1
+    assert policy.update(groups_of(samples, 2), lr=1e-3)["actor/updates"] == 1
     assert all(parameter.grad is not None for parameter in policy.model.parameters())
 
 
@@ -127,9 +128,9 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
-    config = SimpleNamespace(api_key="")
+    config = SimpleNamespace(api_key="", num_servers=1)
     servers = SimpleNamespace(servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
-                              check_policy=lambda: None)
+                              check=lambda: None)
     (sample,), settings = samples_of([[5, 6]], 1), dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1)
     try:
         if script == ["400"]:
@@ -145,7 +146,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
 
 
 def tied_policy(tokenizer):
-    shape = toy_world.new_model(len(tokenizer), seed=3).config
+    shape = models.new_model(len(tokenizer), seed=3).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
@@ -167,7 +168,7 @@ def served_difference(servers, policy, temperature=1.0):
     assert all(len(sample.rollout_logprobs) == len(sample.response_ids) <= 10 for sample in samples)
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
     policy.config.temperature = temperature
-    differences = [logprobs - torch.tensor(sample.rollout_logprobs) for sample, (logprobs, _) in zip(samples, policy.score(samples))]
+    differences = [logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs, _ in policy.score(samples)]
     return torch.cat(differences).abs().mean().item()
 
 
@@ -190,16 +191,7 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         assert served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new one
     finally:
         servers.shutdown()
-    assert not servers.folder.exists()
-
-
-class StoreCommunicator:
-    """vLLM's PyNcclCommunicator over the TCP store, for machines without a GPU."""
-
-    disabled = False
-
-    def __init__(self, store, device):
-        self.broadcast = store.broadcast
+    assert not servers.folder.folder.exists() and not servers.folder.path.is_symlink()
 
 
 def test_any_seed_will_do(model):
@@ -207,38 +199,18 @@ def test_any_seed_will_do(model):
     assert roll_out(model, [[5, 6, 7]], seed=-(2**70)) == roll_out(model, [[5, 6, 7]], seed=0)
 
 
-def test_kept_rollouts_are_read_as_they_were_written(tmp_path):
-    row = {"prompt": [{"role": "user", "content": "one\u2028two\x85"}], "extra_info": None}
-    samples = [rollout.Sample(row, [1, 2], [3], [-0.1], "half a pair: \ud83d", {"reward_score": None}, number) for number in (0.5, None)]
-    rollout.write_rollouts(str(tmp_path), 1, samples)
-    assert rollout.read_rollouts(str(tmp_path), 1) == samples
-
-
 @pytest.mark.slow
-def test_weights_sent_from_process_to_process_and_a_restarted_server_waits_for_them(tmp_path, tokenizer, monkeypatch):
-    """Real vLLM and its endpoints for weight transfer; only NCCL itself is replaced, which needs GPUs."""
-    monkeypatch.setattr("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", StoreCommunicator)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    policy = tied_policy(tokenizer)
-    stand_in = ("--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "store_transfer.Extension")
-    settings = genrm_server.Config(model="", num_servers=2, max_model_len=32, log_dir=tmp_path / "transfer_logs", vllm_args=stand_in)
-    servers = rollout.PolicyServers(policy, tokenizer, settings, "nccl")
-    try:
-        move(policy, 0.02)
-        stale = served_difference(servers, policy)
-        servers.sync()
-        assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
-        servers.servers.slots[1].server.child.kill()
-        assert served_difference(servers, policy) < 1e-5  # by the other one
-        until = time.monotonic() + 120
-        while genrm_server.http("GET", servers.servers.slots[1].url + "/health")[0] != 200 or not servers.servers.restarts:
-            assert time.monotonic() < until
-            time.sleep(0.5)
-        move(policy, 0.02)
-        servers.sync()  # a new group, with both
-        while not servers.servers.slots[1].joined:
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        assert len(servers.members) == 2 and served_difference(servers, policy) < 1e-5
-    finally:
-        servers.shutdown()
+def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    """And those of a run that goes on are not."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code = f"import rollout, os; w = rollout.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, 0); "
+    code += "print(w.folder, os.listdir(w.folder), flush=True); os.kill(os.getpid(), 9)"
+    left, _, files = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.partition(" ")
+    assert "'a'" in files and os.path.isdir(left) and os.path.islink(tmp_path / "fapo_policy_x")
+    alive = rollout.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
+    assert not os.path.exists(left) and not os.path.lexists(tmp_path / "fapo_policy_x")
+    rollout.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
+    assert (alive.path / "a").read_bytes() == b"b"
+    alive.close()
+    assert not alive.folder.exists() and not os.path.lexists(alive.path)

@@ -1,4 +1,4 @@
-"""The toy world: problems, the oracle against hand-made texts, noisy solvers and critics, rows, tokenizer, report."""
+"""toy/: problems, the oracle against hand-made texts, noisy solvers and critics, rows, tokenizer, report."""
 
 import asyncio
 import json
@@ -6,11 +6,13 @@ import random
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
 import prepare_data
-from toy import toy_world
-from toy.toy_world import REST, TOTAL, Oversights, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
+from toy import models, report, toy_world
+from toy.toy_world import REST, TOTAL, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
 
 BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REST)  # 74, 66 (a borrow), 69
 QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
@@ -31,14 +33,17 @@ def test_problem_text_and_its_inverse():
             assert toy_world.LOWEST <= value <= toy_world.HIGHEST
 
 
-@pytest.mark.parametrize("text", ["", "Ben has eggs. Rest by 5?", QUESTION + " Please.", QUESTION.replace("Rest", "Ist")])
+@pytest.mark.parametrize(
+    "text", ["", "Ben has eggs. Rest by 5?", QUESTION + " Please.", QUESTION.replace("Rest", "Ist")]
+)
 def test_a_foreign_question_is_refused(text):
     with pytest.raises(ValueError, match="question: not a problem of the toy world"):
         toy_world.parse_problem(text)
 
 
 @pytest.mark.parametrize(
-    "left, step, result", [(65, 9, 64), (65, 4, None), (61, -8, 63), (68, -8, None), (95, 9, 94), (60, 5, None), (65, 5, 60)]
+    "left, step, result",
+    [(65, 9, 64), (65, 4, None), (61, -8, 63), (68, -8, None), (95, 9, 94), (60, 5, None), (65, 5, 60)],
 )
 def test_forgotten_carry_is_off_by_ten(left, step, result):
     assert toy_world.forgets_carry(left, step) == result
@@ -48,7 +53,10 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
     "solution, index",
     [
         (SOUND, -1),
-        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], 0),  # forgotten carry: the answer is right all the same
+        (
+            ["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"],
+            0,
+        ),  # forgotten carry: the answer is right all the same
         (["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"], 1),  # forgotten borrow, likewise
         (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], 1),  # does not start from the stated value
         (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], 1),  # not the problem's step
@@ -97,16 +105,16 @@ def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
 
 def test_critique_by_hand():
     rng = random.Random(0)
-    assert write_critique(BEN, SOUND, rng, Oversights()) == (
+    assert write_critique(BEN, SOUND, rng) == (
         "0:65+9=74?74 ok\n1:74-8=66?66 ok\n2:66+3=69?69 ok\n3:69 by 5=4?4 ok\n\\boxed{-1}"
     )
     flawed = ["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"]
-    assert write_critique(BEN, flawed, rng, Oversights()) == "0:65+9=74?74 ok\n1:74-8=66?7 not\n\\boxed{1}"
-    everything = write_critique(BEN, flawed, rng, Oversights(), stop=False)
+    assert write_critique(BEN, flawed, rng) == "0:65+9=74?74 ok\n1:74-8=66?7 not\n\\boxed{1}"
+    everything = write_critique(BEN, flawed, rng, stop=False)
     assert everything == "0:65+9=74?74 ok\n1:74-8=66?7 not\n2:76+3=79?79 ok\n3:79 by 5=4?4 ok"
-    overlooked = write_critique(BEN, flawed, rng, Oversights(miss=1.0))
+    overlooked = write_critique(BEN, flawed, rng, miss=1.0)
     assert overlooked.splitlines()[1] == "1:74-8=76?76 ok" and overlooked.endswith("\\boxed{-1}")
-    alarmed = write_critique(BEN, SOUND, rng, Oversights(alarm=1.0))
+    alarmed = write_critique(BEN, SOUND, rng, alarm=1.0)
     assert alarmed.startswith("0:65+9=") and alarmed.endswith(" not\n\\boxed{0}")
 
 
@@ -117,17 +125,19 @@ def test_critic_without_oversights_agrees_with_the_oracle():
         index = first_wrong_paragraph(str(problem), paragraphs)
         assert (index >= 0) == (i % 2 == 0)
         assert compute_score.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
-        critique = write_critique(problem, paragraphs, rng, Oversights())
+        critique = write_critique(problem, paragraphs, rng)
         assert compute_score.parse_critique(critique, len(paragraphs)) == index
 
 
 def test_rows_have_the_schema():
     rng = random.Random(3)
     problem = toy_world.random_problem(rng, REST)
-    critic_row = toy_world.critic_row(rng, True, "test", 1)
+    critic_row = toy_world.critic_row(rng, True, "test", 1, toy_world.Kind().critic)
     prepare_data.validate_row(toy_world.policy_row(problem, "toy", "train", 0), "toy policy")
     prepare_data.validate_row(critic_row, "toy critic")
-    assert critic_row["reward_model"]["ground_truth"] >= 0 and critic_row["prompt"][0]["content"].endswith("\nCheck:")
+    assert critic_row["reward_model"]["ground_truth"] >= 0 and critic_row["prompt"][0]["content"].endswith(
+        "\nCheck:"
+    )
 
 
 def test_reward_functions():
@@ -140,22 +150,45 @@ def test_reward_functions():
     }
     for solution, (score, is_flawed, truly) in cases.items():
         result = toy_world.compute_score_fapo_oracle("toy", solution, "4", info)
-        assert (result["score"], result["oracle_flawed_positive"], result["truly_correct"]) == (score, is_flawed, truly)
-        assert toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"] == score + 0.5 * is_flawed
+        assert (result["score"], result["oracle_flawed_positive"], result["truly_correct"]) == (
+            score,
+            is_flawed,
+            truly,
+        )
+        assert (
+            toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"]
+            == score + 0.5 * is_flawed
+        )
         baseline = asyncio.run(toy_world.compute_score_baseline("toy", solution, "4", info))
-        assert baseline["score"] == (1.0 if score >= 0 else -1.0) and baseline["oracle_flawed_positive"] == is_flawed
+        assert (
+            baseline["score"] == (1.0 if score >= 0 else -1.0)
+            and baseline["oracle_flawed_positive"] == is_flawed
+        )
 
 
 def test_kinds_of_toy_worlds():
     rng, shares = random.Random(0), {}
     for name in ("standard", "weak_policy"):
         problems = [toy_world.random_problem(rng, toy_world.REST) for _ in range(2000)]
-        solutions = [toy_world.write_solution(problem, rng, toy_world.KINDS[name].policy) for problem in problems]
-        sound = sum(toy_world.first_wrong_paragraph(str(one), text) == -1 for one, text in zip(problems, solutions)) / 2000
-        right = sum(one[-1] == f"Rest \\boxed{{{problem.answer}}}" for problem, one in zip(problems, solutions)) / 2000
+        solutions = [
+            toy_world.write_solution(problem, rng, toy_world.KINDS[name].policy) for problem in problems
+        ]
+        sound = (
+            sum(
+                toy_world.first_wrong_paragraph(str(one), text) == -1
+                for one, text in zip(problems, solutions)
+            )
+            / 2000
+        )
+        right = (
+            sum(one[-1] == f"Rest \\boxed{{{problem.answer}}}" for problem, one in zip(problems, solutions))
+            / 2000
+        )
         shares[name] = (sound, right)
     assert 0.26 < shares["standard"][0] < 0.36 and 0.6 < shares["standard"][1] < 0.72
-    assert shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4  # wrong far more often than truly correct
+    assert (
+        shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4
+    )  # wrong far more often than truly correct
     for _ in range(200):
         problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"].critic)
         value = problem.start
@@ -170,21 +203,20 @@ def test_a_toy_world_without_models(tmp_path):
     prepare_data.prepare(prepare_data.Config(tasks=["toy"], toy_models=(), out_dir=tmp_path))
     rows = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.iterdir()}
     assert {name: len(some) for name, some in rows.items()} == {
-        "toy_train": 4096, "toy_test": 512, "toy_total_test": 512, "fapo_critic_train": 4096, "fapo_critic_test": 512,
+        "toy_train": 4096, "toy_test": 512, "toy_total_test": 512,
+        "fapo_critic_train": 4096, "fapo_critic_test": 512,
     }  # fmt: skip
     for some in rows.values():
         prepare_data.validate_row(some[-1], "the last row")
 
 
-def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path):
-    from transformers import AutoTokenizer
-
-    toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0))).save_pretrained(tmp_path)
+def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text in ["\n\n".join(SOUND), QUESTION, "Überraschung: 3²\t\x00"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.tokenize("64\n\n64") == tokenizer.tokenize("64") + ["ĊĊ"] + tokenizer.tokenize("64")
-    prompt, response = toy_world.chat(QUESTION, "x")
+    prompt, response = models.chat(QUESTION, "x")
     messages = [{"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == tokenizer.encode(prompt, add_special_tokens=False)
@@ -204,13 +236,14 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
             for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()
         }
 
-    with pytest.raises(OSError, match="does not exist"):
-        toy_world.report(tmp_path)
+    with pytest.raises(ValueError, match="baseline is not finished"):
+        report.report(tmp_path)
     run("judge", {"step": 0} | critic(1.0, 0.0), {"step": 9} | critic(0.5, 1.0))
-    run("baseline", {"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5, "val/toy/mean@1": 0.75})
-    run("fapo", {"step": 0, "val/toy/mean@1": 0.25}, {"step": 1, "reward/acc": 0.5, "val/toy/mean@1": 0.875})
-    text = toy_world.report(tmp_path)
-    # Flag-everything: precision 1/2, F1 2/3; half of the flaws found without a false alarm: precision 1, F1 2/3.
+    held_out = {f"val/{key}/{way}": 0.25 for key in report.COLUMNS.values() for way in report.WAYS}
+    for name, acc in (("baseline", 0.75), ("fapo", 0.875)):
+        run(name, {"step": 0} | held_out, {"step": 1, "reward/acc": 0.5} | held_out | {"val/toy/mean@1": acc})
+    text = report.report(tmp_path)
+    # Flag everything: precision 1/2, F1 2/3; half of the flaws and no false alarm: precision 1, F1 2/3.
     assert "| before, T=1 | 1.000 | 0.000 | 0.500 | 0.667 | 0.100 |" in text
     assert "| after, greedy | 0.500 | 1.000 | 1.000 | 0.667 | 0.100 |" in text
     assert "| before | 0.250 |" in text and "| rule only | 0.750 |" in text and "| FAPO | 0.875 |" in text
@@ -218,27 +251,21 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')  # killed while it wrote
     with pytest.raises(ValueError, match="fapo is not finished"):
-        toy_world.report(tmp_path)
+        report.report(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch):
-    """The first hundred steps of a warm start, twice: the same weights, and a loss far below chance."""
-    import torch
-
-    rng_tokenizer = toy_world.build_tokenizer(toy_world.tokenizer_corpus(random.Random(0)))
-    short = toy_world.policy_phases
-    monkeypatch.setattr(toy_world, "policy_phases", lambda rng, kind: [(*short(rng, kind)[0][:1], 100, *short(rng, kind)[0][2:])])
+def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
+    """The first fifty steps of a warm start, twice: the same weights, and a loss far below chance."""
+    phases = models.phases
+    monkeypatch.setattr(models, "phases", lambda *of: [(*phases(*of)[0][:2], 50, *phases(*of)[0][3:])])
     weights = []
     for run in ("a", "b"):
-        rng_tokenizer.save_pretrained(tmp_path / run / "policy")
-        toy_world.warm_start("policy", tmp_path / run, seed=0)
-        from transformers import AutoModelForCausalLM
-
+        models.warm_start(0, ["policy"], tokenizer, tmp_path / run, 0, toy_world.Kind())
         model = AutoModelForCausalLM.from_pretrained(tmp_path / run / "policy")
         weights.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
-    prompt, response = toy_world.chat(QUESTION, "\n\n".join(SOUND))
-    ids = torch.tensor([rng_tokenizer.encode(prompt + response, add_special_tokens=False)])
+    assert AutoTokenizer.from_pretrained(tmp_path / "a/policy").chat_template == tokenizer.chat_template
+    ids = torch.tensor([tokenizer.encode("".join(models.chat(QUESTION, "\n\n".join(SOUND))))])
     assert model(ids, labels=ids).loss.item() < 4.0  # chance is log(365) = 5.9
     assert sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.config.tie_word_embeddings

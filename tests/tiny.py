@@ -42,6 +42,10 @@ def samples_of(prompts, group_size):
     return [Sample({}, prompt) for prompt in prompts for _ in range(group_size)]
 
 
+def groups_of(samples, group_size=4):
+    return [samples[start : start + group_size] for start in range(0, len(samples), group_size)]
+
+
 def roll_out(model, prompts, group_size=2, temperature=1.0, length=12, seed=7, eos_ids=(1,), rollout_batch_size=512, **options):
     """Samples of `group_size` responses to each prompt, sampled in this process."""
     samples = samples_of(prompts, group_size)

@@ -1,0 +1,201 @@
+"""One rank of a policy over many devices: policy.Policy with its weights split (PyTorch's FSDP2) and its
+samples dealt out.
+
+    ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
+    policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
+
+policy_group.py starts one such process per device. All ranks do the same calls with the same arguments and
+make the same plan, so that each decision is the same everywhere. Only tensors travel: weights are gathered
+layer by layer, gradients are summed. Everything else is policy.py's.
+
+Left out: tensor, pipeline, sequence and expert parallelism, replicas of groups (HSDP), compilation. Prompts
+are not shared (speedups.py), as ranks would have to agree on it for each pass.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches
+from rollout import packs
+
+# of a collective; whoever started the ranks sees a dead one at once, and ends the others
+PATIENCE = timedelta(hours=4)
+
+
+class RankedPolicy(Policy):
+    """A rank of many, or the only one; a Ray actor. Same arguments on all ranks, and the same results."""
+
+    def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
+        self.ranks, self.is_first = ranks, ranks.rank == 0
+        if device.type == "cuda" and config.policy_gpu_share < 1:
+            torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
+        if ranks.count > 1:
+            # Adam is on the CPU
+            cores = len(os.sched_getaffinity(0)) // ranks.turns if config.policy_offload else 1
+            torch.set_num_threads(config.num_threads or max(cores, 1))
+        ranks.join(device)
+        super().__init__(config, source, device)
+
+    def load(self, source: str, check: bool = False):
+        """One rank of a node after the other: a host holds one whole model at a time."""
+        split = self.ranks.count > 1 or self.config.policy_offload
+        device, self.device = self.device, torch.device("cpu") if split else self.device
+        model = self.ranks.by_turns(lambda: super(RankedPolicy, self).load(source, check and self.is_first))
+        self.device = device
+        if split:
+            model.shares_prompts = False
+            shard(model, self.ranks, self.config.policy_offload)
+        # As a method of the model: its weights are whole only within a method that FSDP knows of.
+        model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
+        register_fsdp_forward_method(model, "logprobs_and_entropy")
+        return model
+
+    def compute(self, model, *arguments):
+        return model.logprobs_and_entropy(*arguments)
+
+    def mine(self, samples: list[Sample]) -> list[Sample]:
+        """Every count-th, of lengths as equal as can be."""
+        ordered = sorted(samples, key=lambda s: s.length, reverse=True) if self.ranks.count > 1 else samples
+        return ordered[self.ranks.rank :: self.ranks.count]
+
+    def total(self, sums: Counter) -> Counter:
+        return self.ranks.sum(sums, SUMS)
+
+    def forward(self, samples: list[Sample], model=None):
+        """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
+        own = len(micro_batches([sample.length for sample in samples], self.config.max_tokens_per_micro_batch))
+        most = self.ranks.most(own)  # agreed on before the first pass
+        yield from super().forward(samples, model)
+        for _ in range(most - own):
+            logprobs, _ = self.compute(model or self.model, [[0, 0]], [1], self.config.temperature, False)
+            if torch.is_grad_enabled():
+                (logprobs.sum() * 0.0).backward()
+
+    def score(self, samples: list[Sample], model=None):
+        yield from super().score(samples, model)
+        if self.ranks.count > 1:
+            # without a backward pass it would go on holding its embedding and head
+            (model or self.model).reshard()
+
+    def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
+        """The weights from rank 0 to rollout.WeightFolders in Ray actors. Returns which of those are gone."""
+        import numpy
+        import ray
+
+        gone = set()
+        if not self.is_first:
+            for _ in self.weights(dtype):
+                pass
+            return gone
+        for number, pack in enumerate(packs(self.weights(dtype))):
+            pack = ray.put(numpy.frombuffer(pack, numpy.uint8))  # in the object store, once for all nodes
+            live = [index for index in range(len(folders)) if index not in gone]
+            calls = {index: folders[index].add.remote(number, pack) for index in live}
+            for index, done in calls.items():
+                try:
+                    ray.get(done)
+                # its node went
+                except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+                    gone.add(index)
+        return gone
+
+
+@dataclass
+class Ranks:
+    """This process among the ranks that hold the policy together. Alone, which is the default, it sends
+    nothing."""
+
+    rank: int = 0
+    count: int = 1
+    store: str = ""
+    """host:port of the TCPStore where they meet."""
+    address: str = "127.0.0.1"
+    """This node's, where the others reach it."""
+    turn: int = 0
+    turns: int = 1
+    """This rank's number among those of its node, and the largest number of ranks on a node."""
+
+    def join(self, device: torch.device) -> None:
+        """Returns when all ranks have joined."""
+        # Groups that device meshes make know no other time limit.
+        dist.distributed_c10d.default_pg_timeout = PATIENCE
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self.address)
+        host, port = self.store.rsplit(":", 1)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(minutes=5))
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=PATIENCE)
+        self.mesh = init_device_mesh(device.type, (self.count,))
+
+    def by_turns(self, make):
+        """What `make()` gives, one rank of a node after the other."""
+        for turn in range(self.turns):
+            if turn == self.turn:
+                made = make()
+            if self.count > 1:
+                dist.all_reduce(torch.zeros(1))  # a barrier: here all wait for the one whose turn it is
+        return made
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        value = torch.tensor(number)
+        if self.count > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return int(value)
+
+    def sum(self, sums: Counter, keys: tuple[str, ...]) -> Counter:
+        """These sums over all ranks."""
+        if self.count == 1:
+            return sums
+        values = torch.tensor([sums[key] for key in keys], dtype=torch.float64)
+        dist.all_reduce(values)
+        return Counter(dict(zip(keys, values.tolist())))
+
+
+def interface_of(address: str) -> str:
+    """The interface with this IPv4 address: gloo would take that of the host's name, often the loopback."""
+    for _, name in socket.if_nameindex():
+        # one without an address
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    raise RuntimeError(f"no network interface has the address {address}; name one in GLOO_SOCKET_IFNAME")
+
+
+def shard(model, ranks: Ranks, offload: bool = False) -> None:
+    """Splits the weights over the ranks, layer by layer; embedding, final norm and head (tied or not) are one
+    part.
+
+    What stays between two passes is 1/count of everything, in float32. On a GPU the layers are gathered in
+    bf16, embedding and head in float32, as one device alone computes them. The gradients of the ranks are
+    summed, not averaged: the loss divides by the tokens of all of them already. offload: the shards live in
+    the host's memory.
+    """
+    layers = layers_of(model, "policy_ranks")
+    on_gpu = ranks.mesh.device_type == "cuda"
+    to_host = CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy()
+    options = dict(mesh=ranks.mesh, offload_policy=to_host)
+    dtypes = (torch.bfloat16, torch.float32) if on_gpu else ()
+    in_bf16 = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=not on_gpu)
+    for layer in reversed(layers):  # the inner ones first
+        fully_shard(layer, mp_policy=in_bf16, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # a plain sum with every backend; gloo has no other
+            module.set_force_sum_reduction_for_comms(True)

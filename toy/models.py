@@ -1,0 +1,179 @@
+"""The models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
+
+    python prepare_data.py --tasks toy --out-dir data/toy      # 5 to 8 minutes on two cores
+
+The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
+reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines.
+
+What it leaves out: GPUs, and all that more than a million parameters would need. To copy this file alone,
+take toy/toy_world.py and its compute_score.py with it.
+"""
+
+import math
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import trange
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from toy.toy_world import (
+    JUDGE, KINDS, REST, TOTAL, Kind, critic_prompt, critic_row, policy_row, random_problem, right_solution,
+    write_critique, write_solution,
+)  # fmt: skip
+
+# ---- Tokenizer ---------------------------------------------------------------------------------------------
+
+USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def chat(prompt: str, response: str):
+    """The two halves of a conversation as the chat template writes them."""
+    return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
+
+
+def tokenizer_corpus(rng: Random) -> list[str]:
+    """Texts of every kind that the models read and write."""
+    texts = []
+    for _ in range(3000):
+        problem = random_problem(rng, rng.choice((REST, TOTAL)))
+        paragraphs = write_solution(problem, rng, Kind().policy)
+        critique = write_critique(problem, paragraphs, rng, **JUDGE)
+        texts += [str(problem), "\n\n".join(paragraphs), critic_prompt(problem, paragraphs), critique]
+    return texts
+
+
+def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; digits stay single and "\\n\\n" is always one piece."""
+    tokenizer = Tokenizer(BPE())
+    split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=[PAD, END, USER, ASSISTANT], min_frequency=2, show_progress=False,
+        initial_alphabet=byte_level.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
+
+
+# ---- Warm start --------------------------------------------------------------------------------------------
+
+
+def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """A Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
+        tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        initializer_range=0.05,  # 0.02 learns visibly slower at this width
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, **bar) -> None:
+    """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
+
+    The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
+    `bar` is tqdm's.
+    """
+    verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in (progress := trange(steps, mininterval=2, leave=False, **bar)):
+        cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
+        rows = []
+        for prompt, response in (map(tokenizer.encode, examples()) for _ in range(16)):
+            ids = torch.tensor(prompt + response)
+            rows.append((ids, torch.arange(len(ids)) >= len(prompt)))
+        ids, counts = (pad_sequence(column, batch_first=True) for column in zip(*rows))
+        hidden, targets = model.model(ids).last_hidden_state[counts.roll(-1, 1)], ids[counts]
+        losses = cross_entropy(model.lm_head(hidden), targets, reduction="none")
+        weights = torch.where(torch.isin(targets, verdicts), verdict_weight, 1.0)
+        loss = (losses * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress.set_postfix(loss=loss.item(), refresh=False)
+
+
+def phases(name: str, rng: Random, kind: Kind):
+    """The warm start of a model: a list of (what it learns, then the arguments of `fit` from `examples` on).
+
+    The judge learns to add before it compares: with solutions at hand it would only learn to copy.
+    """
+
+    def solve(rest=True, *slips):
+        problem = random_problem(rng, REST if rest else TOTAL)
+        return chat(str(problem), "\n\n".join(write_solution(problem, rng, *slips)))
+
+    def critique(problem, paragraphs, **how):
+        return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
+
+    def compare():  # checks every line, and every other one is wrong: many verdicts to learn from
+        problem = random_problem(rng, REST)
+        return critique(problem, write_solution(problem, rng, kind.practice), stop=False)
+
+    def criticise(**how):
+        return critique(*right_solution(rng, rng.random() < 0.5, kind.critic), **how)
+
+    if name == "policy":
+        return [
+            ("to solve", lambda: solve(rng.random() < 0.6), 1000, 2e-3, 2e-4, 1.0),
+            ("to slip", lambda: solve(rng.random() < 0.6, kind.policy), 200, 1e-3, 1e-4, 1.0),
+        ]
+    return [
+        ("to add", solve, 400, 2e-3, 1.2e-3, 1.0),
+        ("to compare", lambda: solve() if rng.random() < 0.3 else compare(), 500, 2e-3, 1.2e-3, 5.0),
+        ("to criticise", criticise, 400, 1.5e-3, 2e-4, 3.0),
+        ("to overlook", lambda: criticise(**JUDGE), 150, 1e-3, 1e-4, 1.0),
+    ]
+
+
+def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind) -> None:
+    """Trains names[row] on one thread (two would be slower for this size) and saves it in `out_dir`."""
+    torch.set_num_threads(1)
+    name = names[row]
+    model = new_model(len(tokenizer), seed)
+    for what, *phase in phases(name, Random(f"{seed}/{name}"), kind):
+        fit(model, tokenizer, *phase, desc=f"{name:6} learns {what}", position=row)
+    model.save_pretrained(out_dir / name)
+    tokenizer.save_pretrained(out_dir / name)
+
+
+def build(out_dir: Path, seed: int, models, kind: str) -> None:
+    """Writes a world of a kind (see KINDS) into `out_dir`: parquet files, and the `models`, policy and judge.
+
+    The models are trained side by side. The same seed gives the same files.
+    """
+    rng, kind = Random(f"{seed}/rows"), KINDS[kind]
+    for source, split, count, question in (
+        ("toy", "train", 4096, REST), ("toy", "test", 512, REST), ("toy_total", "test", 512, TOTAL),
+        ("fapo_critic", "train", 4096, None), ("fapo_critic", "test", 512, None),
+    ):  # fmt: skip
+        if question:
+            rows = [policy_row(random_problem(rng, question), source, split, i) for i in range(count)]
+        else:
+            rows = [critic_row(rng, i % 2 == 0, split, i, kind.critic) for i in range(count)]
+        path = out_dir / f"{source}_{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        print(f"{path}: {count} rows")
+    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{seed}/tokenizer")))
+    torch.multiprocessing.spawn(warm_start, (models, tokenizer, out_dir, seed, kind), nprocs=len(models))
