@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -293,6 +294,7 @@ STEP = """
     try:
         with interrupts.held():
             print("step", flush=True)
+            open({path!r}, "a").close()
             for _ in range(10):
                 time.sleep(0.05)
                 {during}
@@ -325,7 +327,9 @@ def test_a_terminal_that_closes_ends_the_run_whole_and_nohup_keeps_it_going(tmp_
         run = in_another_process(code, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
                                  preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
         os.close(inside)
-        assert os.read(terminal, 4) == b"step"
+        while not path.exists():  # what the process has printed until then has arrived
+            assert run.poll() is None
+            time.sleep(0.01)
         os.close(terminal)
         run.wait(30)
         assert path.read_text() == expected
