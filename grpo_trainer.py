@@ -219,9 +219,10 @@ def train(config: Config) -> Path | None:
     verdicts, a loss that is not finite, stale rollout weights, a checkpoint that cannot be written.
     """
     run = Run(config)
-    if config.dry_run:
-        return print(json.dumps(dataclasses.asdict(config), indent=2))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run.lock)
+        if config.dry_run:
+            return print(json.dumps(dataclasses.asdict(config), indent=2))
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():

@@ -38,7 +38,7 @@ class Run:
             file = re.sub(r":\w*$", "", config.reward_fn or f"{reward_loop.HERE}/compute_score.py")
             config = dataclasses.replace(config, reward_fn=f"{file}:compute_score_baseline")
         config.check()
-        self.config, self.lock = config, check_folder(config)  # nobody else writes there while it is held
+        self.config = config
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -55,6 +55,7 @@ class Run:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             rows = load_rows(path, self.tokenizer, config)
             self.val_rows += [(row, int(n or config.val_n)) for row in rows]
+        self.lock = check_folder(config)  # no other run writes there until it is closed
         self.longest = self.check_sizes()
 
     def check_sizes(self) -> int:
@@ -77,8 +78,7 @@ class Run:
         return longest
 
     def find_checkpoint(self) -> None:
-        """Where the run goes on, `source`: its newest checkpoint (at the start only with --resume auto), or
-        the model."""
+        """Where the run goes on, `source`: its newest checkpoint, or the model."""
         done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         self.source = str(done[-1]) if done else self.config.model
         state = {"step": 0, "prompts_drawn": 0}

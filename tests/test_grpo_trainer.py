@@ -1,9 +1,11 @@
 """The trainer: what it refuses, and whole runs on a tiny model, also runs that are stopped, killed or
 fail."""
 
+import copy
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -668,7 +670,8 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     for _ in range(3):
         process = start_run(config)
         wait_for_step(config, process, reached + 1)
-        while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):  # of step 1, which may take a moment
+        # of step 1, which may take a moment
+        while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):
             time.sleep(0.02)
         time.sleep(rng.uniform(0, 1.5))
         assert process.poll() is None, "the run is over too soon for this test"
@@ -855,6 +858,51 @@ def prepared(folder, tiny, tokenizer, **changes):
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
     return Run(run_config(folder, "run", **changes))
+
+
+@pytest.mark.parametrize(
+    "rope_type, boundary", [("longrope", "original_max_position_embeddings"), ("dynamic", None)]
+)
+def test_positions_that_depend_on_the_longest_text_of_a_batch_are_refused(
+    tmp_path, model, tokenizer, rope_type, boundary
+):
+    """Beyond the boundary such models compute all positions differently."""
+    run = prepared(tmp_path, model, tokenizer)
+    config = copy.deepcopy(model.config)
+    factors = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16) if boundary else {}
+    config.rope_parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4} | factors
+    config.max_position_embeddings = 4 * run.longest
+    if boundary:
+        config.rope_parameters[boundary] = run.longest - 1
+    else:
+        config.max_position_embeddings = run.longest - 1
+    run.lock.close()
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"tokens, the model takes {run.longest - 1}; lower it"):
+        Run(run.config)
+    Run(dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))).lock.close()
+
+
+def test_max_positions_is_the_models_limit_from_then_on(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer, max_positions=2000, max_response_length=1000, device="cpu")
+    policy = Policy(run.config, run.source, torch.device("cpu"))
+    policy.save(tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").max_position_embeddings == 2000
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer)
+    half = tmp_path / "run/checkpoints/.step_1.tmp"
+    half.mkdir(parents=True)
+    for changes in (dict(), dict(dry_run=True), dict(resume="auto")):
+        process = start_run(dataclasses.replace(run.config, **changes))
+        assert process.wait(60) == 2 and half.is_dir()
+        text = Path(f"{run.config.out_dir}.log").read_text()
+        assert f"is in use by process {os.getpid()}" in text.strip().splitlines()[-1]
+    run.lock.close()
+    Run(run.config).lock.close()
+    assert not half.exists()
 
 
 def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model, tokenizer):

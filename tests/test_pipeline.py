@@ -418,3 +418,36 @@ def test_old_samples_are_corrected_for_by_default(settings, tmp_path):
     assert trainer_of(settings, tmp_path, tis_cap=None).config.settled(0).tis_cap == 2.0
     assert trainer_of(settings, tmp_path, tis_cap=1.5).config.settled(0).tis_cap == 1.5
     assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.settled(0).tis_cap is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_path, overlap):
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0, overlap=overlap))
+    sync = scene.servers.sync
+
+    def refused():
+        if scene.updating == 2:
+            raise RuntimeError("server 0: POST /collective_rpc failed")
+        sync()
+
+    scene.servers.sync = refused
+    with pytest.raises(RuntimeError, match="collective_rpc failed"):
+        scene.run()
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
+    lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2] and "time/update" in lines[2]
+
+
+def test_a_judge_that_is_down_ends_an_evaluation_also_the_last_one(settings, tmp_path):
+    rows, done = pq.read_table(settings["train_file"]).slice(0, 3), []
+    pq.write_table(rows, tmp_path / "val.parquet")
+
+    class FallsSilent(PlayedRewards):
+        def score(self, sample):
+            return None if done else super().score(sample)
+
+    run = trainer_of(settings, tmp_path, val_file=(str(tmp_path / "val.parquet"),))
+    scene = Scene(run, update=lambda scene, step: done.extend([1] * (step == 5)), rewards=FallsSilent())
+    with pytest.raises(RuntimeError, match="step 5: 100% of the samples that needed a verdict have none"):
+        scene.run()
+    assert sorted(scene.trained) == [1, 2, 3, 4, 5]

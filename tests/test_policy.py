@@ -202,6 +202,17 @@ def test_truncated_importance_sampling_weighs_the_update(model):
     )
 
 
+def test_how_far_the_correction_goes_is_logged(model):
+    samples = a_step(model)
+    for sample in samples:
+        sample.rollout_logprobs = [value - math.log(2) for value in sample.rollout_logprobs]
+    metrics = updated(model, samples, tis_cap=1.5)[1]
+    assert metrics["rollout/tis_mean"] == pytest.approx(1.5) and metrics["rollout/tis_capped"] == 1.0
+    metrics = updated(model, samples, tis_cap=4.0)[1]
+    assert metrics["rollout/tis_mean"] == pytest.approx(2.0, rel=1e-4) and metrics["rollout/tis_capped"] == 0.0
+    assert "rollout/tis_mean" not in updated(model, samples)[1]
+
+
 def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
