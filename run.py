@@ -25,7 +25,7 @@ import genrm_server
 import reward_loop
 from policy import Policy, RanksLost
 from prepare_data import read_rows
-from rollout import PolicyServers, check_sampling
+from rollout import check_sampling
 from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in
 from run_folder import save_checkpoint, write_config
 
@@ -138,7 +138,9 @@ class Run:
             check_sampling(self.policy)
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
-        config, servers_class = self.config, PolicyServers
+        from cluster.servers import ClusterServers, PolicyServers
+
+        config = self.config
         servers = genrm_server.Config(
             model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
             gpu_share=config.rollout_gpu_share, cpus=config.rollout_cpus, max_model_len=self.longest,
@@ -146,9 +148,8 @@ class Run:
             log_dir=Path(config.out_dir, "rollout_logs"),
             vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
         )  # fmt: skip
-        if not isinstance(self.policy, Policy):
-            from cluster.servers import ClusterServers as servers_class  # noqa: N813
-        self.servers = servers_class(self.policy, self.tokenizer, servers)
+        made = PolicyServers if isinstance(self.policy, Policy) else ClusterServers
+        self.servers = made(self.policy, self.tokenizer, servers)
         stack.callback(self.servers.shutdown)
 
     def finished(self, step: int, prompts_drawn: int) -> None:

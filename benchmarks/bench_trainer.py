@@ -64,7 +64,7 @@ from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from cluster.policy_group import PolicyGroup
 from rollout import rollout_hf
-from vllm_server import WeightFolder
+from cluster.servers import WeightFolder
 
 GROUP = 8
 NEVER = 1 << 30  # as an end token: no model can sample it

@@ -52,7 +52,8 @@ from tools import plan_run
 import reward_loop
 from toy import models, toy_world
 from cluster.policy_group import PolicyGroup
-from rollout import PolicyServers, rollout_hf, rollout_vllm
+from cluster.servers import PolicyServers
+from rollout import rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches
-from rollout import packs
+from cluster.servers import packs
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)

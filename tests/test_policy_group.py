@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo_trainer
-import rollout
+from cluster import servers as servers_file
 from cluster import policy_group
 import reward_loop
 from genrm_server import Config
@@ -297,7 +297,7 @@ class Sender:
         if self.lost:
             raise RanksLost("a rank of the policy died")
         gone = set()
-        for number, pack in enumerate(rollout.packs(self.policy.weights(dtype))):
+        for number, pack in enumerate(servers_file.packs(self.policy.weights(dtype))):
             for index, folder in enumerate(folders):
                 try:
                     ray.get(folder.add.remote(number, pack))
@@ -314,7 +314,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     """
     ray.shutdown()
     reward_loop.connect_ray()  # one whose actors find the played vLLM
-    monkeypatch.setattr(rollout, "PACK", 50_000)
+    monkeypatch.setattr(servers_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
     servers = ClusterServers(

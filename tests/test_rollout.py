@@ -25,6 +25,7 @@ from transformers import (
 
 import genrm_server
 import rollout
+from cluster import servers as servers_file
 from toy import models
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
@@ -231,7 +232,7 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
     a sync."""
     policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
-    servers = rollout.PolicyServers(policy, tokenizer, settings)
+    servers = servers_file.PolicyServers(policy, tokenizer, settings)
     try:
         assert (
             served_difference(servers, policy) < 1e-5
@@ -264,7 +265,7 @@ def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tm
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = (
-        f"import rollout, os; w = rollout.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, "
+        f"import os; from cluster import servers; w = servers.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, "
         f"0); "
     )
     code += "print(w.folder, os.listdir(w.folder), flush=True); os.kill(os.getpid(), 9)"
@@ -272,9 +273,9 @@ def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tm
         [sys.executable, "-c", code], capture_output=True, text=True
     ).stdout.partition(" ")
     assert "'a'" in files and os.path.isdir(left) and os.path.islink(tmp_path / "fapo_policy_x")
-    alive = rollout.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
+    alive = servers_file.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
     assert not os.path.exists(left) and not os.path.lexists(tmp_path / "fapo_policy_x")
-    rollout.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
+    servers_file.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
     assert (alive.path / "a").read_bytes() == b"b"
     alive.close()
     assert not alive.folder.exists() and not os.path.lexists(alive.path)
