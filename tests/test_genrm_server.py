@@ -323,7 +323,7 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
             until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
-            until(lambda: "cannot listen there" in capfd.readouterr().out)
+            until(lambda: "address already in use" in capfd.readouterr().out)
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}")
