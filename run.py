@@ -59,8 +59,7 @@ class Run:
         self.longest = self.check_sizes()
 
     def check_sizes(self) -> int:
-        """Tokens of the longest prompt and response. ValueError where the model or the disk is too small for
-        them."""
+        """Tokens of the longest prompt and response. ValueError where model or disk are too small."""
         config, rows = self.config, self.train_rows + [row for row, _ in self.val_rows]
         shape = AutoConfig.from_pretrained(self.source, **self.remote).get_text_config()
         longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
@@ -89,8 +88,7 @@ class Run:
         self.ahead = None  # the step that is rolled out during the update (--overlap)
 
     def start(self, stack: contextlib.ExitStack) -> None:
-        """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite
-        order."""
+        """Models, reward workers and servers; `stack` ends them in the opposite order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
