@@ -219,7 +219,7 @@ class Policy:
         return sums
 
     def step(self, loss: float) -> float:
-        """One optimizer step. Returns the gradient's norm; RuntimeError where it or the loss is not finite."""
+        """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         norm = whole(norm).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
