@@ -220,8 +220,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    if not options.reward_model_tokenizer and (not wanted or wanted.default is not wanted.empty):
-        tokenizer = None  # it can do without, which is quicker
+    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
+        tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
     return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, options.timeout)
 
