@@ -310,7 +310,7 @@ class RewardLoopWorker:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # 1,024 connections are few
         os.environ |= {"ROUTER_API_KEY": api_key} if api_key else {}
         sys.setswitchinterval(0.0005)  # `collect` shall not wait long for its turn
-        self.job, self.life = job, os.urandom(8).hex()  # another one after each restart by Ray
+        self.job, self.life = job, os.urandom(8).hex()
         self.done, self.news = {}, threading.Event()  # number -> (result, seconds), until the manager has them
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
         self.loop, self.tick = None, math.inf  # when the event loop was last seen moving
@@ -324,6 +324,10 @@ class RewardLoopWorker:
             grader.open()  # shows whether the function can be loaded here
             self.graders.add(grader)
             grader.start()
+
+    async def begin(self) -> str:
+        """The life of this worker, which has loaded the function: another one after each restart by Ray."""
+        return self.life
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (number, alone, payload); returns at once."""

@@ -285,7 +285,8 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(start):
 
 @pytest.mark.slow
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
-    monkeypatch.setattr(reward_worker, "SLOW_S", 0.2)
+    for name in ("SLOW_S", "HEARTBEAT_S"):
+        monkeypatch.setattr(reward_worker, name, 0.2)
     manager = start(f"{FAULTS}:sync_fault", timeout=2.0)
     finished = []
     responses = ["one"] * 50 + ["block"] + ["pid"] * 50 + ["block"] + ["one"] * 50
