@@ -83,16 +83,17 @@ decimals    (?<![\d.])\.(?=\d)→0.  (\.\d*?)0+(?![\d\\])→\1  \.(?!\d)→
     "TYPE", r"\\(?:text|textbf|mathrm|mathbf|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
 _RULES = [rule.split("→") for rule in _RULES.split() if "→" in rule]
 _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
-_NAME = r"(?!\d)(?:(?!\\[lgn]e|\\pm)[\w\\'~]|_\{\w+\})*(?:\([^()=<>]*\))?"  # x, a_{10}, f'(2), (x,y)
+_NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\([^()=<>]*\))?"  # x, a_{10}, f'(2), (x,y)
+_VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
 _UNIT = (
     "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|"
     "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?|years?(?:~old)?|"
     "pounds?|liters?|points|digits|ways|integers|meals|edges|students|children|people|tickets|multiples|th"
 )
 _PARTS = (  # "x =" or "2 + 3 =", the answer itself, its unit
-    rf"((?:(?:[^a-zA-Z=<>]+|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?(.*?)"
+    rf"((?:(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?(.*?)"
     rf"((?<=[\d}})i])~?(?:{_UNIT})(?:(?:~per~|/)\w+)?(?:\^[23])?)?"
-)
+).replace("RELATION", r"\\[lgn]e|\\pm")
 
 
 @functools.lru_cache(4096)  # a truth is asked for by all samples of its group
@@ -388,8 +389,8 @@ async def judge_solution(
 ) -> dict:
     """The GenRM's verdict on one solution; settings: see `chat`, whose template spares us a tokenizer.
 
-    Returns first_wrong (0-based paragraph, -1 = none, None = unknown), genrm_status ("ok", "truncated",
-    "unparsable", "http_error" or "timeout"), genrm_error (after the last two, else "") and critique.
+    Returns first_wrong (0-based paragraph, -1 = none, None = unknown), critique, genrm_error ("" if none) and
+    genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout"; "skipped" if it was not asked).
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, _ = await chat(prompt, address, **settings)
@@ -445,8 +446,8 @@ async def compute_score_fapo(
     keep_critique: return the critique. verifier, prompt_style: see compute_score and PROMPT_STYLES.
     genrm_*: see `chat`; chat_kwargs: {"enable_thinking": false} for judges with such a switch.
 
-    Returns, the same keys for every sample, score, acc, pred, flawed_positive (None = unknown), genrm_status
-    ("skipped" if not asked), and the others of `judge_solution`, critique only if keep_critique.
+    Returns, the same keys for every sample, score, acc, pred, flawed_positive (None = unknown), and those of
+    `judge_solution`, critique only if keep_critique.
     Raises ValueError where a judge is needed and there is no address, and for unknown values of settings.
     """
     if on_no_verdict not in ("none", "rule"):
