@@ -86,7 +86,7 @@ class Config(reward_loop.RewardOptions):
     # Share of a GPU that each of them takes (below 1: to share it with others).
     rollout_gpu_share: float = 1.0
     rollout_cpus: str = ""  # On CPU: cores for those servers, such as "1"; default: all, shared out evenly.
-    rollout_vllm_args: str = ""  # Their vLLM arguments: --rollout-vllm-args="--gpu-memory-utilization 0.5".
+    rollout_vllm_args: str = ""  # Their vLLM arguments: --rollout-vllm-args="--max-num-seqs 64".
     rollout_batch_size: int = 512  # Sequences generated at once, by each server.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
     # Stop when sampler and trainer differ by more (rollout/logprob_diff): the sampler has old weights. With
@@ -219,9 +219,10 @@ def train(config: Config) -> Path | None:
     verdicts, a loss that is not finite, stale rollout weights, a checkpoint that cannot be written.
     """
     run = Run(config)
-    if config.dry_run:
-        return print(json.dumps(dataclasses.asdict(config), indent=2))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run.lock)
+        if config.dry_run:
+            return print(json.dumps(dataclasses.asdict(config), indent=2))
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():

@@ -111,7 +111,7 @@ class Policy:
             model.generation_config.validate(strict=True)
         if check:
             check_logprobs(model, source)
-        if speedups and not self.config.gradient_checkpointing:  # which would compute the shared keys twice
+        if speedups:
             model.shares_prompts = speedups.can_share_prompts(model)
         return model
 
@@ -447,11 +447,13 @@ def checkpointed_layers(model):
     Not by transformers' own switch: that needs training mode, in which some models turn dropout on.
     """
     layers = layers_of(model, "gradient_checkpointing")
+    shares, model.shares_prompts = getattr(model, "shares_prompts", False), False  # keys would be cached twice
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
+        model.shares_prompts = shares
         for layer in layers:
             del layer.forward
 

@@ -244,10 +244,9 @@ class Ticket:
 class Slot:
     """One worker, which Ray restarts when it dies, on another node if need be."""
 
-    index: int
     worker: Any
-    life: str = ""  # of the worker: another one after a restart
-    ready: bool = False
+    life: str  # another one after a restart
+    ready: bool = True
     pending: dict[int, Ticket] = dataclasses.field(default_factory=dict)  # by the number of their hand-over
 
 
@@ -263,32 +262,45 @@ class RewardLoopManager:
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
         import ray
 
-        self.job = options.check_rewards(reward_models and reward_models.router_addresses)
+        job = options.check_rewards(reward_models and reward_models.router_addresses)
         connect_ray()
-        self._ray, self._connection = ray, connection()
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python then needs no import path to it
-        self.options, self.reward_models, self.overlong = options, reward_models, overlong
         running = reward_models.router_addresses if reward_models else named("router_address", options.router_address)
         check_reachable(running)
-        self._main_router = next(iter(running.values()), None)
+        self._ray, self._main_router = ray, next(iter(running.values()), None)
+        self.options, self.reward_models, self.overlong = options, reward_models, overlong
         self.max_in_flight = options.max_in_flight or 2048
+        processes = options.sync_processes or int(ray.cluster_resources().get("CPU", 1)) // options.num_workers
+        self.job = dataclasses.replace(job, sync_processes=max(1, processes))
+        self._slots = self._start_workers()
 
         self._queue = collections.deque()  # filled from any thread
         self._open = set()  # the futures without a result; from any thread
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
         self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
+        self._ending = asyncio.Event()
         self._numbers = itertools.count()
-        self._slots, self._tasks = [], set()
         self._said, self._warnings_left = set(), 3
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
+
+    def _start_workers(self) -> list[Slot]:
+        """Returns when they have loaded the function. RuntimeError where one cannot."""
+        ray = self._ray
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python then needs no import path to it
+        placed = dict(num_cpus=0.01, max_restarts=-1, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
+        actor = ray.remote(**placed)(reward_worker.RewardLoopWorker)
+        # The key goes as an argument: a cluster that was started in another shell does not have it.
+        key = os.environ.get("ROUTER_API_KEY", "").strip()
+        workers = [actor.remote(self.job, key) for _ in range(self.options.num_workers)]
+        calls = [worker.begin.options(max_task_retries=-1).remote() for worker in workers]
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException as error:
-            self.shutdown()
-            raise RuntimeError(self._closed) if isinstance(error, concurrent.futures.CancelledError) else error
+            return [Slot(*one) for one in zip(workers, ray.get(calls, timeout=START_S + WEDGED_S))]
+        except ray.exceptions.GetTimeoutError:
+            raise RuntimeError(f"the reward workers were not ready within {START_S + WEDGED_S:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise start_error(error) from None
 
     # ---- for callers, in their own threads
 
@@ -325,8 +337,6 @@ class RewardLoopManager:
         """
         from tqdm import tqdm
 
-        if self._closed:
-            raise RuntimeError(self._closed)
         if self.reward_models:
             self.reward_models.wake_up()
         futures = {}
@@ -349,10 +359,8 @@ class RewardLoopManager:
         """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop("the reward loop was shut down"), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join()
-            self._loop.close()
 
     def _put(self, ticket: Ticket) -> None:
         self._queue.append(ticket)
@@ -362,50 +370,30 @@ class RewardLoopManager:
 
     # ---- in the loop's thread
 
-    async def _start(self) -> None:
-        self._spawn(self._watch_ray())
-        processes = int(self._ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
-        job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, processes))
-        placed = dict(num_cpus=0.01, max_restarts=-1, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
-        actor = self._ray.remote(**placed)(reward_worker.RewardLoopWorker)
-        # The key goes as an argument: a cluster that was started in another shell does not have it.
-        key = os.environ.get("ROUTER_API_KEY", "").strip()
-        self._slots = [Slot(index, actor.remote(job, key)) for index in range(self.options.num_workers)]
-        if self._main_router and not self.options.max_in_flight:
-            self._spawn(self._follow_servers())
-        await asyncio.gather(*map(self._first_answer, self._slots))
-        for slot in self._slots:
-            self._spawn(self._serve(slot))
-        self._spawn(self._deal_out())
-
-    async def _first_answer(self, slot: Slot) -> None:
-        """Returns when a worker has loaded the function."""
+    async def _run(self) -> None:
+        """Runs until `shutdown`, or until something fails: then nobody shall wait for what will never come."""
         try:
-            call = slot.worker.begin.options(max_task_retries=-1).remote()
-            slot.life, slot.ready = await asyncio.wait_for(call, START_S + WEDGED_S), True
-        except TimeoutError:
-            raise RuntimeError(f"reward worker {slot.index} was not ready within {START_S + WEDGED_S:g} s") from None
-        except self._ray.exceptions.RayActorError as error:
-            raise start_error(slot, error) from None
-
-    def _spawn(self, coroutine) -> None:
-        """Runs something in the background. What it raises ends the manager: nobody shall wait in vain."""
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._closed:
-            plain = isinstance(error, (RuntimeError, ValueError))  # our own: says it all
-            reason = str(error) if plain else f"the reward loop failed: {describe(error)}"
-            self._spawn(self._stop(reason if connection() == self._connection else RAY_WENT))
-
-    async def _watch_ray(self) -> None:
-        """Ends the manager when Ray is shut down: no answer of an actor comes then."""
-        while connection() == self._connection:
-            await asyncio.sleep(1)
-        raise RuntimeError(RAY_WENT)
+            async with asyncio.TaskGroup() as self._tasks:
+                for slot in self._slots:
+                    self._tasks.create_task(self._serve(slot))
+                if self._main_router and not self.options.max_in_flight:
+                    self._tasks.create_task(self._follow_servers())
+                self._tasks.create_task(self._deal_out())
+                while not self._ending.is_set():
+                    if not self._ray.is_initialized():  # no answer of an actor comes then
+                        raise RuntimeError(RAY_WENT)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._ending.wait(), 1)
+                raise RuntimeError("the reward loop was shut down")
+        except ExceptionGroup as errors:
+            error = errors.exceptions[0]
+            self._closed = str(error) if isinstance(error, RuntimeError) else f"the reward loop failed: {describe(error)}"
+        for future in list(self._open):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(RuntimeError(self._closed))
+        for slot in self._slots:
+            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
+                self._ray.kill(slot.worker)
 
     async def _deal_out(self) -> None:
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""
@@ -428,7 +416,7 @@ class RewardLoopManager:
                 outgoing[slot].append((number, ticket.lost >= ALONE_AFTER, ticket.payload))
                 free -= 1
             for slot, batch in outgoing.items():
-                self._spawn(self._hand_over(slot, batch))
+                self._tasks.create_task(self._hand_over(slot, batch))
             if pause > 0:
                 await asyncio.sleep(pause)
                 self._wake.set()
@@ -450,13 +438,13 @@ class RewardLoopManager:
                 life, results, complaint, losses = await asyncio.wait_for(call, patience)
             except TimeoutError:
                 life, results, losses = "", {}, ALONE_AFTER
-                complaint = f"reward worker {slot.index} is wedged; it is restarted"
+                complaint = "a reward worker is wedged; it is restarted"
             except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call
                 slot.ready = False
                 await asyncio.sleep(0.1)
                 continue
             except self._ray.exceptions.RayActorError as error:
-                raise start_error(slot, error) from None
+                raise start_error(error) from None
             arrived = list(results)
             for number in arrived:
                 if ticket := slot.pending.pop(number, None):  # else the hand-over was thought lost
@@ -466,7 +454,7 @@ class RewardLoopManager:
                 self._ray.kill(slot.worker, no_restart=False)
                 self._lose(slot, list(slot.pending), losses)
             elif slot.life != life:
-                self._say(f"reward worker {slot.index} died; Ray has restarted it" if slot.life else "")
+                self._say("a reward worker died; Ray has restarted it")
                 self._lose(slot, list(slot.pending))
             slot.life, slot.ready = life, not losses
             self._wake.set()
@@ -526,23 +514,10 @@ class RewardLoopManager:
                 self._wake.set()
                 await asyncio.sleep(30)
 
-    async def _stop(self, reason: str) -> None:
-        self._closed = self._closed or reason
-        for future in list(self._open):  # first of all: whatever fails below, nobody waits
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(RuntimeError(self._closed))
-        for slot in self._slots:
-            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
-                self._ray.kill(slot.worker)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
 
-
-def start_error(slot: Slot, error: Exception) -> RuntimeError:
+def start_error(error: Exception) -> RuntimeError:
     """What Ray's page of text about an actor that cannot be started ends with."""
-    return RuntimeError(f"reward worker {slot.index} cannot be started: {str(error).strip().splitlines()[-1]}")
+    return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
 
 def check_reachable(addresses: dict[str, str]) -> None:
@@ -575,17 +550,6 @@ def no_verdict_rate(results: list[dict]) -> float:
 
 
 # ---- Ray
-
-
-def connection() -> tuple[str, str] | None:
-    """Which Ray this process is in, if any: another one has another node, the same joined again another driver."""
-    import ray
-
-    with contextlib.suppress(Exception):  # it is going just now
-        if ray.is_initialized():
-            context = ray.get_runtime_context()
-            return context.get_node_id(), context.get_worker_id()
-    return None
 
 
 def connect_ray() -> bool:

@@ -231,7 +231,8 @@ def speed(config) -> None:
                     asyncio.run(stream(manager, samples))
                     streamed = time.monotonic() - begun
                     print(
-                        f"| {function} | {workers} | {count:,} | {count / min(times):,.0f} | {count / streamed:,.0f} | {cpu:.2f} "
+                        f"| {function} | {workers} | {count:,} | {count / min(times):,.0f} | "
+                        f"{count / streamed:,.0f} | {cpu:.2f} "
                         f"| {memory:.0f} | {first:.1f} |",
                         flush=True,
                     )
@@ -295,7 +296,8 @@ def overlap(config) -> None:
             batch = time.monotonic() - begun
             manager.shutdown()
         print(
-            f"| {speedup} | {places} | {load:.0%} | {streamed:.2f} | {streamed / alone:.2f} | {batch:.2f} | {batch / alone:.2f} |",
+            f"| {speedup} | {places} | {load:.0%} | {streamed:.2f} | {streamed / alone:.2f} | {batch:.2f} "
+            f"| {batch / alone:.2f} |",
             flush=True,
         )
 

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy
-from rollout import packs
+from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches
+from cluster.servers import packs
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)
@@ -76,11 +76,10 @@ class RankedPolicy(Policy):
 
     def forward(self, samples: list[Sample], model=None):
         """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
-        passes = 0
-        for found in super().forward(samples, model):
-            passes += 1
-            yield found
-        for _ in range(self.ranks.most(passes) - passes):
+        own = len(micro_batches([sample.length for sample in samples], self.config.max_tokens_per_micro_batch))
+        most = self.ranks.most(own)  # agreed on before the first pass
+        yield from super().forward(samples, model)
+        for _ in range(most - own):
             logprobs, _ = self.compute(model or self.model, [[0, 0]], [1], self.config.temperature, False)
             if torch.is_grad_enabled():
                 (logprobs.sum() * 0.0).backward()

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 from aiohttp import web
@@ -90,9 +91,11 @@ def test_remove_boxed():
         ("3{,}5{,} 7", "3,5,7"),
         ("00", "0"),
         ("-007", "-7"),
-        ("0.50", "0.50"),
+        ("0.50", "0.5"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
         ("\\textbf{\\text{A}}", "A"),
-        ("\\text{4210_{5}}", "4210_{5}"),
+        ("\\text{4210_{5}}", "4210_5"),
+        ("\\text{no solution}", "no solution"),
         ("an 8", "8"),
         ("(K)", "(K)"),
         ("x=1; x=2", "x=1;x=2"),
@@ -177,13 +180,33 @@ TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) 
 
 
 def test_the_table_of_the_docs_is_whole():
-    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 32
+    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 57
 
 
 @pytest.mark.parametrize(("solution", "truth", "verdict"), TABLE)
 def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
     source = "gsm8k" if "####" in solution else "math-dapo"
     assert scores.compute_score(source, solution, truth)["acc"] is (verdict == "right")
+
+
+def test_labelled_pairs():
+    """Of 181 unequal pairs at most 16 are paid, of 259 equal ones at most 115 refused; every compact matrix is right."""
+    pairs, counts = read("answer_pairs.jsonl"), {True: [], False: []}
+    for pair in pairs:
+        acc = scores.compute_score("math-dapo", f"\\boxed{{{pair['answer']}}}", pair["truth"])["acc"]
+        if acc != pair["equal"]:
+            counts[pair["equal"]].append(pair)
+    assert (len(pairs), sum(pair["equal"] for pair in pairs)) == (440, 259)
+    assert len(counts[False]) <= 16 and len(counts[True]) <= 115, counts
+    for row in read("math500.jsonl"):
+        if "begin" in row["answer"]:
+            assert scores.is_equal(row["answer"].replace(" ", ""), row["answer"])
+
+
+@pytest.mark.parametrize("truth", ["", " ", None, [], ["1", "2"], {"answer": "1"}])
+def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
+    with pytest.raises(ValueError, match="ground_truth: .*x.* is not one answer"):
+        scores.compute_score("x", "\\boxed{1}", truth)
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -340,12 +363,14 @@ class Judge:
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(entry):
             entry = entry(self.requests[-1])
+        if entry == "die":
+            request.transport.close()
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
             entry = (entry, {})
         if isinstance(entry, tuple):
-            return web.Response(status=entry[0], headers=entry[1], text="no luck")
+            return web.Response(status=entry[0], headers=entry[1], text=(entry[2:] or ["no luck"])[0])
         if isinstance(entry, str):
             entry = completion(entry, "stop")
         return web.json_response(entry)
@@ -462,6 +487,28 @@ def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(funct
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (1.0, flawed, status)
 
 
+def verl_means(results: list[dict]) -> dict:
+    """As verl's validation does: keys from the first sample, means of all that is no string."""
+    columns = {key: [result[key] for result in results] for key in results[0]}
+    return {key: numpy.mean(values) for key, values in columns.items() if not isinstance(values[0], str)}
+
+
+@pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
+@pytest.mark.parametrize("settings", [{"on_no_verdict": "rule"}, {"on_no_verdict": "rule", "keep_critique": True}])
+def test_verl_takes_means_of_the_results(function, settings):
+    cases = [(400, RIGHT), ("no idea", RIGHT), ("\\boxed{1}", RIGHT), ("\\boxed{-1}", RIGHT), (400, "\\boxed{1}"), (400, "?")]
+    results = [score_with(Judge(critique), function, solution, **settings) for critique, solution in cases]
+    results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
+    for first in range(len(results)):  # whichever sample comes first
+        means = verl_means(results[first:] + results[:first])
+        assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong"}
+        assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
+    assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == ("keep_critique" in settings)
+    for result, (critique, solution) in zip(results, cases):  # in the other mode there are None, but the same keys
+        other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
+        assert other.keys() == result.keys()
+
+
 @pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])
 def test_baseline_only_measures(script, flawed):
     result = score_with(Judge(*script), scores.compute_score_baseline)
@@ -477,6 +524,20 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     result = score_with(judge, genrm_timeout_s=0.3)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
     assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+
+
+DEAD = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Server disconnected"}}')
+REFUSED = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Cannot connect to host h:1"}}')
+
+
+@pytest.mark.parametrize("death", ["die", DEAD, DEAD[:2] + (DEAD[2].replace("Server disc", "[Errno 104] Connection reset "),)])
+def test_a_request_that_kills_its_servers_is_given_up(death):
+    judge = Judge(death)
+    result = score_with(judge)
+    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 3)
+    assert "3 servers died" in result["genrm_error"]
+    judge = Judge(death, death, *[REFUSED, 503, 500] * 4, "\\boxed{1}")  # away or busy is not dead
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 15
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
