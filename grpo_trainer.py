@@ -220,6 +220,9 @@ def train(config: Config) -> Path | None:
         stack.enter_context(run.lock)
         if config.dry_run:
             return print(json.dumps(dataclasses.asdict(config), indent=2))
+        if run.is_done():
+            print(f"nothing to do: {run.source} is step {run.step} of {config.total_steps}")
+            return Path(run.source)
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():
@@ -238,7 +241,7 @@ def train(config: Config) -> Path | None:
                     log.samples(step, "train", batch.groups, run.eos_ids)
                     rewarded = time.perf_counter()
 
-                    # 3. The update. A Ctrl-C from here on waits until the step is whole and logged.
+                    # 3. The update. A Ctrl-C from here on waits until the step is whole, logged and saved.
                     with run.interrupts.held():
                         lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                         allowed = config.max_logprob_diff * (1 + batch.metrics.get("rollout/staleness", 0))
@@ -253,9 +256,9 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | run.restarts())
-                    show(metrics, config.total_steps)
-                    if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                        run.save()
+                        show(metrics, config.total_steps)
+                        if step == config.total_steps or config.save_every and step % config.save_every == 0:
+                            run.save()
                     if step % 10 == 0:
                         log.plot()
         print(f"page: {write_page(config.out_dir)}")
