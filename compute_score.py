@@ -239,7 +239,7 @@ _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
 # style -> (template, format of one paragraph and the white space after it; "": the solution goes in unsplit).
 # Add your own.
-PROMPT_STYLES: dict[str, tuple[str, str]] = {
+PROMPT_STYLES = {
     "tagged": (_TAGGED, _TAGS),
     "no_truth": (_NO_TRUTH, _TAGS),
     "raw": (_RAW, ""),
@@ -289,11 +289,11 @@ DEATH = (  # a connection that was cut after the request was sent, told by us or
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 
-_loop_state: dict[asyncio.AbstractEventLoop, tuple] = {}  # what `_state` returns
+_loop_state = {}  # event loop -> what `_state` returns
 
 
-async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, dict]]:
-    """This event loop's one session (loops cannot share one), and by address: locks for look-ups, models."""
+async def _state() -> tuple:
+    """This event loop's (session, {address: lock for looking its model up}, {address: model})."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
@@ -320,8 +320,9 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            told = dict(status=response.status, message=text, headers=response.headers)
-            raise aiohttp.ClientResponseError(response.request_info, (), **told)
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=text, headers=response.headers
+            )
         return await response.json(content_type=None)
 
 
@@ -411,7 +412,7 @@ async def compute_score_discriminative(
 
     prompt: the row's messages. The chat template of the model's own tokenizer makes the text; it writes BOS
     itself where there is one. Returns score, and the rule's acc and pred (None where ground_truth is "").
-    Raises aiohttp.ClientError for a server that fails, ValueError for a model with more than one label.
+    Raises aiohttp.ClientError where the server fails, ValueError for a model with more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -452,14 +453,11 @@ async def compute_score_fapo(
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    rule = functools.partial(compute_score, data_source, solution_str, ground_truth)
-    if verifier == "rule":
-        result = rule()
-    else:  # blocks: in threads of its own, as those of asyncio.to_thread also look up host names
-        verified = functools.partial(rule, verifier=verifier)
-        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, verified)
-    if result["acc"] is None and on_no_verdict == "rule":
-        result = rule()
+    result = compute_score(data_source, solution_str, ground_truth)
+    if verifier != "rule":  # blocks: in threads of its own, as those of asyncio.to_thread also look up host names
+        grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+        graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
+        result = result if graded["acc"] is None and on_no_verdict == "rule" else graded
     extra_info, address = extra_info or {}, reward_router_address
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
