@@ -7,9 +7,9 @@
     compute_score_fapo_genrm      trains the GenRM itself
     compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
 
-How to use it: name one of them as reward function, for example
+Name one of them as reward function, for example
     python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo
-The file imports nothing of this repository. Copy it, change it, or give it to verl as custom reward function.
+or copy the file, which imports nothing of this repository, or give it to verl as custom reward function.
 Every function names all that it can be given, its settings after the "*": a misspelt setting is refused.
 
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
@@ -33,6 +33,7 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import aiohttp
 
@@ -59,49 +60,63 @@ def remove_boxed(boxed: str) -> str:
     return boxed[len("\\boxed{") : -1]
 
 
-# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1), as in DAPO and FAPO.
-# Where ours departs from theirs, and why, is one table: docs/answers.md.
-_SUBSTITUTIONS = [
-    ("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac"), (".$", "$"), ("\\$", ""), ("\\ ", ""),
-    (" ", ""), ("\n", ""), (",\\!", ","), ("{,}", ","), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-]  # fmt: skip
-_REMOVED = [
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "points", "feet",
-    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-    "children", "tickets", "multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}",
-    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", '"', "\\dots",
-]  # fmt: skip
-_TYPE = r"\\(?:text|textbf|mathrm|mathbf|overline|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}"
-_BARE = r"(\\[a-zA-Z]+|[^{}\\\[])"  # an argument without braces: a command or one character
+# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1) as in DAPO, made wider and
+# stricter; each departure is a row of docs/answers.md. The rules work in this order; TYPE is \text{...} and its
+# like, BARE an argument without braces, "~" white space.
+_RULES = r"""
+characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\times→\\cdot~  \\[lc]?dots|\.\.\.→\\ldots~
+relations   ≤|<=|\\leq(slant)?→\\le~  ≥|>=|\\geq(slant)?→\\ge~  ≠|\\neq→\\ne~
+white       \\!→  \{,\}→,  (?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle→~
+brackets    \\(left|right|[bB]igg?[lr]?)(?![a-zA-Z])→  bmatrix→pmatrix  \\\\\[\w*\]→\\\\
+dollars     \\\$~*([\d.,]+)→\1~dollars  (?<!\\)\\[()\[\]]→$  ^[^$]*\$([^$]*)\$[^$]*$→\1  \\?\$|"→
+percent     \\?%→~percent
+units       \^\{?\\circ\}?|\\degree|°→~degrees  mbox|textrm→text  \\(text|mathrm)\{~*m~*\}→~meters
+text        TYPE→~\1~  TYPE→~\1~  \\overline\{([A-Z]+)\}→\1  ,?~*\band\b→,
+areas       \bsquare~([a-z]+)~*$→\1^2  \bcubic~([a-z]+)~*$→\1^3
+articles    \ban~|\ba~(?=[A-Za-z]{2}|\d)→
+fractions   \\[dtc]frac→\\frac  (?<![\w^.])(\d+)/(\d+)(?![\w{.])→\\frac{\1}{\2}
+words       (\\[a-zA-Z]+)~+→\1  (?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2})→  ~+→~
+arguments   \\frac(BARE)→\\frac{\1}  (\\frac\{[^{}]*\})(BARE)→\1{\2}  \\sqrt(BARE)→\\sqrt{\1}
+signs       \\frac\{-([^{}+-]+)\}→-\\frac{\1}  ([\^_])\{(\w)\}→\1\2  (^|[(\[,=])\+→\1
+decimals    (?<![\d.])\.(?=\d)→0.  (\.\d*?)0+(?![\d\\])→\1  \.(?!\d)→
+""".replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]").replace(
+    "TYPE", r"\\(?:text|textbf|mathrm|mathbf|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
+_RULES = [rule.split("→") for rule in _RULES.split() if "→" in rule]
+_RULES = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
+_NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\([^()=<>]*\))?"  # x, a_{10}, f'(2), (x,y)
+_VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
+_UNIT = (
+    "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|"
+    "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?|years?(?:~old)?|"
+    "pounds?|liters?|points|digits|ways|integers|meals|edges|students|children|people|tickets|multiples|th"
+)
+_PARTS = (  # "x =" or "2 + 3 =", the answer itself, its unit
+    rf"((?:(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?(.*?)"
+    rf"((?<=[\d}})i])~?(?:{_UNIT})(?:(?:~per~|/)\w+)?(?:\^[23])?)?"
+).replace("RELATION", r"\\[lgn]e|\\pm")
+
+
+@functools.lru_cache(4096)  # a truth is asked for by all samples of its group
+def _parts(answer: str) -> tuple[str, str, str]:
+    """(name, normalised answer, unit)"""
+    for pattern, replacement in _RULES:
+        answer = pattern.sub(replacement, answer)
+    name, answer, unit = re.fullmatch(_PARTS, answer).groups("")
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        answer = answer.replace(",", "")
+    answer = re.sub(r"^(-?)0+(?=\d+$)", r"\1", answer)  # AIME's 025
+    return name, re.sub(r"^\(?([A-J])\)?:?$", r"\1", answer).replace("~", " "), unit  # (A), A. and A) are A
 
 
 def normalize_final_answer(answer: str) -> str:
-    """`answer` (the content of a box, or the ground truth) in the form in which two answers are compared.
+    """`answer` (the content of a box, or the ground truth) in normal form, without "x =" and unit."""
+    return _parts(answer)[1]
 
-    Known weakness of the procedure: only what follows the last "=" counts: the answer "2x+y=0" becomes "0".
-    """
-    between = re.sub(r"\([^()]*\)", "", answer).split("=")[1:-1]  # what stands between two equals signs
-    if not any(re.search(r",(?!\d{3})|;|\b(?:and|or)\b", part) for part in between):  # not in a list "x=1,x=2"
-        answer = answer.split("=")[-1]
-    answer = re.sub(r"\ban |\ba (?=[A-Za-z]{2}|\d)", "", answer)  # articles, not the a of "a + b"
-    for old, new in _SUBSTITUTIONS:
-        answer = answer.replace(old, new)
-    for expression in _REMOVED:
-        answer = answer.replace(expression, "")
-    in_dollars = re.search(r"\$([^$]*)\$", answer)
-    answer = in_dollars[1] if in_dollars else answer
-    answer = re.sub(_TYPE, r"\1", re.sub(_TYPE, r"\1", answer))  # twice: \textbf{\text{A}}
-    answer = re.sub(r"\\frac" + _BARE, r"\\frac{\1}", answer)  # \frac12 -> \frac{1}2
-    answer = re.sub(r"(\\frac\{[^{}]*\})" + _BARE, r"\1{\2}", answer)  # \frac{1}2 -> \frac{1}{2}
-    answer = re.sub(r"\\sqrt" + _BARE, r"\\sqrt{\1}", answer)
-    answer = answer.replace("$", "").strip()
-    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
-        answer = answer.replace(",", "")
-    if re.fullmatch(r"[-+]?\d+", answer):
-        answer = re.sub(r"^([-+]?)0+(?=\d)", r"\1", answer)  # AIME's 025
-    choice = re.fullmatch(r"\(?([A-J])\)?[.:]?", answer)  # (A), A. and A) are the choice A
-    return choice[1] if choice else answer
+
+def is_equal(answer: str, truth: str) -> bool:
+    """Whether their normal forms are one; name or unit may be missing: 5 cm is 5, and x=5 is 5, not y=5."""
+    ours, true = _parts(answer), _parts(truth)
+    return ours[1] == true[1] != "" and all(a == b or "" in (a, b) for a, b in zip(ours, true))
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
@@ -109,7 +124,7 @@ def normalize_final_answer(answer: str) -> str:
 
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, verifier="rule",
+    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule",
 ) -> dict:  # fmt: skip
     """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
 
@@ -134,8 +149,7 @@ def compute_score(
     if verifier == "math_verify":
         acc, pred = _math_verify(answer, truth), answer
     else:
-        pred = normalize_final_answer(answer)
-        acc = pred != "" and pred == normalize_final_answer(truth)
+        acc, pred = is_equal(answer, truth), normalize_final_answer(answer)
     return {"score": None if acc is None else 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
@@ -267,9 +281,11 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
 
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}  # anything else would be refused again
-MAX_DEATHS = 3  # connections that were cut after the request was sent, told by us or by the router
-ROUTER_SAW_DEATH = r"https?://\S+: (?!Cannot connect|Connection timeout)"
+MAX_DEATHS = 3
+DEATH = (  # a connection that was cut after the request was sent, told by us or by the router
+    r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
+    r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)"
+)
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 
@@ -310,7 +326,7 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
 
 
 async def served_model(address: str) -> dict:
-    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait for it."""
+    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait."""
     _, locks, models = await _state()
     async with locks[address]:
         if address not in models:
@@ -327,11 +343,11 @@ async def chat(
 ) -> tuple[str, str, int]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
-    Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the limit or
-    the server aborted it (vLLM does, when it is put to sleep); "http_error" or "timeout", and then the text says
-    what went wrong. A judge that is away or busy is waited for: broken connections and RETRIED_STATUS are tried
-    again until `timeout_s` has passed, after growing random pauses, or what Retry-After asks for if that is
-    longer; but a request after which MAX_DEATHS servers died is given up. Never raises for a bad server.
+    Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the limit
+    or the server aborted it (vLLM does, when put to sleep); "http_error" or "timeout", and then the text says
+    what went wrong. A judge that is away or busy is waited for: cut connections, HTTP 408, 425, 429 and 5xx
+    are tried again until `timeout_s` has passed, after growing random pauses or what Retry-After asks for. A
+    request after which MAX_DEATHS servers died is given up. Never raises for a bad server.
     """
     body = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)
     body = {key: value for key, value in body.items() if value is not None}
@@ -340,7 +356,6 @@ async def chat(
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                asked = ""
                 try:
                     body["model"] = model or (await served_model(address))["id"]
                     reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
@@ -348,20 +363,19 @@ async def chat(
                     status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
                     text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
                     return status, text, usage.get("completion_tokens") or 0
-                except aiohttp.ClientResponseError as error:
-                    reason = f"HTTP {error.status}: {error.message}"
-                    asked = error.headers.get("Retry-After", "")
-                    if error.status == 404:  # perhaps another model is served there now: look it up next time
-                        (await _state())[2].pop(address, None)
-                    if error.status not in RETRIED_STATUS:
-                        return "http_error", reason, 0
-                    deaths += error.status in (502, 503, 504) and bool(re.search(ROUTER_SAW_DEATH, error.message))
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
+                except aiohttp.ClientResponseError as error:
+                    asked = error.headers.get("Retry-After", "")
+                    reason = f"HTTP {error.status}: {error.message}"
+                    if error.status == 404:  # perhaps another model is served there now: look it up next time
+                        (await _state())[2].pop(address, None)
+                    if error.status < 500 and error.status not in (408, 425, 429):
+                        return "http_error", reason, 0
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    deaths += not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
-                if deaths == MAX_DEATHS:  # perhaps of this very prompt: others need the server, too
+                    reason, asked = f"{type(error).__name__}: {error}", ""
+                deaths += bool(re.search(DEATH, reason))
+                if deaths == MAX_DEATHS:  # perhaps of this very prompt, and others need the server
                     return "http_error", f"{deaths} servers died while they were asked; last: {reason}", 0
                 wait = pause * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(wait, float(asked) if asked.isdecimal() else 0.0))
@@ -375,8 +389,8 @@ async def judge_solution(
 ) -> dict:
     """The GenRM's verdict on one solution; settings: see `chat`, whose template spares us a tokenizer.
 
-    Returns first_wrong (0-based paragraph, -1 = none, None = unknown), genrm_status ("ok", "truncated",
-    "unparsable", "http_error" or "timeout"), genrm_error (after the last two, else "") and critique.
+    Returns first_wrong (0-based paragraph, -1 = none, None = unknown), critique, genrm_error ("" if none) and
+    genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout"; "skipped" if it was not asked).
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, _ = await chat(prompt, address, **settings)
@@ -395,9 +409,8 @@ async def compute_score_discriminative(
 ) -> dict:  # fmt: skip
     """Score of a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
 
-    prompt: the row's list of messages. The chat template of the reward model's own tokenizer makes the text; it
-    writes the BOS token itself where the model has one, so that the server must add none.
-    Returns score, and the rule's acc and pred (None where ground_truth is "").
+    prompt: the row's messages. The chat template of the model's own tokenizer makes the text; it writes BOS
+    itself where there is one. Returns score, and the rule's acc and pred (None where ground_truth is "").
     Raises aiohttp.ClientError for a server that fails, ValueError for a model with more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
@@ -418,24 +431,23 @@ async def compute_score_discriminative(
 
 async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict="none", judge_test=False, keep_critique=False,
-    verifier="rule", prompt_style="tagged", genrm_model=None, genrm_temperature=None,
+    reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
+    judge_test=False, keep_critique=False, verifier: Literal["rule", "math_verify"] = "rule",
+    prompt_style: Literal[*PROMPT_STYLES] = "tagged", genrm_model=None, genrm_temperature=None,
     genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
 ) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
     The judge is asked about right answers only, as a wrong one is no flawed positive.
-
-    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A: 2 / (rho_shift + 1) at 1).
-    None: the judge only measures, and may be missing.
-    on_no_verdict: where there is no verdict, "none" scores None; "rule" scores as if the solution were sound
-    (what the original does), and returns no None at all: verl takes the mean of every value.
-    judge_test: ask about the test split, too; its score is the rule's all the same.
+    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
+    and may be missing. judge_test: ask about the test split, too; its score is the rule's all the same.
+    on_no_verdict: where there is no verdict, "none" scores None; "rule" scores as if the solution were sound,
+    as the original does, and returns no None at all, because verl takes the mean of every value.
     keep_critique: return the critique. verifier, prompt_style: see compute_score and PROMPT_STYLES.
     genrm_*: see `chat`; chat_kwargs: {"enable_thinking": false} for judges with such a switch.
 
-    Returns, the same keys for every sample, score, acc, pred, flawed_positive (None = unknown), genrm_status
-    ("skipped" if not asked), and the others of `judge_solution`, critique only if keep_critique.
+    Returns, the same keys for every sample, score, acc, pred, flawed_positive (None = unknown), and those of
+    `judge_solution`, critique only if keep_critique.
     Raises ValueError where a judge is needed and there is no address, and for unknown values of settings.
     """
     if on_no_verdict not in ("none", "rule"):

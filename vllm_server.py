@@ -1,16 +1,17 @@
-"""One vLLM server: a process that ends with this program, however that ends, and that does nothing without its key.
+"""One vLLM server: a process that ends with this program, however that ends, and does nothing without its key.
 
-    VllmServer(config, ...)    builds the command line and starts it; in this process, or as a Ray actor on any node
-    WeightFolder(path, ...)    where the servers of a node read the weights of a policy in training; the same
+    VllmServer(config, ...)    builds the command line and starts it; in this process, or as a Ray actor anywhere
     Process                    any child so kept, such as the router
-    KeyGuard                   the key, inside of vLLM
+    KeyGuard, Generate         inside of vLLM: the key, and SGLang's /generate
 
-ModelServers in genrm_server.py looks after several of them.
+ModelServers in genrm_server.py looks after several of them. Needs none of our other files; Linux only.
 """
 
 import contextlib
 import hmac
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,14 +22,14 @@ from pathlib import Path
 
 
 def share(things: list, count: int) -> list[list]:
-    """Deals `things` (cores) evenly to `count` servers; when there are fewer things than servers, some share one."""
+    """Deals `things` (cores) evenly to `count` servers; where there are fewer things, some share one."""
     n = len(things)
     return [things[i * n // count:(i + 1) * n // count] or [things[i % n]] for i in range(count)]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
-    """A port for a child: bound, never listening, and kept for good. With SO_REUSEADDR the child can bind it as well, and hardly
-    anybody else gets it, neither while the child starts (vLLM takes 20 s to bind) nor while it restarts."""
+    """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it as well,
+    and hardly anybody else gets it, neither while the child starts (vLLM binds after 20 s) nor between restarts."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,97 +37,155 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
-# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch reads a pipe
-# that only this program holds open; when that ends, this program is gone, however it went, and the watch kills the group.
-# It is forked twice, so that it is nobody's child: neither Ray, which kills its workers' children, nor vLLM meets it.
+# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch ends
+# the group when this program has ended. Forked twice it is not found by Ray, which kills its workers' children.
 GUARD = """
-import os, signal, sys
+import os, select, sys
+here, parent, folder, *command = sys.argv[1:]
+watched = os.pidfd_open(os.getppid())
+sys.path.insert(0, here)
+from vllm_server import end_group
+if os.getppid() != int(parent):
+    sys.exit("the program that started this has ended")
 if os.fork() == 0:
     if os.fork() == 0:
-        os.read(0, 1)
-        os.kill(0, signal.SIGKILL)
+        select.select([watched], [], [])
+        end_group(os.getpgrp(), folder)
     os._exit(0)
 os.wait()
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.execv(sys.argv[1], sys.argv[1:])
+os.execv(command[0], command)
 """
 
 
+def end_group(group: int, folder: str) -> None:
+    """SIGKILL for a process group, and an end of its shared memory and of the folder of its sockets."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if os.getpgid(int(maps.parent.name)) == group:
+                for name in re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE):
+                    Path(name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 class Process:
-    """A child in a process group of its own, with a log file; the whole group ends with it, and with this program."""
+    """A child in a process group of its own, with a log; the whole group ends with it, and with this program."""
 
     def __init__(self, log: Path):
-        self.log, self.child = log, None
+        self.log, self.log_start, self.child = log, 0, None
 
     def launch(self, command: list[str], env: dict[str, str]) -> None:
         self.stop(patience=0)  # an engine can outlive its API server
         self.log.parent.mkdir(parents=True, exist_ok=True)  # again: somebody may have tidied up
         with open(self.log, "ab") as file:
-            self.log_start = file.tell()
-            self.child = subprocess.Popen([sys.executable, "-S", "-c", GUARD, *command], env=env, stdin=subprocess.PIPE,
-                                          stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
+            guard = [sys.executable, "-S", "-c", GUARD, str(Path(__file__).parent), str(os.getpid()), self.folder]
+            self.child = subprocess.Popen(
+                [*guard, *command], env=env | {"VLLM_RPC_BASE_PATH": self.folder}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def alive(self) -> bool:
         child = self.child
         return child is not None and child.poll() is None
 
     def stop(self, patience: float = 5.0) -> None:
-        """SIGTERM, `patience` seconds later SIGKILL, to the whole group (vLLM's engine is a process of its own)."""
+        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is one process more)."""
         child, self.child = self.child, None  # at once: another thread may stop it too
         if child is None:
             return
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        end_group(child.pid, self.folder)
         child.wait()
-        child.stdin.close()
+
+    def lines(self, text: str = "") -> list[str]:
+        """The lines that the child has written since it was started, and that have this in them."""
+        with contextlib.suppress(OSError):  # somebody may have tidied up
+            written = self.log.read_bytes()[self.log_start:].decode("utf-8", "replace")
+            return [line for line in written.splitlines() if text in line]
+        return []
 
     def last_lines(self) -> str:
-        """The end of what the child has written."""
-        try:
-            output = self.log.read_bytes()[self.log_start:] if self.child else b""
-        except OSError as error:
-            return f"(cannot be read: {error})"
-        return "\n".join(output.decode("utf-8", "replace").splitlines()[-25:]) or "(nothing)"
-
+        return "\n".join(self.lines()[-25:]) or "(nothing)"
 
     def said(self, text: str) -> str:
         """The last line of the child's that has this in it, or nothing."""
-        lines = self.log.read_text("utf-8", "replace").splitlines() if self.log.is_file() else []
-        return next((line for line in reversed(lines) if text in line), "")
+        return "".join(self.lines(text)[-1:])
 
 
 class KeyGuard:
-    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key leaves out whatever
-    is not under /v1: /tokenize, /classify, /metrics, and the control endpoints, with which anybody could swap the weights."""
+    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key leaves
+    out what is not under /v1: /tokenize, /metrics, and the control endpoints, which can swap the weights."""
 
     def __init__(self, app):
         self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "lifespan" or scope["path"] == "/health" or hmac.compare_digest(
+        app = self.app
+        if scope["type"] != "lifespan" and scope["path"] != "/health" and not hmac.compare_digest(
                 dict(scope["headers"]).get(b"authorization", b""), self.expected):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
-            await send({"type": "http.response.body", "body": b'{"error": {"message": "missing or wrong key", "code": 401}}'})
-        else:  # websocket
-            await send({"type": "websocket.close", "code": 1008})
+            from starlette.responses import JSONResponse
+            app = JSONResponse({"error": {"message": "missing or wrong key", "code": 401}}, 401)
+        await app(scope, receive, send)
+
+
+class Generate:
+    """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
+
+    {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. No streams, no logprobs.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            return await self.app(scope, receive, send)
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+        body, messages = await Request(scope, receive).body(), []
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # else /v1/completions refuses it
+            asked = json.loads(body)
+            params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
+            prompt = asked.get("input_ids") or asked.get("text")
+            params |= dict(prompt=prompt, max_tokens=params.pop("max_new_tokens"), return_token_ids=True)
+            body = json.dumps(params).encode()
+        bodies = [body]
+
+        async def give():
+            return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
+
+        async def keep(message):
+            messages.append(message)
+
+        await self.app(scope | {"path": "/v1/completions"}, give, keep)
+        if messages[0]["status"] != 200:
+            for message in messages:
+                await send(message)
+            return
+        full = json.loads(b"".join(message.get("body", b"") for message in messages))
+        answers = [dict(text=one["text"], output_ids=one["token_ids"], meta_info=dict(
+            id=full["id"], finish_reason={"type": one["finish_reason"]}, completion_tokens=len(one["token_ids"]),
+            prompt_tokens=len(one["prompt_token_ids"]))) for one in full["choices"]]
+        many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
+        await JSONResponse(answers if many else answers[0])(scope, receive, send)
 
 
 class VllmServer(Process):
     """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
 
-    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, else `gpus` (None:
-    CUDA_VISIBLE_DEVICES is right already).
-    On another node than `driver_node`, where the router is, it listens on its node's address instead of the loopback.
+    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on GPU
+    those that `gpus` names ("": those of CUDA_VISIBLE_DEVICES, which Ray has set).
+    On another node than `driver_node`, where the router is, it listens on its node's address, not the loopback.
     """
 
-    def __init__(self, config, index: int, part: int, parts: int, gpus: list[str] | None = None, driver_node: str = ""):
+    def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         super().__init__(config.log_dir / f"server_{index}.log")
-        self.config, self.index, self.part, self.parts, self.gpus, self.host = config, index, part, parts, gpus, "127.0.0.1"
+        self.config, self.index, self.part, self.parts, self.gpus = config, index, part, parts, gpus
+        self.host = "127.0.0.1"
         if driver_node:  # asked here and not where the actor was made: it may be restarted on another node
             import ray
             if self.node() != driver_node:
@@ -144,9 +203,10 @@ class VllmServer(Process):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
                    "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
-                   "--middleware", "vllm_server.KeyGuard", "--seed", str(config.seed + self.index),
+                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",  # the guard first
+                   "--seed", str(config.seed + self.index),
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))  # for KeyGuard
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key, PYTHONPATH=path)
         if os.path.exists(config.model):
             env["HF_HUB_OFFLINE"] = "1"
@@ -157,54 +217,17 @@ class VllmServer(Process):
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
-        elif config.sleep_mode:
-            command += ["--enable-sleep-mode"]
+        else:
+            command += ["--enable-sleep-mode"] * config.sleep_mode
+            if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
+                command += ["--gpu-memory-utilization", str(config.gpu_share)]
         if config.control or config.sleep_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
-        if self.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self.gpus
         if config.task == "classify":
             command += ["--runner", "pooling"]
         if config.max_model_len:
             command += ["--max-model-len", str(config.max_model_len)]
         self.launch([*command, *config.vllm_args], env)
         return f"http://{self.host}:{port}"
-
-
-class WeightFolder:
-    """The model folder of a policy in training, for the servers of one node: used directly, or as a Ray actor on that node.
-
-    It lies in the node's shared memory, where that has room for old and new weights of `size` bytes together, else on disk;
-    `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name: content}.
-    """
-
-    def __init__(self, path: str, files: dict[str, bytes], size: int):
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        self.path, self.folder = Path(path), Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None))
-        for name, content in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            (self.folder / name).write_bytes(content)
-        self.path.unlink(missing_ok=True)  # of one that has died
-        self.path.symlink_to(self.folder)
-        # Removes both when the pipe to this process closes because it ends, however it ends. In the background of a shell that
-        # is gone: nobody's child, because Ray kills those of its workers.
-        rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not another one's link
-        self.remover = subprocess.Popen(["sh", "-c", rest, self.folder, path], stdin=subprocess.PIPE, start_new_session=True)
-
-    def add(self, number: int, pack) -> None:
-        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
-
-    def publish(self) -> None:
-        """The parts that came since the last time take the place of the old ones."""
-        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
-            path.unlink()
-        for path, target in new.items():
-            path.replace(target)
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.path.exists():
-            self.path.unlink(missing_ok=True)
-        self.remover.communicate()

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 from aiohttp import web
@@ -90,9 +91,11 @@ def test_remove_boxed():
         ("3{,}5{,} 7", "3,5,7"),
         ("00", "0"),
         ("-007", "-7"),
-        ("0.50", "0.50"),
+        ("0.50", "0.5"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
         ("\\textbf{\\text{A}}", "A"),
-        ("\\text{4210_{5}}", "4210_{5}"),
+        ("\\text{4210_{5}}", "4210_5"),
+        ("\\text{no solution}", "no solution"),
         ("an 8", "8"),
         ("(K)", "(K)"),
         ("x=1; x=2", "x=1;x=2"),
@@ -177,13 +180,33 @@ TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) 
 
 
 def test_the_table_of_the_docs_is_whole():
-    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 32
+    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 57
 
 
 @pytest.mark.parametrize(("solution", "truth", "verdict"), TABLE)
 def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
     source = "gsm8k" if "####" in solution else "math-dapo"
     assert scores.compute_score(source, solution, truth)["acc"] is (verdict == "right")
+
+
+def test_labelled_pairs():
+    """Of 183 unequal pairs at most 16 are paid, of 261 equal ones at most 115 refused; every compact matrix is right."""
+    pairs, counts = read("answer_pairs.jsonl"), {True: [], False: []}
+    for pair in pairs:
+        acc = scores.compute_score("math-dapo", f"\\boxed{{{pair['answer']}}}", pair["truth"])["acc"]
+        if acc != pair["equal"]:
+            counts[pair["equal"]].append(pair)
+    assert (len(pairs), sum(pair["equal"] for pair in pairs)) == (444, 261)
+    assert len(counts[False]) <= 16 and len(counts[True]) <= 115, counts
+    for row in read("math500.jsonl"):
+        if "begin" in row["answer"]:
+            assert scores.is_equal(row["answer"].replace(" ", ""), row["answer"])
+
+
+@pytest.mark.parametrize("truth", ["", " ", None, [], ["1", "2"], {"answer": "1"}])
+def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
+    with pytest.raises(ValueError, match="ground_truth: .*x.* is not one answer"):
+        scores.compute_score("x", "\\boxed{1}", truth)
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -462,6 +485,28 @@ def test_fapo_says_what_is_missing():
 def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(function, critique, flawed, status):
     result = score_with(Judge(critique), function, extra_info=EXTRA | {"split": "test"}, judge_test=True)
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (1.0, flawed, status)
+
+
+def verl_means(results: list[dict]) -> dict:
+    """As verl's validation does: keys from the first sample, means of all that is no string."""
+    columns = {key: [result[key] for result in results] for key in results[0]}
+    return {key: numpy.mean(values) for key, values in columns.items() if not isinstance(values[0], str)}
+
+
+@pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
+@pytest.mark.parametrize("settings", [{"on_no_verdict": "rule"}, {"on_no_verdict": "rule", "keep_critique": True}])
+def test_verl_takes_means_of_the_results(function, settings):
+    cases = [(400, RIGHT), ("no idea", RIGHT), ("\\boxed{1}", RIGHT), ("\\boxed{-1}", RIGHT), (400, "\\boxed{1}"), (400, "?")]
+    results = [score_with(Judge(critique), function, solution, **settings) for critique, solution in cases]
+    results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
+    for first in range(len(results)):  # whichever sample comes first
+        means = verl_means(results[first:] + results[:first])
+        assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong"}
+        assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
+    assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == ("keep_critique" in settings)
+    for result, (critique, solution) in zip(results, cases):  # in the other mode there are None, but the same keys
+        other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
+        assert other.keys() == result.keys()
 
 
 @pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])

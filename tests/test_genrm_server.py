@@ -1,7 +1,6 @@
 """genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server in real processes), slow ones with vLLM on CPU."""
 
 import asyncio
-import contextlib
 import copy
 import json
 import os
@@ -14,7 +13,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +20,10 @@ import psutil
 import pytest
 
 import genrm_server
-import grpo_trainer
 import vllm_server
 from genrm_server import Config, ModelServers, RewardModelManager, complete, http
-from tiny import CPU, a_step, policy_of
+from cluster.servers import PolicyServers
+from tiny import policy_of
 from vllm_server import reserve, share
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +117,10 @@ def told(servers, number=0):
     return ask(servers.slots[number].url, api_key=servers.config.server_key)
 
 
+def restarts_of(servers):
+    return sum(slot.restarts for slot in servers.slots)
+
+
 def router_workers(servers):
     status, text = servers.call_router("GET", "/workers")
     return json.loads(text)["workers"] if status == 200 else []  # it may just be away
@@ -179,22 +181,59 @@ def test_cpu_servers(stand_in, monkeypatch):
             {told(servers, number)["pids"][0] for number in range(2)}
 
 
-def test_gpu_servers_and_a_classifier(stand_in):
-    config = settings(stand_in, num_servers=2, device="cuda", gpus="3,5,6,7", tensor_parallel_size=2, task="classify",
-                      sleep_mode=True)
+def test_gpu_servers_and_a_classifier(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-6f,7")
+    config = settings(stand_in, num_servers=2, device="cuda", tensor_parallel_size=2, task="classify", sleep_mode=True)
     with running(config) as servers:
         seen = [told(servers, number) for number in range(2)]
-        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "6,7"]
+        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "GPU-6f,7"]
         assert "--runner pooling" in " ".join(seen[0]["argv"]) and "--enable-sleep-mode" in seen[0]["argv"]
         assert "--dtype auto" in " ".join(seen[0]["argv"]) and seen[0]["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+        assert "--gpu-memory-utilization" not in seen[0]["argv"]
+
+
+def test_servers_that_share_a_gpu(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with running(settings(stand_in, num_servers=3, device="cuda", gpu_share=0.4)) as servers:
+        seen = [told(servers, number) for number in range(3)]
+        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["4", "4", "5"]
+        assert all("--gpu-memory-utilization 0.4" in " ".join(one["argv"]) for one in seen)
+    given = ("--gpu-memory-utilization", "0.2")
+    with running(settings(stand_in, device="cuda", gpu_share=0.4, vllm_args=given)) as servers:
+        assert told(servers)["argv"].count("--gpu-memory-utilization") == 1
+
+
+def test_what_is_reserved_in_ray():
+    def config(**changes):
+        return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
+
+    assert genrm_server.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
+        ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
+    assert genrm_server.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
+    assert genrm_server.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
+    assert genrm_server.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
+    shows = stand_in.parent / "nvidia-smi"
+    shows.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
+    shows.chmod(0o755)
+    assert complete(settings(stand_in, device="auto")).device == "cpu"
+    monkeypatch.setenv("PATH", f"{shows.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU .* or say --device cpu"):
+        complete(settings(stand_in, device="auto"))
+    assert complete(settings(stand_in)).device == "cpu"
 
 
 @pytest.mark.parametrize("changes, expected", [
     (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"),
     (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"),
     (dict(startup_timeout=0), "--startup-timeout"), (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
-    (dict(device="cuda", gpus="0", num_servers=2), "needs 2 GPUs, there are 1")])
-def test_bad_settings(stand_in, changes, expected):
+    (dict(device="cuda", num_servers=2), "--num-servers 2 --tensor-parallel-size 1 --gpu-share 1: more than the GPUs 7"),
+    (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of 2 GPUs"),
+    (dict(gpu_share=0), "--gpu-share 0: must be above 0"), (dict(gpu_share=1.5), "--gpu-share 1.5: must be")])
+def test_bad_settings(stand_in, changes, expected, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ValueError, match=re.escape(expected)):
         ModelServers(settings(stand_in, **changes))
 
@@ -208,7 +247,7 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
         until(lambda: sum(worker["in_flight"] for worker in router_workers(servers)) == 32)
         os.kill(victim[0], signal.SIGKILL)
         assert len([one.result() for one in asked]) == 32
-        until(lambda: servers.restarts == 1 and all(slot.joined for slot in servers.slots))
+        until(lambda: restarts_of(servers) == 1 and all(slot.joined for slot in servers.slots))
         new = told(servers)["pids"]
         assert new != victim and not alive(victim[1])  # its engine was not left behind
         assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
@@ -270,7 +309,7 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
         os.kill(hanging, signal.SIGSTOP)
         until(lambda: not alive(hanging))
         until(lambda: all(worker["healthy"] for worker in router_workers(servers)) and len(router_workers(servers)) == 2)
-        assert ask(f"http://{servers.router_address}") and servers.restarts == 0
+        assert ask(f"http://{servers.router_address}") and restarts_of(servers) == 0
         assert "the router hangs; restarting it" in capfd.readouterr().out
 
 
@@ -282,9 +321,9 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
         servers.router_process.child.wait()
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
-            until(lambda: servers.restarts == 1)
+            until(lambda: restarts_of(servers) == 1)
             until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
-            until(lambda: "cannot listen there" in capfd.readouterr().out)
+            until(lambda: "address already in use" in capfd.readouterr().out)
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}")
@@ -299,7 +338,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         victims = told(servers)["pids"][0], servers.router_process.child.pid
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
-        until(lambda: servers.restarts == 1 and all(slot.joined == servers.router_starts == 2 for slot in servers.slots))
+        until(lambda: restarts_of(servers) == 1 and all(slot.joined == servers.router_starts == 2 for slot in servers.slots))
         assert (logs / "server_0.log").is_file() and (logs / "router.log").is_file()
         shutil.rmtree(logs)
         logs.touch()  # and now there cannot be one, which is no death of the server
@@ -319,7 +358,8 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
         assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
         seen = told(servers)
-        assert seen["argv"][seen["argv"].index("--middleware") + 1] == "vllm_server.KeyGuard"
+        middleware = [name for option, name in zip(seen["argv"], seen["argv"][1:]) if option == "--middleware"]
+        assert middleware[-1] == "vllm_server.KeyGuard"  # vLLM asks the last one first
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
         processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
         assert str(stand_in) in processes and key not in processes
@@ -346,7 +386,7 @@ def test_the_key_guard(monkeypatch):
     assert ask_guard("http", "/health") == ask_guard("http", "/sleep", right) == ask_guard("websocket", "/x", right) == "in"
     for path in ("/sleep", "/v1/models", "/health/", "/Health", "", "/metrics"):
         assert ask_guard("http", path) == ask_guard("http", path, wrong) == ask_guard("http", path, (b"x", b"Bearer k")) == 401
-    assert ask_guard("websocket", "/v1/realtime") == "websocket.close"
+    assert ask_guard("websocket", "/v1/realtime") == 401
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
         vllm_server.KeyGuard(None)
@@ -398,139 +438,42 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync()
-        served = load_file(servers.folder / "model.safetensors")
+        served = load_file(servers.folder.folder / "model.safetensors")
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
-        assert json.loads((servers.folder / "config.json").read_text())["tie_word_embeddings"] is False
+        assert json.loads((servers.folder.folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was
         for number in range(2):
             calls = [call for call in told(servers.servers, number)["calls"] if call.startswith(("/collective", "/reset"))]
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
         os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
-        until(lambda: servers.servers.restarts == 1 and len(router_workers(servers.servers)) == 2)
+        until(lambda: restarts_of(servers.servers) == 1 and len(router_workers(servers.servers)) == 2)
         assert "/collective_rpc" in told(servers.servers)["calls"]  # before it joined: weights may have changed
-        (servers.folder / "die_of_collective_rpc").touch()
+        (servers.folder.folder / "die_of_collective_rpc").touch()
         servers.sync()  # one of them dies of it
         assert len(router_workers(servers.servers)) == 1  # with the new weights; the other one has the old ones or none
-        until(lambda: servers.servers.restarts == 2 and all(slot.joined for slot in servers.servers.slots))
+        until(lambda: restarts_of(servers.servers) == 2 and all(slot.joined for slot in servers.servers.slots))
         assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
-        (servers.folder / "refuse_collective_rpc").touch()
+        (servers.folder.folder / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
             servers.sync()
-        (servers.folder / "refuse_collective_rpc").unlink()
-        (servers.folder / "die_of_collective_rpc").touch()
+        (servers.folder.folder / "refuse_collective_rpc").unlink()
+        (servers.folder.folder / "die_of_collective_rpc").touch()
         servers.sync()
     finally:
         servers.shutdown()
-    assert not servers.folder.exists()
+    assert not servers.folder.folder.exists()
 
 
-@pytest.mark.slow
-def test_servers_that_share_the_policys_gpu_take_turns_with_it(stand_in, model, tokenizer, monkeypatch):
-    """One step of the trainer on one GPU, which is played; then servers that die while the others sleep, or just before."""
-    import torch
-
-    policy, events = policy_of(model, rollout_shares_gpus=True), []
-    policy.device = torch.device("cuda")
-    put, ask = policy.optimizer_to, ModelServers.ask
-    monkeypatch.setattr(policy, "weights", lambda dtype: ((name, t.to(dtype)) for name, t in model.state_dict().items()))
-    monkeypatch.setattr(policy, "optimizer_to", lambda device: (events.append(f"optimizer to {device}"), put(device)))
-    monkeypatch.setattr(ModelServers, "ask", lambda self, slot, path, *body: (events.append(path), ask(self, slot, path, *body)))
-    servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, gpus="0,1", sleep_mode=True))
-    slots, policy.device = servers.servers.slots, CPU
-    trainer = SimpleNamespace(
-        config=policy.config, policy=policy, servers=servers, interrupts=SimpleNamespace(held=contextlib.nullcontext), state={},
-        next_batch=lambda step: (samples, samples, {"perf/tokens": 1}, 4), set_advantages=lambda samples: None, eos_ids=set(),
-        check_sampler=lambda *_: None, log=SimpleNamespace(samples=print, metrics=print), ahead=[])  # fmt: skip
-    trainer.hand_over_weights = lambda: grpo_trainer.Trainer.hand_over_weights(trainer)
-    reset, samples = "/reset_prefix_cache?reset_running_requests=true", a_step(model)
-    try:
-        assert events == ["optimizer to cpu"] and "--enable-sleep-mode" in told(servers.servers)["argv"]
-        grpo_trainer.Trainer.one_step(trainer, 1)
-        wake = ["/wake_up?tags=weights", "/collective_rpc", reset, "/wake_up?tags=kv_cache"]
-        moves = ["optimizer to None", "optimizer to cpu"]  # before and after the update
-        assert events[1:] == ["/sleep?level=2&mode=wait"] * 2 + moves + sorted(wake * 2, key=wake.index)
-        launches = []  # whether the others slept
-        for slot in slots:
-            def launch(*args, really=slot.server.launch):
-                launches.append(servers.servers.asleep)
-                really(*args)
-
-            monkeypatch.setattr(slot.server, "launch", launch)
-        servers.sleep()
-        events.clear()
-        assert servers.is_current(slots[1]) and not events  # nothing is read into memory that is not there
-        slots[0].server.child.kill()
-        until(lambda: slots[0].restarts == 1)
-        servers.sync()
-        until(lambda: slots[0].joined)
-        calls = told(servers.servers)["calls"]
-        assert launches == [False] and "/collective_rpc" in calls and not any("sleep" in call or "wake" in call for call in calls)
-        (servers.folder / "hang").touch()
-        slots[1].server.child.kill()
-        until(lambda: len(launches) == 2 and slots[1].server.alive())
-        servers.sleep()
-        assert not slots[1].server.alive() and slots[0].server.alive()
-        (servers.folder / "hang").unlink()
-        until(lambda: slots[1].restarts == 2)
-        servers.sync()
-        until(lambda: slots[1].joined)
-        assert launches == [False] * 3
-    finally:
-        servers.shutdown()
-
-
-@pytest.mark.slow
-def test_servers_that_share_the_gpus_of_ranks(stand_in, model, tokenizer, monkeypatch):
-    """In a Ray that claims to have three GPUs, of which two ranks take two."""
-    import ray
-    import torch
-
-    policy = policy_of(model)
-
-    class Rank:
-        pass
-
-    def send_weights(folders, dtype):
-        for number, pack in enumerate(policy.packs(dtype)):
-            ray.get([folder.add.remote(number, pack) for folder in folders])
-        return set()
-
-    ray.init("local", num_cpus=4, num_gpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
-    try:
-        ranks, servers = [ray.remote(Rank).options(num_gpus=1).remote() for _ in range(2)], None
-        gpus = ray.get([rank.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in ranks])
-        group = SimpleNamespace(device=torch.device("cuda"), about=policy.about, send_weights=send_weights, actors=ranks,
-                                starts=1, release_memory=policy.release_memory)  # fmt: skip
-        config = settings(stand_in, num_servers=2, sleep_mode=True, device="cuda")
-        servers = PolicyServers(group, tokenizer, config)
-        assert [told(servers.servers, number)["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)] == gpus
-        until(lambda: ray.available_resources()["GPU"] == 1)  # Ray says so a little later
-        ray.kill(servers.actors[1])  # with its node, say: what the trainer asks of it costs nothing but its share of the work
-        servers.sleep()
-        servers.sync()
-        assert "/wake_up?tags=kv_cache" in told(servers.servers)["calls"]
-        large = complete(replace(config, num_servers=1, tensor_parallel_size=2))
-        recorded = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, gpus, **__: gpus))
-        with monkeypatch.context() as patch:
-            patch.setattr(ray, "remote", lambda cls: recorded)
-            assert place_beside(large, ranks) == [gpus]
-        with pytest.raises(ValueError, match=r"2 servers, each with 2 GPUs of one node, and the policy has \[2\] on its nodes"):
-            place_beside(replace(large, num_servers=2), ranks)
-    finally:
-        if servers:
-            servers.shutdown()
-        ray.shutdown()
-
-
-def test_sleep_and_wake(stand_in, capfd):
-    with running(settings(stand_in)) as servers:
+def test_sleep_and_wake(stand_in, capfd, monkeypatch):
+    with running(settings(stand_in, sleep_mode=True)) as servers:
         assert [servers.sleep(), servers.wake_up(), servers.sleep()] == [False] * 3  # harmless
         assert capfd.readouterr().out.count("sleep and wake do nothing here: vLLM cannot on CPU") == 1
-    with running(settings(stand_in, num_servers=2, device="cuda", gpus="0,1", sleep_mode=True)) as servers:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
         assert servers.sleep()
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
-        until(lambda: servers.restarts == 1 and servers.slots[0].joined)
+        until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
         assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
         assert servers.wake_up()
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
@@ -540,7 +483,8 @@ def test_sleep_and_wake(stand_in, capfd):
 @pytest.mark.slow
 def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
-    with running(settings(stand_in, num_servers=2, device="cuda", gpus="0,1", sleep_mode=True)) as servers:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
         def all_joined():
             return all(slot.joined for slot in servers.slots)
 
@@ -551,7 +495,7 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         assert servers.wake_up()
-        until(lambda: servers.restarts == 2 and all_joined())
+        until(lambda: restarts_of(servers) == 2 and all_joined())
         assert genrm_server.SLEEP not in told(servers)["calls"] and "/wake_up" in told(servers, 1)["calls"]
         assert servers.sleep()
         (stand_in / "die_at_start").touch()  # as without memory for it, which the trainer has meanwhile

@@ -1,5 +1,6 @@
-"""The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process, checkpoints for any number of
-ranks, and ranks that die."""
+"""The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process,
+checkpoints for any number of ranks, and ranks that die.
+"""
 
 import json
 import math
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo_trainer
-import rollout
+from cluster import servers as servers_file
 from cluster import policy_group
 import reward_loop
 from genrm_server import Config
@@ -54,8 +55,19 @@ def folder(tmp_path_factory, model):
 
 
 def settings(folder, **changes):
-    return config_of(**{"model": folder, "out_dir": folder, "device": "cpu", "mini_batch_size": 2, "lr": 1e-3, "kl_coef": 0.1,
-                        "entropy_coef": 0.01, "max_tokens_per_micro_batch": 60} | changes)  # fmt: skip
+    return config_of(
+        **{
+            "model": folder,
+            "out_dir": folder,
+            "device": "cpu",
+            "mini_batch_size": 2,
+            "lr": 1e-3,
+            "kl_coef": 0.1,
+            "entropy_coef": 0.01,
+            "max_tokens_per_micro_batch": 60,
+        }
+        | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,8 @@ def group_of(folder):
 
 
 def uneven_step(model):
-    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to do."""
+    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to
+    do."""
     samples = a_step(model)
     for sample in samples[8:15]:
         sample.advantage = 0.0
@@ -83,8 +96,10 @@ def uneven_step(model):
 
 
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
-    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The second has a reference
-    model and gradient checkpointing, which are split as well; in the third a mini-batch has one sample that matters."""
+    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The
+    second has a reference model and gradient checkpointing, which are split as well; in the third a
+    mini-batch has one sample that matters.
+    """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
     assert first.update(groups_of(step), 1e-3) == alone.update(groups_of(step), 1e-3)
@@ -139,13 +154,17 @@ def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(fold
         group.update(groups_of(samples), 1e-3)
 
 
-def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(folder, model, group_of, tmp_path, monkeypatch):
+def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
+    folder, model, group_of, tmp_path, monkeypatch
+):
     samples = a_step(model)
     samples[-1].advantage = math.inf
     with pytest.raises(RuntimeError, match="not finite"):
         group_of(2).update(groups_of(samples), 1e-3)
     model.save_pretrained(tmp_path)
-    Path(tmp_path, "config.json").write_text(Path(tmp_path, "config.json").read_text().replace('"llama"', '"no_such_family"'))
+    Path(tmp_path, "config.json").write_text(
+        Path(tmp_path, "config.json").read_text().replace('"llama"', '"no_such_family"')
+    )
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
@@ -154,20 +173,34 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(f
 
 
 def kill(group, rank, after):
-    group.actors[rank].__ray_call__.remote(lambda self: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)))
+    group.actors[rank].__ray_call__.remote(
+        lambda self: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL))
+    )
 
 
-def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder, model, tokenizer, monkeypatch, tmp_path, capfd):
-    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the last checkpoint are
-    done again. And Ctrl-C while the ranks write one waits for it."""
+def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
+    folder, model, tokenizer, monkeypatch, tmp_path, capfd
+):
+    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the
+    last checkpoint are done again. And Ctrl-C while the ranks write one waits for it.
+    """
     tokenizer.save_pretrained(folder)
-    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    row = {
+        "data_source": "toy",
+        "prompt": [{"role": "user", "content": "1 + 1"}],
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {},
+    }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
 
     def played(run, samples, step, *_):
         """Instead of servers and rewards: the same samples for any number of ranks."""
         for sample, made in zip(samples, a_step(model, seed=step), strict=True):
-            sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = made.prompt_ids, made.response_ids, made.rollout_logprobs
+            sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = (
+                made.prompt_ids,
+                made.response_ids,
+                made.rollout_logprobs,
+            )
             sample.result = made.result | {"reward_extra_info": {"score": made.reward}}
         return 0.0
 
@@ -189,7 +222,11 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
             signal.raise_signal(signal.SIGINT)
         if path.name == ".step_4.tmp" and self.starts == 3:
             die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            ray.get(self.actors[0].__ray_call__.remote(lambda self, die: setattr(self.model, "save_pretrained", die), die))
+            ray.get(
+                self.actors[0].__ray_call__.remote(
+                    lambda self, die: setattr(self.model, "save_pretrained", die), die
+                )
+            )
         return save(self, path)
 
     class DiesInConstructor(RankedPolicy):
@@ -206,9 +243,23 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
     weights, lines = [], []
     for ranks in (2, 1):
         out = tmp_path / f"of_{ranks}"
-        config = config_of(model=folder, train_file=str(tmp_path / "rows.jsonl"), out_dir=str(out), device="cpu", rollout="vllm" if ranks > 1 else "hf",
-                           policy_ranks=ranks, total_steps=4, save_every=2, lr=1e-3, overlong_buffer=0, max_prompt_length=64,
-                           max_response_length=32, mini_batch_size=2, resume="auto")  # fmt: skip
+        config = config_of(
+            model=folder,
+            train_file=str(tmp_path / "rows.jsonl"),
+            out_dir=str(out),
+            device="cpu",
+            rollout="vllm" if ranks > 1 else "hf",
+            policy_ranks=ranks,
+            total_steps=4,
+            save_every=2,
+            lr=1e-3,
+            overlong_buffer=0,
+            max_prompt_length=64,
+            max_logprob_diff=1e9,
+            max_response_length=32,
+            mini_batch_size=2,
+            resume="auto",
+        )
         if ranks == 2:
             with pytest.raises(KeyboardInterrupt):
                 train(config)
@@ -225,7 +276,9 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
     assert lines[0][-1]["actor/restarts"] == 3
     for several, alone in zip(*lines):
         for key, value in alone.items():
-            assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+            assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(
+                value, rel=1e-3, abs=1e-5
+            ), key
     assert all(torch.allclose(weights[0][name], weight, atol=2e-5) for name, weight in weights[1].items())
 
 
@@ -244,7 +297,7 @@ class Sender:
         if self.lost:
             raise RanksLost("a rank of the policy died")
         gone = set()
-        for number, pack in enumerate(rollout.packs(self.policy.weights(dtype))):
+        for number, pack in enumerate(servers_file.packs(self.policy.weights(dtype))):
             for index, folder in enumerate(folders):
                 try:
                     ray.get(folder.add.remote(number, pack))
@@ -253,15 +306,20 @@ class Sender:
         return gone
 
 
-def test_weights_reach_the_servers_of_every_node_also_after_a_death(folder, model, tokenizer, stand_in, monkeypatch):  # noqa: F811
-    """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may die, and a server that
-    comes back needs the ranks: without them whoever samples is told."""
+def test_weights_reach_the_servers_of_every_node_also_after_a_death(
+    folder, model, tokenizer, stand_in, monkeypatch
+):  # noqa: F811
+    """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may
+    die, and a server that comes back needs the ranks: without them whoever samples is told.
+    """
     ray.shutdown()
     reward_loop.connect_ray()  # one whose actors find the played vLLM
-    monkeypatch.setattr(rollout, "PACK", 50_000)
+    monkeypatch.setattr(servers_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
-    servers = ClusterServers(sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs"))
+    servers = ClusterServers(
+        sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs")
+    )
 
     def served():
         parts = [load_file(path) for path in servers.folder.path.glob("*.safetensors")]
