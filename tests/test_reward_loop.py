@@ -73,7 +73,7 @@ def shared(local_ray):
 
 
 class FakeServer:
-    """A real HTTP server in a thread. handler(request) is an async function; `requests` has the JSON bodies."""
+    """A real HTTP server in a thread. handler(request) is an async function; `requests` has their JSON."""
 
     def __init__(self, handler, port=0):
         self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
@@ -396,7 +396,7 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
 def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
-    """The cluster was started without the key: it comes from the manager's environment, and is nowhere else."""
+    """The cluster was started without the key: it comes from the manager's environment, and is nowhere."""
     monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     manager = start(f"{FAULTS}:{function}")
     found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
@@ -425,7 +425,7 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
 
 
 def test_async_function_that_ends_its_worker(shared):
-    """The worker dies twice with the sample; then it is alone in a grading process. All neighbours are scored."""
+    """The worker dies twice with the sample; then that is alone in a grading process."""
     manager = shared("async_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
@@ -617,6 +617,7 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
         ({"genrm_servers": 2}, "give genrm"),
+        ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
             "genrm_vllm_args: .* cannot be read .No closing quotation",
@@ -818,14 +819,10 @@ def test_concurrency_is_limited_over_all_workers(start, serve, tmp_path):
         await asyncio.sleep(0.05)
         return web.Response(text="ok")
 
-    for option in ("max_concurrency", "max_in_flight"):
-        server = serve(slow)
-        manager = start(
-            write_function(tmp_path, ASK), router_address=(server.address,), num_workers=2, **{option: 3}
-        )
-        results = manager.score_batch([sample("x")] * 30)
-        assert {result["status"] for result in results} == {"ok"} and server.most == 3
-        manager.shutdown()
+    server = serve(slow)
+    options = dict(router_address=(server.address,), num_workers=2, max_in_flight=3)
+    results = start(write_function(tmp_path, ASK), **options).score_batch([sample("x")] * 30)
+    assert {result["status"] for result in results} == {"ok"} and server.most == 3
 
 
 @pytest.mark.slow
@@ -919,7 +916,7 @@ def test_nothing_is_left_running(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
-    """An async function that blocks holds up its worker: that is restarted, and its samples are tried alone."""
+    """An async function that blocks holds up its worker: it is restarted, its samples are tried alone."""
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
