@@ -294,7 +294,7 @@ class RewardLoopManager:
         for name, address in addresses:
             if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
                 raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes "
-                                 "cannot reach; start it with --host 0.0.0.0 and a ROUTER_API_KEY")  # fmt: skip
+                                 "cannot reach; start it with --host 0.0.0.0 and a key")  # fmt: skip
         processes = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
         job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, processes))
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it

@@ -613,7 +613,7 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         ({"num_workers": 0}, "num_workers is 0"),
         ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate is -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
-        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "one of them"),
+        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
         ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
         ({"genrm_servers": 2}, "give genrm"),
@@ -729,7 +729,7 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
 
     async def router(request):
         if request.path == "/workers":
-            await asyncio.sleep(1)
+            await asyncio.sleep(3)
             return web.json_response({"workers": servers})
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
@@ -982,7 +982,7 @@ def test_a_ray_that_was_killed_holds_nobody_up():
         begun = time.monotonic()
         said = run_script(body, RAY_ADDRESS="", RAY_TMPDIR=folder)
         assert f"nobody answers at {address}" in said and "Ray: started a cluster for this run (" in said
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 90  # Ray itself gives up after minutes
     body = f"try:\n    {body}\nexcept RuntimeError as error:\n    print(error)".replace("; ", "\n    ")
     begun = time.monotonic()
     said = run_script(body, RAY_ADDRESS=address)

@@ -95,7 +95,7 @@ def test_command_line_scores_a_file(tmp_path):
         assert ended.returncode == 0, ended.stderr
         assert "scored 20 samples" in ended.stdout
         assert "ok 10, no_verdict 5, timeout 0, error 5" in ended.stdout
-        assert "mean reward: 0.75" in ended.stdout and "accuracy: 1.0000 of 5" in ended.stdout
+        assert "mean reward: 0.75" in ended.stdout and "acc: 1.0000" in ended.stdout
         assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name]
     table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
     assert table.column_names == [*rows[0], "reward_score", "status", "reward_extra_info"]
