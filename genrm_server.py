@@ -4,28 +4,21 @@
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own
 
-Each server has its GPUs (those of CUDA_VISIBLE_DEVICES, dealt out in order) or its share of the CPU cores, and a log.
-One that dies leaves the router, is restarted with back-off and comes back when it is healthy; one that never becomes
-ready MAX_DEATHS times in a row is given up. A router that dies or hangs is restarted at its address. When this process
-ends, however it ends, no process and no port of its servers stays behind (see GUARD in vllm_server.py).
+A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores, and a log. One that dies leaves
+the router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
+before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
 
-The servers ask for a key on every path but /health; the router sends it along. It is the router's own key, where one
-is set (ROUTER_API_KEY), else a random one that only router and manager know.
+The servers ask for a key on every path but /health; the router sends it along. It is the router's own, where that
+has one (ROUTER_API_KEY), else a random one. Environment variables reach the servers (VLLM_CPU_KVCACHE_SPACE, GiB).
 
-Inside a Ray program `RewardModelManager({"genrm": Config(...), "rm": Config(...)})` does the same with each server in
-an actor, placed over the nodes of the cluster, and each model's router beside the driver.
+In a Ray program `RewardModelManager({"genrm": Config(...), "rm": Config(...)})` does the same with each server in an
+actor on any node of the cluster, and each model's router beside the driver.
 
-Sleep and wake (vLLM: on GPU only), for servers that share their GPU with a trainer: --sleep-mode, then sleep() and
-wake_up() of the manager. Environment variables reach the servers, such as VLLM_CPU_KVCACHE_SPACE (GiB per server).
-
-Left out: systems other than Linux, one server over several nodes, scaling up and down, other engines.
-Needs router.py and vllm_server.py.
+Left out: systems other than Linux, one server over several nodes, other engines. Needs router.py, vllm_server.py.
 """
 
-import atexit
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -78,23 +71,19 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        path = Path(self.model).expanduser()
-        if path.exists():
-            if not (path / "config.json").is_file():
-                raise ValueError(f"--model {self.model}: no config.json in it; give a Hugging Face model folder")
-        elif self.model.startswith((".", "/", "~")) or self.model.count("/") != 1:
-            raise ValueError(f"--model {self.model}: no such folder (a name on the Hub is written OWNER/NAME)")
+        path, size = Path(self.model).expanduser(), self.tensor_parallel_size
+        hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, startup_timeout=0.01, ray_cpus=0)
-        for name, lowest in least.items():
-            if not getattr(self, name) >= lowest:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
-        if not 0 <= self.gpu_share <= 1 or self.gpu_share == 0 and not self.sleep_mode:
-            raise ValueError(f"--gpu-share {self.gpu_share}: must be above 0 and at most 1 (0 goes with --sleep-mode)")
-        if 0 < self.gpu_share < 1 and self.tensor_parallel_size > 1:
-            raise ValueError(f"--gpu-share {self.gpu_share}: a server of {self.tensor_parallel_size} GPUs "
-                             "(--tensor-parallel-size) takes them whole; leave it at 1")
-        if self.cpus and not re.fullmatch(r"\d+(,\d+)*", self.cpus):
-            raise ValueError(f"--cpus {self.cpus}: write numbers separated by commas, such as 0,1")
+        problems = [(not getattr(self, name) >= low, name, f"must be at least {low}") for name, low in least.items()]
+        for wrong, name, remedy in problems + [
+                (not path.exists() and not hub, "model", "no such folder (a name on the Hub is written OWNER/NAME)"),
+                (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it; give a model"),
+                (not (self.sleep_mode or self.gpu_share) or not 0 <= self.gpu_share <= 1, "gpu_share",
+                 "must be above 0 and at most 1 (0 goes with --sleep-mode)"),
+                (0 < self.gpu_share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
+                (not (self.cpus or "0").replace(",", "").isdigit(), "cpus", "write numbers such as 0,1")]:
+            if wrong:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
@@ -122,10 +111,10 @@ SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vL
 
 @dataclass(eq=False)
 class Slot:
-    """One server and what its thread knows about it."""
+    """One server, or the router, and what its thread knows about it."""
 
-    server: object  # VllmServer, or the handle of an actor of it
-    number: int
+    name: str
+    server: object  # VllmServer or Router, or the handle of an actor
     log: Path
     url: str = ""
     joined: int = 0  # the start of the router that it has joined; 0: not in the router
@@ -134,14 +123,30 @@ class Slot:
     given_up: bool = False
 
 
+class Router(Process):
+    """router.py as a process of its own, at an address of its own."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.log_dir / "router.log")
+        self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
+        port = str(self.reserved.getsockname()[1])
+        self.address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        self.command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--allow-empty",
+                        "--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
+        self.env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
+
+    def start(self) -> str:
+        self.launch(self.command, self.env)
+        return f"http://{self.address}"
+
+
 class ModelServers:
     """One model: its servers and their router, started by the constructor, which returns when all are ready.
 
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError
-    with the name of the log and its last lines when a server fails to start. `router_address` is "host:port", the
-    servers are in `slots` (after a restart, one has the weights of --model).
-    `before_starting(slot)` is called before a server is started, `before_joining(slot)` when it is healthy and not
-    yet asked anything; it stays out while that is false.
+    with a log's name and last lines when a server fails to start. `router_address` is "host:port", the servers are
+    in `slots`. `before_starting(slot)` is called before a server starts (it has the weights of --model then),
+    `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
 
     The router and each server have a thread of their own and do not wait for one another. A server that joins holds
     the `lock`, and so does who calls all of them (ask_all): none joins in the middle of that.
@@ -152,24 +157,23 @@ class ModelServers:
         self.before_starting, self.before_joining = before_starting, before_joining
         self.config = config = complete(config)
         self.label = f"[{name}] " if name else ""
-        self.slots = [Slot(server, number, config.log_dir / f"server_{number}.log")
-                      for number, server in enumerate(servers or local_servers(config))]
-        self.router_process, self.router_starts = Process(config.log_dir / "router.log"), 0
+        self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
+                      for i, server in enumerate(servers or local_servers(config))]
         self.failure, self.asleep = "", False  # why the start failed
         self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
-            self.reserved = reserve(config.host, config.port)  # should the router die, it comes back there
+            process = Router(config)
         except OSError as error:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there "
                           f"({error.strerror or error}); choose another one") from None
-        config.port = self.reserved.getsockname()[1]
-        self.router_address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+        self.router = Slot("router", process, process.log)
+        self.router_address = process.address
         if warning := router.warn_if_open(config.host, config.api_key):
             self.say(warning)
         if config.sleep_mode and config.device == "cpu":
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
-        self.threads = [threading.Thread(target=self.keep_router, daemon=True)]
-        self.threads += [threading.Thread(target=self.keep_server, args=(slot,), daemon=True) for slot in self.slots]
+        self.threads = [threading.Thread(target=self.keep, args=(slot,), daemon=True)
+                        for slot in (self.router, *self.slots)]
         for thread in self.threads:
             thread.start()
         if wait:
@@ -197,79 +201,57 @@ class ModelServers:
     def call_router(self, method: str, path: str, body: dict | None = None) -> tuple[int, str]:
         return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, HEALTH_TIMEOUT)
 
-    def keep_router(self) -> None:
-        """The router's thread: starts it, and again when it dies or hangs. Servers join the new one by themselves."""
-        config, process = self.config, self.router_process
-        command = [sys.executable, router.__file__, "--host", config.host, "--port", str(config.port), "--allow-empty",
-                   "--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
-        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
-        answered = 0.0  # when it last did, or was started
-        while not self.stopping.wait(WATCH_EVERY if self.router_starts else 0):
-            alive, now = process.alive(), time.monotonic()
-            if alive and self.call_router("GET", "/health")[0]:
-                answered = now
-            elif not alive or now - answered > ROUTER_HANG_SECONDS:
-                if self.router_starts:
-                    end = process.last_lines().splitlines()[-1].removeprefix("error: ")
-                    what = f"the router {'hangs' if alive else f'died ({end})'}"
-                    if not self.all_ready.is_set():
-                        self.failure = f"{what} while starting (log: {process.log})"
-                    self.say(f"{what}; restarting it (log: {process.log})")
-                    self.stopping.wait(RESTART_DELAY)
-                try:
-                    process.launch(command, env)
-                except OSError as error:  # such as a full disk, which may have room again in an hour
-                    self.say(f"the router cannot be started: {error}")
-                self.router_starts, answered = self.router_starts + 1, time.monotonic()
-        process.stop(patience=10)
-
-    def keep_server(self, slot: Slot) -> None:
-        """A server's thread: runs it, and again when it has died. One that never gets ready is given up."""
+    def keep(self, slot: Slot) -> None:
+        """A thread: runs a server or the router, and again when it has died. A server never ready is given up."""
         tries = deaths = 0  # in a row; while the others sleep the trainer may have the memory that a start needs
         while not self.stopping.is_set():
             died = False
             try:
-                what = self.run_server(slot)
+                what = self.run(slot)
                 end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
-                died = not self.asleep
+                died = not self.asleep and slot is not self.router
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
                 what, end = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}"
             if self.stopping.is_set():
                 break
             if not self.all_ready.is_set():
-                self.failure = f"server {slot.number} {what} while starting; {end}"
+                self.failure = f"{slot.name} {what} while starting; {end}"
                 break
             tries, deaths = (0, 0) if slot.ready else (tries + 1, deaths + died)
             if deaths >= MAX_DEATHS:
                 slot.given_up = True
-                self.say(f"GIVING UP on server {slot.number}: it {what}, the {deaths}th time in a row; {end}")
+                self.say(f"GIVING UP on {slot.name}: it {what}, the {deaths}th time in a row; {end}")
                 break
             delay = min(60.0, RESTART_DELAY * 2**tries)
-            self.say(f"server {slot.number} {what}; restarting in {delay:g} s (log: {slot.log})")
+            self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
             slot.restarts += 1
         with contextlib.suppress(Exception):  # an actor that is gone
             self.call(slot, "stop")
 
-    def run_server(self, slot: Slot) -> str:
-        """Starts a server, has it join the router when it is healthy; returns when it is dead or hangs: in which way."""
-        slot.ready = False
-        self.before_starting(slot)
+    def run(self, slot: Slot) -> str:
+        """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
+        slot.ready, is_router = False, slot is self.router
+        if not is_router:
+            self.before_starting(slot)
         slot.url = self.call(slot, "start")
         started = seen = time.monotonic()
         try:
             while not self.stopping.wait(WATCH_EVERY):
-                if http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200:
+                status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                if status == 200 or status and is_router:
                     seen = time.monotonic()
-                    if slot.joined != self.router_starts and self.join(slot) and not slot.ready:
+                    if is_router:
                         slot.ready = True
-                        self.say(f"server {slot.number} ready at {slot.url} after {seen - started:.0f} s (log: {slot.log})")
+                    elif slot.joined != self.router.restarts + 1 and self.join(slot) and not slot.ready:
+                        slot.ready = True
+                        self.say(f"{slot.name} ready at {slot.url} after {seen - started:.0f} s (log: {slot.log})")
                 elif not self.call(slot, "alive"):
                     return "died"
                 elif not slot.ready and time.monotonic() - started > self.config.startup_timeout:
                     return f"was not ready after {self.config.startup_timeout:g} s (--startup-timeout)"
-                elif slot.ready and time.monotonic() - seen > HANG_SECONDS:
-                    return f"did not answer /health for {HANG_SECONDS:g} s"
+                elif slot.ready and time.monotonic() - seen > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
+                    return f"hangs: no answer of /health for {time.monotonic() - seen:.0f} s"
                 if all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
@@ -283,7 +265,7 @@ class ModelServers:
                 self.ask(slot, SLEEP)
             if not slot.joined and not self.before_joining(slot):
                 return False
-            start = self.router_starts
+            start = self.router.restarts + 1
             if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
                 slot.joined = start
             return slot.joined == start
@@ -294,24 +276,20 @@ class ModelServers:
             self.call_router("DELETE", f"/workers?url={slot.url}")
 
     def call(self, slot: Slot, method: str, *args):
-        """A method of the server, here or in its actor. An actor may take minutes: no node has room, or it is set up."""
-        if isinstance(slot.server, VllmServer):
-            return getattr(slot.server, method)(*args)
+        """A method of the server, here or in its actor; it waits until Ray has found a place for that."""
+        call = getattr(slot.server, method)
+        if isinstance(slot.server, Process):
+            return call(*args)
         import ray
-        if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
+        if not ray.is_initialized():  # or a new Ray would start; the old one took its actors along
             raise RuntimeError("Ray was shut down")
-        answer = getattr(slot.server, method).remote(*args)
-        while not ray.wait([answer], timeout=20)[0]:
-            if self.stopping.is_set():
-                raise RuntimeError("stopped while Ray set up its actor")
-            self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
-        return ray.get(answer)
+        return ray.get(call.remote(*args))
 
     def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
         """A control call to one server. RuntimeError where it does not say 200."""
         status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
         if status != 200:
-            raise RuntimeError(f"{self.label}server {slot.number}: POST {path} failed ({status}): {text[:300]}")
+            raise RuntimeError(f"{self.label}{slot.name}: POST {path} failed ({status}): {text[:300]}")
 
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
@@ -352,7 +330,7 @@ class ModelServers:
         self.stopping.set()
         for thread in self.threads:
             thread.join(20)
-        self.reserved.close()
+        self.router.server.reserved.close()
 
 
 def complete(config: Config) -> Config:
@@ -456,32 +434,25 @@ def end_servers(actors: list, group) -> None:
 class RewardModelManager:
     """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
 
-    Blocks until all are ready; initialises Ray if that has not been done. In a cluster of several nodes the routers, and
-    the servers on other nodes, listen on their node's address instead of 127.0.0.1: they have to reach each other.
-
-    `router_addresses` maps each name to "host:port"; `router_address` is that of the first. Raises what ModelServers
-    raises, and RuntimeError when the cluster has no room for the servers.
+    Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes, listen on
+    their node's address instead of 127.0.0.1: they have to reach each other. `router_addresses` maps each name to
+    "host:port"; `router_address` is that of the first. Raises what ModelServers raises, and RuntimeError when the
+    cluster has no room for the servers.
     """
 
     def __init__(self, models: dict[str, Config]):
         import ray
-        if not models:
-            raise ValueError("models: name at least one reward model")
         self.models: dict[str, ModelServers] = {}
-        self.actors, self.group = [], None
-        atexit.register(self.shutdown)
+        self.actors, self.group, configs = [], None, []
+        several = sum(node["Alive"] for node in ray.nodes()) > 1
+        for name, config in models.items():
+            if config.device == "auto" and ray.cluster_resources().get("GPU"):
+                config = replace(config, device="cuda")
+            if several and config.host in ("127.0.0.1", "0.0.0.0"):
+                config = replace(config, host=ray.util.get_node_ip_address())
+            config = complete(config)
+            configs.append(replace(config, log_dir=config.log_dir / name))
         try:
-            if not ray.is_initialized():
-                cluster = ray.init(include_dashboard=False, logging_level="warning").address_info["gcs_address"]
-                print(f"Ray: the cluster at {cluster}; RAY_ADDRESS=local starts one of your own", flush=True)
-            on_gpu = ray.cluster_resources().get("GPU")
-            unreachable = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
-            configs = []
-            for name, config in models.items():
-                device = "cuda" if config.device == "auto" and on_gpu else config.device
-                host = ray.util.get_node_ip_address() if config.host in unreachable else config.host
-                config = complete(replace(config, device=device, host=host))
-                configs.append(replace(config, log_dir=config.log_dir / name))
             self.actors, self.group = place_servers(configs)
             actors = iter(self.actors)
             for name, config in zip(models, configs):  # all start at the same time
@@ -495,23 +466,22 @@ class RewardModelManager:
         self.router_addresses = {name: servers.router_address for name, servers in self.models.items()}
         self.router_address = next(iter(self.router_addresses.values()))
 
-    def sleep(self) -> bool:
+    def sleep(self, asleep: bool = True) -> bool:
         """Frees the GPU memory of all models. False where some cannot."""
-        return all([servers.sleep() for servers in self.models.values()])
+        return all([servers.sleep(asleep) for servers in self.models.values()])
 
     def wake_up(self) -> bool:
         """The opposite of sleep()."""
-        return all([servers.wake_up() for servers in self.models.values()])
+        return self.sleep(False)
 
     def shutdown(self) -> None:
-        """Ends everything. Idempotent; also runs at the end of the program."""
+        """Ends everything. May be called twice."""
         for servers in self.models.values():
             servers.stopping.set()
-        end_servers(self.actors, self.group)  # no thread waits any more for one that is on no node
+        end_servers(self.actors, self.group)
         for servers in self.models.values():
             servers.shutdown()
         self.actors, self.group = [], None
-        atexit.unregister(self.shutdown)
 
 
 def main() -> None:

@@ -7,23 +7,23 @@ You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md
         manager = start_rewards(options, stack)
         future = manager.submit(sample)           # as each rollout ends, from any thread; never waits
         result = await manager.score_one(sample)  # the same for an event loop
-        results = manager.score_batch(samples)    # colocate: the reward models wake up, score, and sleep again
+        results = manager.score_batch(samples)    # colocate: the reward models wake up before, and sleep after it
 
 (`score_file.py` does it for a file.) A result is {"reward_score": float | None, "reward_extra_info": dict,
 "status": "ok" | "no_verdict" | "timeout" | "error", "seconds": float}. A failure is a status, never a number:
-whatever the function does (raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and no
-other sample is touched.
+whatever the function does (raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and
+no other sample is touched.
 
-RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its workers
-(reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a standing `collect`
-call brings what has been scored since the last one. Ray restarts a worker that has died; the manager ends one that
-hangs, and knows one rule for all that goes wrong: what fails in company is tried again, in the end alone, and what
-fails alone is its own fault.
+RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
+workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
+standing `collect` call brings what has been scored since the last one. Ray restarts a worker that has died; the
+manager ends one that hangs, and knows one rule for all that goes wrong: what fails in company is tried again, in
+the end alone, and what fails alone is its own fault.
 
-Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a container
-(a grading process has the rights of the user who started it). The function's file and this folder must be readable
-under the same path on every node (a shared file system, or Ray's `runtime_env` working directory). Needs
-reward_worker.py, for models of its own genrm_server.py, and for overlong shaping algorithm.py.
+Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
+container (a grading process has the rights of the user who started it). The function's file and this folder must
+be readable under the same path on every node (a shared file system, or Ray's `runtime_env` working directory).
+Needs reward_worker.py, for models of its own genrm_server.py, for overlong shaping algorithm.py.
 """
 
 import asyncio
@@ -43,11 +43,12 @@ import pickle
 import random
 import re
 import shlex
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
@@ -58,7 +59,7 @@ STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
 GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
-RAY_WENT = "Ray was shut down while the reward loop was in use: start another one"
+FURTHER_COLUMNS = ("prompt", "response_length", "step")  # of a row: a function gets those that it names
 
 # Or a call after ray.shutdown() quietly starts another cluster.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -69,29 +70,27 @@ log = logging.getLogger("reward_loop")
 class Overlong:
     """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line.
 
-    `penalty(length)` is what a response of `length` tokens loses (<= 0). ValueError for a buffer that makes no sense.
+    `penalty(length)` is what a response of `length` tokens loses (<= 0). ValueError for a senseless buffer.
     """
 
     def __init__(self, max_length: int, buffer: int, factor: float = 1.0):
-        from algorithm import overlong_penalty  # with torch: only where it is needed
+        from algorithm import overlong_penalty as penalty  # with torch: only where it is needed
 
-        self.penalty = functools.partial(overlong_penalty, max_length=max_length, buffer=buffer, factor=factor)
+        self.penalty = functools.partial(penalty, max_length=max_length, buffer=buffer, factor=factor)
         self.penalty(0)
 
 
 # ---- What the user sets
 
-Task = Literal["generate", "classify"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
-    """How samples are scored: the flags of every command line that scores (its configuration inherits from this)."""
+    """How samples are scored: flags of every command line that scores (its configuration inherits from this)."""
 
     # Reward function as FILE:NAME; default: the rule, or a discriminative model's score.
     reward_fn: str | None = None
-    reward_kwargs: str = "{}"  # JSON object of further keyword arguments for every call, such as '{"penalty": 0.5}'.
-    # Reward model that runs already, as host:port; several: NAME=host:port each, the first being the main one.
+    reward_kwargs: str = "{}"  # JSON object of further keyword arguments for every call, as '{"penalty": 0.5}'.
+    # Reward model that runs already, as host:port; several: NAME=host:port each, the main one first.
     router_address: tuple[str, ...] = ()
     # Reward model to start and stop with this run, as PATH or hub name; several: NAME=PATH each, the main one first.
     genrm: tuple[str, ...] = ()
@@ -101,9 +100,9 @@ class RewardOptions:
     genrm_cpus: str = ""  # On CPU: cores for the servers of --genrm, such as 0,1; default: all, shared out evenly.
     # Arguments for the servers of --genrm, in quotes and with a =: --genrm-vllm-args="--max-num-seqs 64".
     genrm_vllm_args: str = ""
-    # Kind of the reward model: a judge that writes, or a discriminative one (one number); several: one each, or one.
-    reward_model_task: tuple[Task, ...] = ("generate",)
-    # Path of the tokenizer for functions that take one; default: that of --genrm.
+    # A judge that writes, or a discriminative model (one number); for several models one each, or one.
+    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
+    # Path of the tokenizer for functions that need one; default: that of --genrm.
     reward_model_tokenizer: str | None = None
     # Ray workers that call the function, spread over the nodes of the cluster.
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
@@ -122,7 +121,7 @@ class RewardOptions:
     max_no_verdict_rate: float = 0.2
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
-        """Refuses what cannot work before anything starts: ValueError naming the field, the value and the remedy.
+        """Refuses what cannot work before anything starts: ValueError naming the field, the value, the remedy.
 
         started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
         """
@@ -133,9 +132,9 @@ class RewardOptions:
         models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one of them")
-        for name, address in addresses.items():
+        for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
-                raise ValueError(f"router_address is {address!r} for {name}: it must be host:port or NAME=host:port")
+                raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
         for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
             if not models and (value := getattr(self, f"genrm_{name}")) not in (1, ""):
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
@@ -159,7 +158,7 @@ class RewardOptions:
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; without a name: "genrm", and "genrm1" ... behind others."""
+    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; without a name "genrm", and "genrm1" ... behind others."""
     found = {}
     for number, value in enumerate(values):
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups()
@@ -179,51 +178,53 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """How samples will be scored, with these reward models. Loads the function to see that it fits, or ValueError."""
+    """How samples will be scored, with these reward models. Loads the function; ValueError where it does not fit."""
     try:
         kwargs = dict(json.loads(options.reward_kwargs).items())
     except (ValueError, AttributeError):
         raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: not JSON, or not a JSON object") from None
-    default, tokenizer = f"{HERE}/compute_score.py:compute_score", options.reward_model_tokenizer
-    if addresses and options.reward_fn is None:
+    spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
+    tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
+    if addresses and not options.reward_fn:
+        spec += "_discriminative"
         if options.reward_model_task[0] != "classify":
             raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
-        if not tokenizer and not options.genrm:
-            raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path) for its chat template")
-        default = f"{HERE}/reward_worker.py:score_with_classifier"
-    file, _, name = (options.reward_fn or default).rpartition(":")
+        if not tokenizer:
+            raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
+    file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not file.endswith(".py") or not name:
-        raise ValueError(f"reward_fn is {options.reward_fn!r}: it must be FILE:NAME, as compute_score.py:compute_score")
-    if not path.is_file():
-        raise ValueError(f"reward_fn is {options.reward_fn!r}: there is no file {path}")
-    spec, import_path = f"{path}:{name}", sys.path.copy()
+    if not (name and path.suffix == ".py" and path.is_file()):
+        raise ValueError(f"reward_fn is {spec!r}: it must be FILE:NAME, as compute_score.py:compute_score, and "
+                         f"there is no file {path}" + " with Python" * path.exists())  # fmt: skip
+    import_path = sys.path.copy()
     try:
-        function = load_function(spec)
+        function = load_function(f"{path}:{name}")
     finally:
         sys.path[:] = import_path  # the driver has modules of its own to import
-    signature, common = inspect.signature(function), {}
-    parameters = signature.parameters
-    if addresses:
-        common = {"reward_router_address": next(iter(addresses.values())), "reward_router_addresses": addresses}
-        common["reward_model_tokenizer"] = None
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # a plain rule runs beside a reward model
-        common = {key: value for key, value in common.items() if key in parameters}
-    common |= kwargs
-    columns = {key: parameters[key].default is inspect.Parameter.empty
-               for key in ("prompt", "response_length", "step") if key in parameters and key not in common}  # fmt: skip
+    signature = inspect.signature(function)
+    takes = signature.parameters
+    models = {"reward_router_address": next(iter(addresses.values()), None), "reward_router_addresses": addresses,
+              "reward_model_tokenizer": None} if addresses else {}  # fmt: skip
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
+        models = {key: value for key, value in models.items() if key in takes}
+    columns = {key: takes[key].default is inspect.Parameter.empty for key in FURTHER_COLUMNS if key in takes}
+    sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
-        sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
-        signature.bind(**sample, **common)
+        signature.bind(**sample, **models | kwargs)
     except TypeError as error:
-        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one"
+        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one; for functions "
+        remedy += "of other frameworks see docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
-    if "reward_model_tokenizer" not in common:
+    for key in kwargs.keys() & takes:
+        kind = takes[key].annotation
+        if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
+            raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
+    wanted = takes.get("reward_model_tokenizer")
+    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
-    elif options.genrm and options.reward_model_task[0] == "classify":
-        tokenizer = tokenizer or next(iter(named("genrm", options.genrm).values()))
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-    return Job(spec, common, columns, tokenizer, is_async, options.timeout, options.sync_processes)
+    return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, options.timeout)
 
 
 # ---- The manager
@@ -253,25 +254,20 @@ class Slot:
 class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
-    Raises ValueError (a missing function, an option that makes no sense) before anything is scored. `start_rewards`
-    makes one from options alone; here the models of options.genrm are handed over as
-    reward_models: a genrm_server.RewardModelManager; gives the addresses; score_batch wakes it and puts it to sleep.
+    Raises ValueError (a missing function, an option that makes no sense) before anything is scored, RuntimeError
+    where a worker cannot start. `start_rewards` makes one from options alone; here come the models of options.genrm:
+    reward_models: a genrm_server.RewardModelManager: the addresses; score_batch wakes it and puts it to sleep.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
-        import ray
-
-        job = options.check_rewards(reward_models and reward_models.router_addresses)
-        connect_ray()
-        running = reward_models.router_addresses if reward_models else named("router_address", options.router_address)
-        check_reachable(running)
-        self._ray, self._main_router = ray, next(iter(running.values()), None)
+        running = reward_models.router_addresses if reward_models else {}
+        self.job = options.check_rewards(running)
         self.options, self.reward_models, self.overlong = options, reward_models, overlong
-        self.max_in_flight = options.max_in_flight or 2048
-        processes = options.sync_processes or int(ray.cluster_resources().get("CPU", 1)) // options.num_workers
-        self.job = dataclasses.replace(job, sync_processes=max(1, processes))
-        self._slots = self._start_workers()
+        addresses = running or named("router_address", options.router_address)
+        self._main_router = next(iter(addresses.values()), None)
+        self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
+        self._slots = self._start_workers(addresses.items())
 
         self._queue = collections.deque()  # filled from any thread
         self._open = set()  # the futures without a result; from any thread
@@ -285,18 +281,28 @@ class RewardLoopManager:
         self._thread.start()
         atexit.register(self.shutdown)
 
-    def _start_workers(self) -> list[Slot]:
-        """Returns when they have loaded the function. RuntimeError where one cannot."""
-        ray = self._ray
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python then needs no import path to it
+    def _start_workers(self, addresses) -> list[Slot]:
+        """Returns when they have loaded the function."""
+        connect_ray()
+        import ray
+
+        self._ray = ray
+        machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        for name, address in addresses:
+            if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
+                raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes cannot reach: "
+                                 "start it with --host 0.0.0.0 (and a ROUTER_API_KEY) and give this machine's address")
+        processes = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
+        job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, processes))
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python needs no import path to it
         placed = dict(num_cpus=0.01, max_restarts=-1, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
         actor = ray.remote(**placed)(reward_worker.RewardLoopWorker)
         # The key goes as an argument: a cluster that was started in another shell does not have it.
         key = os.environ.get("ROUTER_API_KEY", "").strip()
-        workers = [actor.remote(self.job, key) for _ in range(self.options.num_workers)]
+        workers = [actor.remote(job, key) for _ in range(self.options.num_workers)]
         calls = [worker.begin.options(max_task_retries=-1).remote() for worker in workers]
         try:
-            return [Slot(*one) for one in zip(workers, ray.get(calls, timeout=START_S + WEDGED_S))]
+            return list(map(Slot, workers, ray.get(calls, timeout=START_S + WEDGED_S)))
         except ray.exceptions.GetTimeoutError:
             raise RuntimeError(f"the reward workers were not ready within {START_S + WEDGED_S:g} s") from None
         except ray.exceptions.RayActorError as error:
@@ -305,15 +311,13 @@ class RewardLoopManager:
     # ---- for callers, in their own threads
 
     def submit(self, sample: dict) -> concurrent.futures.Future:
-        """Takes one row of the schema plus `response` [and `response_length` in tokens, `step`] -> its result's future."""
+        """Takes one row of the schema plus `response` [and `response_length`, `step`] -> its result's future."""
         try:
-            extra_info = sample.get("extra_info") or {}
-            if "step" in sample:
-                extra_info = extra_info | {"step": sample["step"]}
-            arguments = dict(data_source=sample["data_source"], solution_str=sample["response"], extra_info=extra_info,
-                             ground_truth=sample["reward_model"]["ground_truth"])  # fmt: skip
-            columns = self.job.columns.items()
-            arguments |= {name: sample[name] for name, needed in columns if needed or name in sample}
+            arguments = {name: sample[name] for name, needed in self.job.columns.items() if needed or name in sample}
+            step = {"step": sample["step"]} if "step" in sample else {}
+            arguments |= dict(data_source=sample["data_source"], solution_str=sample["response"],
+                              ground_truth=sample["reward_model"]["ground_truth"],
+                              extra_info=(sample.get("extra_info") or {}) | step)  # fmt: skip
             penalty = self.overlong.penalty(sample["response_length"]) if self.overlong else 0.0
         except KeyError as error:
             raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
@@ -371,23 +375,23 @@ class RewardLoopManager:
     # ---- in the loop's thread
 
     async def _run(self) -> None:
-        """Runs until `shutdown`, or until something fails: then nobody shall wait for what will never come."""
+        """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for slot in self._slots:
-                    self._tasks.create_task(self._serve(slot))
+                work = [self._deal_out(), *map(self._serve, self._slots)]
                 if self._main_router and not self.options.max_in_flight:
-                    self._tasks.create_task(self._follow_servers())
-                self._tasks.create_task(self._deal_out())
+                    work.append(self._follow_servers())
+                for each in work:
+                    self._tasks.create_task(each)
                 while not self._ending.is_set():
                     if not self._ray.is_initialized():  # no answer of an actor comes then
-                        raise RuntimeError(RAY_WENT)
+                        raise RuntimeError("Ray was shut down while the reward loop was in use: start another one")
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._ending.wait(), 1)
                 raise RuntimeError("the reward loop was shut down")
         except ExceptionGroup as errors:
             error = errors.exceptions[0]
-            self._closed = str(error) if isinstance(error, RuntimeError) else f"the reward loop failed: {describe(error)}"
+            self._closed = str(error) if type(error) is RuntimeError else f"the reward loop failed: {describe(error)}"
         for future in list(self._open):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
@@ -435,10 +439,9 @@ class RewardLoopManager:
             call = slot.worker.collect.options(concurrency_group="collect").remote(arrived)
             try:
                 patience = WEDGED_S + (self.job.timeout if slot.ready else START_S)
-                life, results, complaint, losses = await asyncio.wait_for(call, patience)
+                life, results, place, stuck = await asyncio.wait_for(call, patience)
             except TimeoutError:
-                life, results, losses = "", {}, ALONE_AFTER
-                complaint = "a reward worker is wedged; it is restarted"
+                life, results, place, stuck = "", {}, "an unknown place, with all threads", True
             except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call
                 slot.ready = False
                 await asyncio.sleep(0.1)
@@ -449,36 +452,34 @@ class RewardLoopManager:
             for number in arrived:
                 if ticket := slot.pending.pop(number, None):  # else the hand-over was thought lost
                     self._finish(ticket, *results[number])
-            self._say(complaint)
-            if losses:
+            if place:
+                self._say(f"an async function blocks the event loop of its worker at {place}, where nothing else is "
+                          "scored meanwhile: `await` what waits, or write `def` instead of `async def`")  # fmt: skip
+            if stuck:
                 self._ray.kill(slot.worker, no_restart=False)
-                self._lose(slot, list(slot.pending), losses)
-            elif slot.life != life:
-                self._say("a reward worker died; Ray has restarted it")
-                self._lose(slot, list(slot.pending))
-            slot.life, slot.ready = life, not losses
+            if stuck or slot.life != life:
+                self._lose(slot, list(slot.pending), ALONE_AFTER if stuck else 1)
+            slot.life, slot.ready = life, not stuck
             self._wake.set()
 
     def _lose(self, slot: Slot, numbers: list[int], losses: int = 1) -> None:
-        """No result will come for these: they are tried again."""
+        """No result will come for these."""
         for number in reversed(numbers):
             if ticket := slot.pending.pop(number, None):
-                self._try_again(ticket, losses, GIVE_UP_AFTER, f"{GIVE_UP_AFTER} reward workers died with this sample")
-        self._wake.set()
+                self._try_again(ticket, losses, GIVE_UP_AFTER, "the reward worker died with this sample")
 
     def _try_again(self, ticket: Ticket, losses: int, limit: int, complaint: str) -> None:
         ticket.lost += losses
         if ticket.lost > limit:
-            self._finish(ticket, failure("error", complaint), 0.0)
-        else:
-            self._queue.appendleft(ticket)
-            self._wake.set()
+            return self._finish(ticket, failure("error", f"{complaint}, {ticket.lost} times"), 0.0)
+        self._queue.appendleft(ticket)
+        self._wake.set()
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
         # A NaN in extra info: null.
         score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)
-        if status == "lost":  # its grading process died: alone
-            return self._try_again(ticket, 1, ALONE_AFTER, f"{extra['error']}, {ticket.lost + 1} times")
+        if status == "lost":  # with its grading process, where it was alone
+            return self._try_again(ticket, 1, ALONE_AFTER, extra["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
             pause = max(retry_after, min(2**ticket.tries, 10) * random.uniform(0.75, 1.25))
             ticket.tries += 1
@@ -490,8 +491,8 @@ class RewardLoopManager:
         if self.overlong:
             extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
         reward = None if score is None else score + ticket.penalty
+        values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
-            values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
             ticket.future.set_result(values)
 
     def _say(self, text: str) -> None:
@@ -520,19 +521,6 @@ def start_error(error: Exception) -> RuntimeError:
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
 
-def check_reachable(addresses: dict[str, str]) -> None:
-    """ValueError where a reward model's address means another machine on other nodes than here."""
-    import ray
-
-    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    for name, address in addresses.items():
-        if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
-            raise ValueError(
-                f"the reward model {name} is at {address}, which workers on other nodes cannot reach: start it with "
-                "--host 0.0.0.0 (and a ROUTER_API_KEY) and give this machine's own address"
-            )
-
-
 def with_equal_keys(results: list[dict]) -> list[dict]:
     """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
     empty = {key: None for result in results for key in result["reward_extra_info"]}
@@ -553,7 +541,7 @@ def no_verdict_rate(results: list[dict]) -> float:
 
 
 def connect_ray() -> bool:
-    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, else starts one; True: it was started now.
+    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, else starts one -> started one?
 
     Says which in one line. RuntimeError where it cannot be joined.
     """
@@ -562,18 +550,29 @@ def connect_ray() -> bool:
     if ray.is_initialized():
         return False
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS") or "auto"
+    file, given = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster"), os.environ.get("RAY_ADDRESS")
+    address = given or "auto"
+    if address == "auto" and file.exists():
+        address = file.read_text().strip()  # of a Ray that may have been killed
     try:
+        if re.fullmatch(r"[\w.-]+:\d+", address):
+            try:  # Ray itself would try for minutes
+                socket.create_connection(address.split(":"), timeout=5 if given else 2).close()
+            except OSError as error:
+                if given:
+                    raise
+                print(f"Ray: nobody answers at {address}, of which {file} tells ({error})", flush=True)
+                address = "local"
         if address != "local":
             with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
                 ray.init(address, **quiet)
         if started := not ray.is_initialized():
             ray.init("local", **quiet)
     except Exception as error:  # another version of Ray or Python, another key: of many types, some a page of text
-        text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300}); "
-        raise RuntimeError(" ".join(text.split()) + " RAY_ADDRESS=local starts one of your own") from error
-    have = ray.cluster_resources()
-    where = "started a cluster for this run" if started else f"joined the cluster at {ray.get_runtime_context().gcs_address}"
+        text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
+        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
+    have, where = ray.cluster_resources(), "started a cluster for this run"
+    where = where if started else f"joined the cluster at {ray.get_runtime_context().gcs_address}"
     print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)"
           + "; RAY_ADDRESS=local starts one of your own" * (not started), flush=True)  # fmt: skip
     return started

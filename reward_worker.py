@@ -1,17 +1,17 @@
-"""What runs on the workers of the Reward Loop: the call of the user's function, in an event loop or in grading processes.
+"""What runs on the workers of the Reward Loop: the user's function, in an event loop or in grading processes.
 
-    RewardLoopWorker            a Ray actor: async functions run in its event loop, sync ones in its grading processes
+    RewardLoopWorker  a Ray actor: async functions run in its event loop, sync ones in its grading processes
     grading process   a child that has loaded the function; one sample at a time, killed when overdue
 
 A sample of a sync function passes three processes, one of an async function turns round in the worker:
 
     driver                       worker (Ray actor)                    grading process
-    RewardLoopManager -submit->  queue of Graders  --- pipe: sample -->  your function
+    RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
 Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no other
-sample is touched. Used by reward_loop.py, which deals the samples out; it needs no other file of ours. It is
-sent to the workers by value and loaded by grading processes, which must stay small: its imports are Python's own.
+sample is touched. Used by reward_loop.py, which deals the samples out; it needs no other file of ours. It is sent
+to the workers by value and loaded by grading processes, which must stay small: its imports are Python's own.
 """
 
 import asyncio
@@ -88,8 +88,8 @@ def load_function(spec: str):
 class Scorer:
     """The function of a run with all that is the same for every sample: a pickled sample in, a JSON result out.
 
-    A result is [score or None, extra info, status, retry delay or None]; it travels as JSON because an object of
-    the user's could break the message that carries others' results, too. The constructor raises ValueError.
+    A result is [score or None, extra info, status, retry delay or None]. It is JSON because an object of the user's
+    could break the message that carries others' results, too. The constructor raises ValueError.
     """
 
     def __init__(self, job: Job):
@@ -98,12 +98,12 @@ class Scorer:
             from transformers import AutoTokenizer
 
             common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-            # Transformers 5 returns a dict where 4 returned token ids; functions written for verl expect the ids.
+            # Transformers 5 returns a dict where 4 returned token ids, which functions written for verl expect.
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
         self.function = functools.partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
-        """One sample by an async function. Never raises; SystemExit neither: sys.exit() must not end the worker."""
+        """One sample by an async function. Never raises; SystemExit neither: it must not end the worker."""
         try:
             return outcome(await self.function(**pickle.loads(payload)))  # pickled by our own manager
         except BaseException as error:
@@ -111,11 +111,15 @@ class Scorer:
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
         """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
+        pid = os.getpid()
         try:
             value = self.function(**pickle.loads(payload))
             return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
+        finally:
+            if os.getpid() != pid:  # the function has forked, and its child came back, too: it would answer for us
+                os._exit(0)
 
 
 def failure(status: str, message: str, retry: float | None = None) -> bytes:
@@ -149,13 +153,12 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def retry_delay(error: BaseException) -> float | None:
-    """0 or the server's Retry-After in seconds where a second try makes sense (broken connection, HTTP 429, 5xx), or None.
+    """Seconds (0, or the server's Retry-After) where a second try makes sense: broken connection, HTTP 429, 5xx.
 
     Knows the errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by their shape.
     """
     response = getattr(error, "response", None)
-    asked = ((error, "status"), (error, "status_code"), (response, "status_code"))
-    status = next(filter(None, (getattr(thing, name, None) for thing, name in asked)), None)
+    status = getattr(error, "status", None) or getattr(error if response is None else response, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
         return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
@@ -171,31 +174,6 @@ def bearer() -> dict[str, str]:
     """The header that a judge behind a key asks for; never in a setting, a log or a result."""
     key = os.environ.get("ROUTER_API_KEY", "").strip()  # a secret's file may end with a newline
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-_classify_session = None
-
-
-async def score_with_classifier(prompt, solution_str, reward_router_address, reward_model_tokenizer, **_) -> float:
-    """The score of a discriminative reward model: the logit that vLLM's /classify gives for the whole conversation.
-
-    The text is the chat template of the reward model's own tokenizer, which writes the BOS token itself where the
-    model has one; `add_special_tokens: false` keeps the server from adding a second.
-    """
-    global _classify_session
-    import aiohttp
-
-    if _classify_session is None:
-        rest = dict(timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True)
-        _classify_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bearer(), **rest)
-    messages = [*prompt, {"role": "assistant", "content": solution_str}]
-    text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
-    body = {"input": text, "add_special_tokens": False, "use_activation": False}
-    async with _classify_session.post(f"http://{reward_router_address}/classify", json=body) as response:
-        scores = (await response.json())["data"][0]["probs"]
-    if len(scores) != 1:
-        raise ValueError(f"the discriminative model gives {len(scores)} labels: write a function that chooses one")
-    return scores[0]
 
 
 # ---- Grading processes
@@ -214,13 +192,14 @@ def grade(fd: int) -> None:
     os.set_inheritable(fd, False)
     pipe, complaint = Connection(fd), None
     try:
-        scorer = Scorer(Job(**json.loads(pipe.recv_bytes())))
+        scorer = Scorer(Job(**json.loads(pipe.recv_bytes()[1:])))
     except Exception as error:
         complaint = " ".join(str(error).split())
-    pipe.send_bytes(json.dumps(complaint).encode())
+    pipe.send_bytes(b":" + json.dumps(complaint).encode())
     with asyncio.Runner() as runner, contextlib.suppress(EOFError):
         while True:
-            pipe.send_bytes(scorer.score_sync(pipe.recv_bytes(), runner))
+            ticket, _, payload = pipe.recv_bytes().partition(b":")
+            pipe.send_bytes(ticket + b":" + scorer.score_sync(payload, runner))
 
 
 class Grader(threading.Thread):
@@ -229,6 +208,7 @@ class Grader(threading.Thread):
     def __init__(self, worker):
         super().__init__(daemon=True)
         self.worker, self.process, self.since = worker, None, math.inf  # when it got its sample
+        worker.graders.add(self)
 
     def run(self) -> None:
         worker, timeout = self.worker, self.worker.job.timeout
@@ -240,7 +220,7 @@ class Grader(threading.Thread):
                 if not self.process:
                     self.open()
                     self.since = started = time.monotonic()
-                result = self.ask(payload, timeout)
+                result = self.ask(b"%d:" % number, payload, timeout)
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
             except (OSError, EOFError) as error:
@@ -264,19 +244,22 @@ class Grader(threading.Thread):
         self.answer = select.poll()
         self.answer.register(self.pipe, select.POLLIN)
         try:
-            complaint = json.loads(self.ask(json.dumps(dataclasses.asdict(self.worker.job)).encode(), START_S))
+            complaint = json.loads(self.ask(b":", json.dumps(dataclasses.asdict(self.worker.job)).encode(), START_S))
         except (OSError, EOFError) as error:
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
             raise EOFError(f"it {why} while it loaded the function; see the worker's log") from None
         if complaint:
             raise ValueError(complaint)
 
-    def ask(self, message: bytes, timeout: float) -> bytes:
+    def ask(self, ticket: bytes, message: bytes, timeout: float) -> bytes:
         """The answer to a message. OSError or EOFError when the process dies, TimeoutError when it is overdue."""
-        self.pipe.send_bytes(message)
+        self.pipe.send_bytes(ticket + message)
         if not self.answer.poll(timeout * 1000):
             raise TimeoutError
-        return self.pipe.recv_bytes()
+        answer = self.pipe.recv_bytes()
+        if not answer.startswith(ticket):
+            raise EOFError("it answered something else")
+        return answer.removeprefix(ticket)
 
     def close(self) -> None:
         """Ends the process and whatever the function has started in it."""
@@ -298,6 +281,18 @@ class Grader(threading.Thread):
 # ---- The worker
 
 
+def contained_task(loop, coroutine, **options) -> asyncio.Task:
+    """Task factory: sys.exit() in a task of the function's own fails that task, and does not end the event loop."""
+
+    async def contained():
+        try:
+            return await coroutine
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(describe(error)) from error
+
+    return asyncio.Task(contained(), loop=loop, **options)
+
+
 class RewardLoopWorker:
     """Ray actor: scores the samples it is given and hands each result over with the next `collect`.
 
@@ -314,16 +309,14 @@ class RewardLoopWorker:
         self.done, self.news = {}, threading.Event()  # number -> (result, seconds), until the manager has them
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
         self.loop, self.tick = None, math.inf  # when the event loop was last seen moving
-        self.culprit = None, 0.0  # the sample that blocks the event loop, and since when that is known
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
         self.graders, self.allowed = set(), job.sync_processes
         if job.is_async:
             self.scorer = Scorer(job)
         else:
-            grader = Grader(self)
-            grader.open()  # shows whether the function can be loaded here
-            self.graders.add(grader)
-            grader.start()
+            first = Grader(self)
+            first.open()  # shows whether the function can be loaded here
+            first.start()
 
     async def begin(self) -> str:
         """The life of this worker, which has loaded the function: another one after each restart by Ray."""
@@ -335,70 +328,45 @@ class RewardLoopWorker:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             # So that a few calls of asyncio.to_thread that hang are not the end of it.
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))
+            self.loop.set_task_factory(contained_task)
             self._tick()
         for number, alone, payload in batch:
             if alone or not self.job.is_async:
                 self.samples.put((number, payload))
             else:
-                timer = self.loop.call_later(self.job.timeout, self._cut_off, number, self.loop.time() + self.job.timeout)
+                due = self.loop.time() + self.job.timeout
+                timer = self.loop.call_at(due, self._cut_off, number, due)
                 self.running[number] = self.loop.create_task(self._run(number, payload)), timer
         self._add_graders()
 
-    def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, int]:
-        """(life, {number: (result, seconds)}, a complaint or "", 0).
-
-        Instead of 0, where this worker is of no use any more: as how many losses that counts for its other samples.
+    def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, bool]:
+        """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether for too long).
 
         Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they have
-        `arrived`. Ray runs this in a thread of its own (a concurrency group), which sees who blocks the event loop.
+        `arrived`. Runs in a thread of its own (a concurrency group of Ray's), which sees who blocks the event loop.
         """
         for number in arrived:
             self.done.pop(number, None)
         if self.done or self.news.wait(HEARTBEAT_S):
             time.sleep(GATHER_S)
         self.news.clear()
-        self.allowed = self.job.sync_processes
-        self.allowed += min(sum(grader.only_waits() for grader in self.graders.copy()), 3 * self.allowed)
         self._add_graders()
-        complaint, losses = self._blocked()
-        return self.life, self.done.copy(), complaint, losses
+        return self.life, self.done.copy(), self._blocked_at(), time.monotonic() - self.tick > SLOW_S + self.job.timeout
 
     def _add_graders(self) -> None:
-        idle = sum(grader.since == math.inf for grader in self.graders.copy())
-        for _ in range(min(self.samples.qsize() - idle, self.allowed - len(self.graders))):
-            grader = Grader(self)
-            self.graders.add(grader)
-            grader.start()
+        graders, cores = self.graders.copy(), self.job.sync_processes
+        self.allowed = cores + min(sum(grader.only_waits() for grader in graders), 3 * cores)
+        idle = sum(grader.since == math.inf for grader in graders)
+        for _ in range(min(self.samples.qsize() - idle, self.allowed - len(graders))):
+            Grader(self).start()
 
-    def _blocked(self) -> tuple[str, int]:
-        """(a complaint, losses) as `collect` returns them, by a look at the event loop."""
-        now = time.monotonic()
-        if now - self.tick - SLOW_S < BLOCKED_S:
-            self.culprit = None, now
-            return "", 0
-        number, place = self._who_blocks()
-        if number != self.culprit[0]:  # one after the other, perhaps
-            self.culprit = number, now
-        complaint = f"an async function blocks the event loop of its worker at {place}, where nothing else is scored "
-        complaint += "meanwhile: `await` what waits, or write `def` instead of `async def`"
-        if now - self.culprit[1] <= self.job.timeout:
-            return complaint, 0
-        if number is None:  # it may be any of them
-            return complaint, ALONE_AFTER
-        self.report(number, failure("timeout", f"no result within {self.job.timeout:g} s, blocked at {place}"), self.culprit[1])
-        return complaint, 1
-
-    def _who_blocks(self) -> tuple[int | None, str]:
-        """The sample that holds the event loop up (None: in a task of its own making), and where in the function's file."""
-        frame, number, place = sys._current_frames().get(self.thread), None, ""
-        while frame:
-            code = frame.f_code
-            if not place and code.co_filename == self.scorer.file:
-                place = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
-            if code is RewardLoopWorker._run.__code__:
-                number = frame.f_locals["number"]
-            frame = frame.f_back
-        return number, place or "an unknown place"
+    def _blocked_at(self) -> str:
+        """Where in the function's file the event loop stands still; "" if it does not."""
+        if time.monotonic() - self.tick < SLOW_S + BLOCKED_S:
+            return ""
+        stack = traceback.extract_stack(sys._current_frames()[self.thread])
+        frames = [frame for frame in stack if frame.filename == self.scorer.file] or stack
+        return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
 
     def _tick(self) -> None:
         self.tick = time.monotonic()
@@ -417,12 +385,8 @@ class RewardLoopWorker:
             self.report(number, result, started)
 
     def _cut_off(self, number: int, due: float) -> None:
-        task, _ = self.running[number]
-        if (late := self.loop.time() - due) > 0.1:  # a neighbour blocked the event loop: what is there must be let in
-            timer = self.loop.call_later(late, self._cut_off, number, self.loop.time() + late)
-            self.running[number] = task, timer
-            return
-        del self.running[number]
+        task, _ = self.running.pop(number)
         task.cancel()  # it may refuse: nobody waits for it
-        message = f"no result within {self.job.timeout:g} s"
-        self.report(number, failure("timeout", message), time.monotonic() - self.job.timeout)
+        # Where a neighbour has blocked the event loop, the time was not its own: it is tried again.
+        status, timeout = "lost" if self.loop.time() - due > 0.1 else "timeout", self.job.timeout
+        self.report(number, failure(status, f"no result within {timeout:g} s"), time.monotonic() - timeout)

@@ -25,8 +25,7 @@ from policy import LOGITS_AT_ONCE, layers_of
 
 
 def count_parameters(config) -> tuple[int, int, int] | tuple[None, None, None]:
-    """The model's parameters, those of its largest layer, and those outside of layers, from its config.json;
-    None: not known."""
+    """Parameters of the model, its largest layer, and outside of layers; None: not known."""
     try:
         with torch.device("meta"):
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
@@ -92,16 +91,15 @@ def report(config, num_rows: int) -> str:
     phases = [sum(gb for name, gb in known.items() if name.startswith(p)) for p in ("update", "rollout")]
     peak = sum(gb for name, gb in known.items() if ":" not in name) + max(phases)
     fits = "it fits" if peak <= have else (
-        "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, take --gradient-checkpointing "
-        "or more --policy-ranks")
+        "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
+        "--gradient-checkpointing or more --policy-ranks")
     what = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
     lines.append(f"{peak:9.2f} GB  {what}, of {have:.1f} GB on {where}: {fits}")
     return "\n".join(lines)
 
 
 def placement(config) -> dict[str, list[str]]:
-    """What Ray would place on which node (its address), found out by reserving it all and giving it back at
-    once."""
+    """What Ray would place on which node: it is reserved and given back at once."""
     judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
     servers = genrm_server.Config("", num_servers=config.rollout_servers, device=config.device,
                                   tensor_parallel_size=config.rollout_tensor_parallel,

@@ -29,7 +29,9 @@ async def compute_score_gsm8k(
 ):
     request = {
         "model": "judge",
-        "messages": [{"role": "user", "content": PROMPT.format(problem=extra_info["question"], solution=solution_str)}],
+        "messages": [
+            {"role": "user", "content": PROMPT.format(problem=extra_info["question"], solution=solution_str)}
+        ],
         "temperature": 0.7,
         "max_tokens": 4096,
     }
