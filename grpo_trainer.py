@@ -459,7 +459,8 @@ def set_advantages(groups: list[list[Sample]], advantage: str = "fapo") -> None:
         return torch.tensor(values)
 
     if advantage == "papo":
-        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process))
+        right_P_G = tensor_P_G(lambda result: float(is_right(result["reward_extra_info"]))) == 1
+        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process), right_P_G)
     else:
         advantages_P_G = compute_advantages(tensor_P_G(lambda result: result["reward_score"]))
     for group, advantages in zip(groups, advantages_P_G.tolist()):
@@ -479,9 +480,9 @@ def outcome(result: dict) -> float:
 
 
 def process(result: dict) -> float:
-    """PAPO's quality of a right answer's reasoning: 1 sound, 0 with a wrong step; else NaN."""
-    info = result["reward_extra_info"]
-    return 1.0 - info["flawed_positive"] if is_right(info) else math.nan
+    """PAPO's quality of the reasoning: 1 sound, 0 with a wrong step, NaN where nobody says."""
+    flawed = result["reward_extra_info"]["flawed_positive"]
+    return math.nan if flawed is None else 1.0 - flawed
 
 
 def hand_over_weights(run: Run) -> dict:

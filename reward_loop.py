@@ -256,7 +256,7 @@ class RewardLoopManager:
 
     Raises ValueError (a missing function, an option that makes no sense) before anything is scored, RuntimeError
     where a worker cannot start. `start_rewards` makes one from options alone; here come the models of options.genrm:
-    reward_models: a genrm_server.RewardModelManager: the addresses; score_batch wakes it and puts it to sleep.
+    reward_models: a cluster.placement.RewardModelManager: the addresses; score_batch wakes it and puts it to sleep.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
@@ -589,9 +589,9 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
         stack.callback(sys.modules["ray"].shutdown)
     models = None
     if options.genrm:
-        import genrm_server
+        from cluster import placement
 
-        models = genrm_server.RewardModelManager(options.server_configs(sleep_mode))
+        models = placement.RewardModelManager(options.server_configs(sleep_mode))
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)

@@ -20,7 +20,9 @@ import pytest
 
 import genrm_server
 import vllm_server
-from genrm_server import Config, ModelServers, RewardModelManager, complete, http
+from cluster import placement
+from cluster.placement import RewardModelManager
+from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
 from tiny import policy_of
 from vllm_server import reserve, share
@@ -210,11 +212,11 @@ def test_what_is_reserved_in_ray():
     def config(**changes):
         return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
 
-    assert genrm_server.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
+    assert placement.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
         ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
-    assert genrm_server.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
+    assert placement.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
+    assert placement.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
+    assert placement.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
@@ -751,7 +753,8 @@ DRIVER = """
 import sys, time
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
+from cluster.placement import RewardModelManager
+from genrm_server import Config
 def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
 for _ in range(2):
     manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
@@ -807,12 +810,13 @@ import sys, time
 import ray
 from ray.cluster_utils import Cluster
 import genrm_server
+from cluster import placement
 genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
 node = cluster.add_node(num_cpus=1)
 config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
-manager = genrm_server.RewardModelManager({"genrm": config})
+manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
     return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]
