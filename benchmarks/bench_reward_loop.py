@@ -17,7 +17,7 @@ workers, on one local Ray.
 
 Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a
 rollout 1.1k tokens, a critique 3.0k; every second answer is right, and only those are judged), the judge is
-two HTTP servers behind router.py that each work on a limited number of critiques at once. It leaves out what a
+two HTTP servers behind router.py that each work on a limited number of critiques. It leaves out what a
 GPU shared by both would add.
 """
 
@@ -85,7 +85,7 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
 
 
 def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
-    """Serves chat completions; at most `slots` at once are worked on, each for as long as its critique takes."""
+    """Serves chat completions: at most `slots` at once, each for as long as its critique takes."""
     from aiohttp import web
 
     free = asyncio.Semaphore(slots)
@@ -278,7 +278,7 @@ def lognormal(rng: random.Random, mean: float, sigma: float, longest: float) -> 
 
 
 def overlap(config) -> None:
-    """Prints, for judges of several speeds, the time of a step: rollouts alone, rewards streamed, in a batch."""
+    """Prints, for judges of several speeds, how long a step takes: no rewards, streamed, in a batch."""
     import ray
 
     from reward_loop import RewardLoopManager, RewardOptions
