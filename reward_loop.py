@@ -211,7 +211,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                   "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    columns = {key: takes[key].default is inspect.Parameter.empty for key in FURTHER_COLUMNS if key in takes}
+    named_columns = [key for key in FURTHER_COLUMNS if key in takes.keys() - kwargs]
+    columns = {key: takes[key].default is inspect.Parameter.empty for key in named_columns}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
@@ -547,34 +548,27 @@ def connect_ray() -> bool:
 
     if ray.is_initialized():
         return False
-    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS") or "auto"
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
+    given = os.environ.get("RAY_ADDRESS", "auto").replace("auto", "")
+    address = given or (file.read_text().strip() if file.exists() else "local")
     try:
-        if address == "auto" and file.exists():  # of a Ray that may have been killed: that would take minutes
-            try:
-                address = file.read_text().strip()
-                socket.create_connection(address.split(":"), timeout=2).close()
+        if re.fullmatch(r"[\w.-]+:\d+", address):
+            try:  # Ray itself would try for minutes
+                socket.create_connection(address.split(":"), timeout=5 if given else 2).close()
             except OSError as error:
-                print(f"Ray: nobody answers at {address}, of which {file} tells ({error})", flush=True)
+                if given:
+                    raise
+                print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
-        elif re.fullmatch(r"[\w.-]+:\d+", address):
-            socket.create_connection(address.split(":"), timeout=5).close()
-        if address != "local":
-            with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
-                ray.init(address, **quiet)
-        if started := not ray.is_initialized():
-            ray.init("local", **quiet)
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have = "({CPU:g} CPUs, {GPU:g} GPUs)".format(**{"CPU": 0, "GPU": 0} | ray.cluster_resources())
-    text = f"started a cluster for this run {have}"
-    if not started:
-        address = ray.get_runtime_context().gcs_address
-        text = f"joined the cluster at {address} {have}; RAY_ADDRESS=local starts one of your own"
-    print(f"Ray: {text}", flush=True)
-    return started
+    have, hint = ray.cluster_resources(), "; RAY_ADDRESS=local starts one of your own"
+    where = "started a cluster for this run" if address == "local" else f"joined the cluster at {address}"
+    where += f" ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)"
+    print(f"Ray: {where}" + hint * (address != "local"), flush=True)
+    return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,
