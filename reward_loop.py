@@ -261,7 +261,7 @@ class RewardLoopManager:
 
     ValueError for an option that makes no sense, before anything starts; RuntimeError where no worker starts.
     `start_rewards` makes one from options alone; here come the models of options.genrm, as
-    reward_models: genrm_server.RewardModelManager, which score_batch wakes and puts to sleep again.
+    reward_models: cluster.placement.RewardModelManager, which score_batch wakes and puts to sleep again.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
@@ -582,9 +582,9 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
         stack.callback(sys.modules["ray"].shutdown)
     models = None
     if options.genrm:
-        import genrm_server
+        from cluster import placement
 
-        models = genrm_server.RewardModelManager(options.server_configs(sleep_mode))
+        models = placement.RewardModelManager(options.server_configs(sleep_mode))
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)

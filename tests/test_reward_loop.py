@@ -537,7 +537,7 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
 def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
     import contextlib
 
-    import genrm_server
+    from cluster import placement
 
     events = []
 
@@ -555,7 +555,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             return lambda: events.append(name)
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(genrm_server, "RewardModelManager", Models)
+    monkeypatch.setattr(placement, "RewardModelManager", Models)
     function = f"{ROOT}/compute_score.py:compute_score_fapo"
     options = RewardOptions(reward_fn=function, genrm=(f"judge={tmp_path}",), genrm_servers=2)
     with contextlib.ExitStack() as stack:
