@@ -183,8 +183,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         kwargs = dict(json.loads(options.reward_kwargs).items())
     except (ValueError, AttributeError):
-        problem = "not JSON, or not a JSON object"
-        raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: {problem}") from None
+        raise ValueError(f"reward_kwargs: {options.reward_kwargs!r} is not JSON, or no JSON object") from None
     spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
     tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
     if addresses and not options.reward_fn:
@@ -211,8 +210,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                   "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    named_columns = [key for key in FURTHER_COLUMNS if key in takes.keys() - kwargs]
-    columns = {key: takes[key].default is inspect.Parameter.empty for key in named_columns}
+    empty = inspect.Parameter.empty
+    columns = {key: takes[key].default is empty for key in FURTHER_COLUMNS if key in takes.keys() - kwargs}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
@@ -225,7 +224,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    needs_one = wanted and wanted.default is empty  # else it can do without, which is quicker
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
@@ -564,10 +563,10 @@ def connect_ray() -> bool:
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have, hint = ray.cluster_resources(), "; RAY_ADDRESS=local starts one of your own"
-    where = "started a cluster for this run" if address == "local" else f"joined the cluster at {address}"
-    where += f" ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)"
-    print(f"Ray: {where}" + hint * (address != "local"), flush=True)
+    have, where = ray.cluster_resources(), "started a cluster for this run"
+    if address != "local":
+        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
     return address == "local"
 
 
