@@ -1,36 +1,24 @@
-"""Sampling from the policy: in this process, or on vLLM servers that get its newest weights after each
-update.
+"""Sampling from the policy: in this process, or on vLLM servers that have its weights.
 
     rollout_hf(model, samples, ...)       token by token, for small models; reproducible by its seed
-    rollout_vllm(servers, samples, ...)   one request per sample to PolicyServers: vLLM with its weights
+    rollout_vllm(servers, samples, ...)   one request per sample to cluster/servers.py, vLLM with its weights
 
 Both fill in `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report
 each one the moment it ends, while others go on: from there it is on its way to its reward.
 
-cluster/servers.py has servers on other nodes. Left out: several turns, tools, speculative decoding,
-penalties.
+Needs policy.py, and rollout_vllm a PolicyServers. Left out: several turns, tools, speculative decoding.
 
 Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
-import copy
-import fcntl
 import json
-import os
-import secrets
-import shutil
-import tempfile
 import threading
-from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
-import safetensors.torch
 import torch
 from transformers import DynamicCache
 
-from genrm_server import Config, ModelServers, Slot, complete
 from policy import Policy, Sample, body_of, left_padded, logits_of, precision, speedups, temper
 
 # ---- in this process
@@ -101,8 +89,7 @@ def next_logits(model, ids, attended, positions, cache):
 
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
-    """One token per row and its log-probability at this temperature (before top_p). Temperature 0: the
-    likeliest."""
+    """One token per row (temperature 0: the likeliest) and its log-probability before top_p."""
     logprobs = temper(logits_B_V, temperature or 1.0).log_softmax(-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
@@ -150,8 +137,7 @@ def check_sampling(policy: Policy) -> None:
 
 def rollout_vllm(servers, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids,
                  rollout_batch_size, on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
-    """As rollout_hf, on a PolicyServers: one request per sample, token ids in, token ids and
-    log-probabilities out.
+    """As rollout_hf, on a PolicyServers: a request per sample, ids in, ids and log-probabilities out.
 
     rollout_batch_size: requests at once per server. With top_p the log-probabilities are those within the
     nucleus. No request has a seed, which vLLM's CPU engine does not survive: the same call twice gives
@@ -202,162 +188,3 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
             everything.result()
 
     asyncio.run(generate_all())
-
-
-# The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in
-# every vLLM.
-RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
-          ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
-PACK = 2**29  # bytes of weights that travel together
-
-
-class PolicyServers:
-    """A policy in training on vLLM servers of this machine, which get its new weights at every `sync`.
-
-    They read them in a WeightFolder, when they start and at every sync. One that dies is restarted and comes
-    back with the newest weights; meanwhile the others do its work. On GPU they serve bf16, else float32.
-    config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the
-    server when one refuses the weights.
-    """
-
-    def __init__(self, policy, tokenizer, config: Config):
-        self.policy, self.servers, self.folder, self.is_checked = policy, None, None, False
-        self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
-        about = policy.about()
-        served = copy.deepcopy(about["config"])
-        served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
-        served.architectures = [about["architecture"]]
-        # as in training, where vLLM's release can do it; 0.24 says that it cannot
-        served.head_dtype = "float32"
-        with tempfile.TemporaryDirectory() as name:
-            served.save_pretrained(name)
-            tokenizer.save_pretrained(name)
-            paths = [path for path in Path(name).rglob("*") if path.is_file()]
-            files = {str(path.relative_to(name)): path.read_bytes() for path in paths}
-        path = f"{tempfile.gettempdir()}/{LINK}{secrets.token_hex(4)}"
-        self.contents = path, files, 2 * self.dtype.itemsize * about["numel"]  # of a WeightFolder
-        # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
-        fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-        config = replace(config, model=path, device=policy.device.type, port=0, control=True,
-                         dtype=str(self.dtype).removeprefix("torch."), vllm_args=fixed + config.vllm_args)
-        try:
-            self.folder = WeightFolder(*self.contents)
-            self.start(complete(config))
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def start(self, config: Config) -> None:
-        self.write_weights()
-        self.servers = ModelServers(config, "policy", before_joining=self.is_current)
-
-    def write_weights(self) -> None:
-        for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
-            self.folder.add(number, pack)
-        self.folder.publish()
-
-    def is_current(self, slot: Slot) -> bool:
-        """Before a server joins: one that was restarted may have read the weights of before a sync."""
-        for call in RELOAD if self.servers else ():
-            self.servers.ask(slot, *call)
-        return True
-
-    def sync(self) -> None:
-        """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when
-        it is back."""
-        with self.servers.lock:  # no server joins between the new files and the reload
-            self.write_weights()
-            for call in RELOAD:
-                self.servers.ask_all(*call)
-        self.warn_once()
-
-    def warn_once(self) -> None:
-        for slot in self.servers.slots if not self.is_checked else ():
-            if slot.joined and (said := self.servers.call(slot, "said", "weights were not loaded")):
-                print(f"policy servers: WARNING: {said}", flush=True)
-        self.is_checked = True
-
-    def check(self) -> None:
-        """Raises where no request can be answered any more; called while rollouts wait."""
-
-    def shutdown(self) -> None:
-        """Ends the servers and removes the folder."""
-        if self.servers:
-            self.servers.shutdown()
-        if self.folder:
-            self.folder.close()
-
-
-def packs(weights):
-    """Named tensors -> the contents of safetensors files of about half a GiB each."""
-    pack, size = {}, 0
-    for name, tensor in weights:
-        if pack and size + tensor.nbytes > PACK:
-            yield safetensors.torch.save(pack, metadata={"format": "pt"})
-            pack, size = {}, 0
-        pack[name], size = tensor.to("cpu", copy=True).contiguous(), size + tensor.nbytes
-    yield safetensors.torch.save(pack, metadata={"format": "pt"})
-
-
-FOLDER, LINK = "fapo_policy_weights_", "fapo_policy_"
-
-
-class WeightFolder:
-    """The model folder of a policy in training, for the servers of one node: used directly, or as a Ray actor
-    there.
-
-    It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
-    else on disk; `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name:
-    content}. Removed by `close`; if this process is killed, by the next one on this node (a lock tells that
-    its owner is gone).
-    """
-
-    def __init__(self, path: str, files: dict[str, bytes], size: int):
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        remove_abandoned()
-        self.path = Path(path)
-        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/dev/shm" if shared else None))
-        self.lock = lock(self.folder)
-        for name, content in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            (self.folder / name).write_bytes(content)
-        self.path.unlink(missing_ok=True)
-        self.path.symlink_to(self.folder)
-
-    def add(self, number: int, pack) -> None:
-        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
-
-    def publish(self) -> None:
-        """The parts that came since the last time take the place of the old ones."""
-        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
-            path.unlink()
-        for path, target in new.items():
-            path.replace(target)
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.path.exists():
-            self.path.unlink(missing_ok=True)
-
-
-def lock(folder: Path):
-    """An open file that holds the folder's lock until it is closed; None where another process holds it."""
-    try:
-        file = open(folder / ".lock", "w")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return file
-    except OSError:  # taken, or another user's
-        return None
-
-
-def remove_abandoned() -> None:
-    """What killed runs have left on this node."""
-    for base in ("/dev/shm", tempfile.gettempdir()):
-        for path in Path(base).glob(f"{FOLDER}*/.lock"):
-            if lock(path.parent):
-                shutil.rmtree(path.parent, ignore_errors=True)
-    for link in Path(tempfile.gettempdir()).glob(f"{LINK}*"):
-        if not link.exists():
-            link.unlink(missing_ok=True)

@@ -25,9 +25,9 @@ import genrm_server
 import reward_loop
 from policy import Policy, RanksLost
 from prepare_data import read_rows
-from rollout import PolicyServers, check_sampling
-from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in
-from run_folder import save_checkpoint, write_config
+from rollout import check_sampling
+from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, has_evaluation
+from run_folder import read_lines, save_checkpoint, write_config
 
 
 class Run:
@@ -38,7 +38,7 @@ class Run:
             file = re.sub(r":\w*$", "", config.reward_fn or f"{reward_loop.HERE}/compute_score.py")
             config = dataclasses.replace(config, reward_fn=f"{file}:compute_score_baseline")
         config.check()
-        self.config, self.lock = config, check_folder(config)  # nobody else writes there while it is held
+        self.config = config
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -55,11 +55,11 @@ class Run:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             rows = load_rows(path, self.tokenizer, config)
             self.val_rows += [(row, int(n or config.val_n)) for row in rows]
+        self.lock = check_folder(config)  # no other run writes there until it is closed
         self.longest = self.check_sizes()
 
     def check_sizes(self) -> int:
-        """Tokens of the longest prompt and response. ValueError where the model or the disk is too small for
-        them."""
+        """Tokens of the longest prompt and response. ValueError where model or disk are too small."""
         config, rows = self.config, self.train_rows + [row for row, _ in self.val_rows]
         shape = AutoConfig.from_pretrained(self.source, **self.remote).get_text_config()
         longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
@@ -77,8 +77,7 @@ class Run:
         return longest
 
     def find_checkpoint(self) -> None:
-        """Where the run goes on, `source`: its newest checkpoint (at the start only with --resume auto), or
-        the model."""
+        """Where the run goes on, `source`: its newest checkpoint, or the model."""
         done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         self.source = str(done[-1]) if done else self.config.model
         state = {"step": 0, "prompts_drawn": 0}
@@ -88,9 +87,14 @@ class Run:
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
 
+    def is_done(self) -> bool:
+        """Whether a resumed run has neither a step nor an evaluation left."""
+        lines, _ = read_lines(Path(self.config.out_dir, "metrics.jsonl"))
+        evaluated = any(line["step"] == self.step and has_evaluation(line) for line in lines)
+        return self.step >= self.config.total_steps and (evaluated or not self.val_rows)
+
     def start(self, stack: contextlib.ExitStack) -> None:
-        """The model, the reward models and workers, the policy's servers; `stack` ends them in the opposite
-        order."""
+        """Models, reward workers and servers; `stack` ends them in the opposite order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
@@ -138,7 +142,9 @@ class Run:
             check_sampling(self.policy)
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
-        config, servers_class = self.config, PolicyServers
+        from cluster.servers import ClusterServers, PolicyServers
+
+        config = self.config
         servers = genrm_server.Config(
             model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
             gpu_share=config.rollout_gpu_share, cpus=config.rollout_cpus, max_model_len=self.longest,
@@ -146,9 +152,8 @@ class Run:
             log_dir=Path(config.out_dir, "rollout_logs"),
             vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
         )  # fmt: skip
-        if not isinstance(self.policy, Policy):
-            from cluster.servers import ClusterServers as servers_class  # noqa: N813
-        self.servers = servers_class(self.policy, self.tokenizer, servers)
+        made = PolicyServers if isinstance(self.policy, Policy) else ClusterServers
+        self.servers = made(self.policy, self.tokenizer, servers)
         stack.callback(self.servers.shutdown)
 
     def finished(self, step: int, prompts_drawn: int) -> None:
@@ -158,9 +163,8 @@ class Run:
     def save(self) -> None:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
         try:
-            with self.interrupts.held():  # ranks that were left alone would go on writing
-                self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
-                self.saved = self.step
+            self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
+            self.saved = self.step
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
 

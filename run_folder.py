@@ -1,56 +1,58 @@
 """What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
 Used by grpo_trainer.py, whose configuration `config` is everywhere. A sample is a policy.Sample, a group is a
-list of them; a sample's `result` is what reward_loop.py returns. Needs no other file of ours, and tensorboard
-and wandb only where they are asked for. Also here: Ctrl-C, which must not cut a step in half.
+list of them; a sample's `result` is what reward_loop.py returns. Needs no other file of ours. Also: Ctrl-C.
 
 Left out: standard errors, histograms, checkpoints on object stores. tools/view_run.py puts runs side by side.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
 import signal
+import socket
 import sys
-import threading
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # here, not in plot(): an interrupt in the middle of the import breaks both
+from matplotlib.figure import Figure
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
-# ----------------------------------------------------------------------------- the folder and its config.json
+def check_folder(config):
+    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
 
-
-def check_folder(config) -> None:
-    """Makes the folder if need be. Raises ValueError where it is not writable, or holds a run already."""
-    out_dir, trial = Path(config.out_dir), ".can_be_written"
-    old = checkpoints_in(out_dir / "checkpoints")
-    if old and config.resume == "never":
-        remedy = "give another one, or go on with it by --resume auto"
-        raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); {remedy}")
+    Raises ValueError, having deleted nothing, where it has a run that is not to be resumed, another process
+    holds it, or it cannot be written to.
+    """
+    out_dir = Path(config.out_dir)
+    if config.resume == "never" and (old := checkpoints_in(out_dir / "checkpoints")):
+        raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another or --resume auto")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(out_dir / trial, "")
-        (out_dir / trial).unlink()
-        for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
-            shutil.rmtree(rest)
+        lock = open(out_dir / ".lock", "a+")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ValueError(f"out_dir: {out_dir} is in use by {lock.read()}; wait or give another one") from None
     except OSError as error:
-        text = f"{out_dir} cannot be written to ({error}); give a folder that can"
-        raise ValueError(f"out_dir: {text}") from error
+        raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give another one") from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
+        shutil.rmtree(rest, ignore_errors=True)
+    return lock
 
 
 def check_room(config, checkpoint: float) -> None:
     """Raises ValueError where the disk has no room for the checkpoints to come, of so many GB each."""
-    to_come = config.keep_checkpoints + 1 - len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-    needed = checkpoint * max(1, to_come)  # the newest is written before the oldest is deleted
+    kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
+    needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)  # the newest is written before one goes
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         there = f"{free:.1f} GB are free in {config.out_dir}"
@@ -75,19 +77,14 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N: a Hugging Face folder, the optimizer, `state` (with `step`) as JSON.
 
-    It appears whole or not at all, also after a power cut, and older ones are deleted only then. Raises
-    RuntimeError when it cannot be written.
+    It appears whole or not at all, also after a power cut; then older ones go. RuntimeError: not written.
     """
     folder = Path(config.out_dir, "checkpoints")
     target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         policy.save(temporary)
         tokenizer.save_pretrained(temporary)
         (temporary / "trainer_state.json").write_text(json.dumps(state))
@@ -98,12 +95,14 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         temporary.rename(target)
     except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
-        free = f"{1e-9 * shutil.disk_usage(config.out_dir).free:.1f} GB are free there"
         last = next((path.name for path in checkpoints_in(folder)[::-1]), "the start")
-        goes_on = f"--resume auto goes on from {last}"
-        raise RuntimeError(f"{target}: could not be written ({error}); {free}; {goes_on}") from error
+        text = f"could not be written ({error}); --resume auto goes on from {last}"
+        raise RuntimeError(f"{target}: {text}") from error
     for old in checkpoints_in(folder)[: -config.keep_checkpoints] if config.keep_checkpoints else []:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:  # a file that is open elsewhere, on NFS; the next checkpoint tries again
+            print(f"warning: {old} could not be deleted ({error}); delete it by hand")
     return target
 
 
@@ -123,18 +122,14 @@ def mean(values) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def averages(infos: list[dict]) -> dict[str, float | None]:
+def averages(infos: list[dict]) -> dict:
     """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
-
-    `flawed_positive` (and what ends so) becomes a rate among right answers, as in the paper, not among all.
-    """
+    `flawed_positive` (and what ends so) is a rate among right answers, as in the paper, not among all."""
     means = {}
-    for key in dict.fromkeys(key for info in infos for key in info):
-        if key in ("pred", "gt"):  # an index has no mean
-            continue
+    for key in {key: 0 for info in infos for key in info if key not in ("pred", "gt")}:  # no mean of answers
         is_rate = key.endswith("flawed_positive")
-        values = [info.get(key) for info in infos if info.get("acc") or not is_rate]
-        # NaN and what is too large for a float (a number that a model wrote out) count as not there.
+        values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
+        # Without NaN, and without integers too large for a float, which a model may write out.
         numbers = [x for x in values if isinstance(x, (int, float)) and abs(x) <= sys.float_info.max]
         means[f"{key}_rate" if is_rate else key] = mean(numbers)
     return means
@@ -142,14 +137,13 @@ def averages(infos: list[dict]) -> dict[str, float | None]:
 
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
-    rewards, results = [sample.reward for sample in samples], [sample.result for sample in samples]
-    infos = [result["reward_extra_info"] for result in results]
+    infos = [sample.result["reward_extra_info"] for sample in samples]
     asked = [status for info in infos if (status := info.get("genrm_status", "skipped")) != "skipped"]
-    seconds = [result["seconds"] for result in results if result.get("seconds") is not None]
+    seconds = [time for sample in samples if (time := sample.result.get("seconds")) is not None]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}  # "mean" may be among them
     metrics |= {
-        "reward/mean": mean(rewards),
-        "reward/no_verdict": mean(reward is None for reward in rewards),
+        "reward/mean": mean(sample.reward for sample in samples),
+        "reward/no_verdict": mean(sample.reward is None for sample in samples),
         "reward/seconds_mean": mean(seconds),
         "reward/seconds_max": max(seconds, default=None),
         "genrm/error_rate": mean(status != "ok" for status in asked),
@@ -168,10 +162,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority(group: list[dict]) -> bool:
-    """Whether the answer that most samples give is right."""
-    preds = [info.get("pred") for info in group]
-    return bool(max(group, key=lambda info: preds.count(info.get("pred")))["acc"])
+def majority(infos: list[dict]) -> bool:
+    """Whether the answer that most samples give is right; a sample without an answer casts no vote."""
+    votes = [info for info in infos if info.get("pred") not in (None, "[INVALID]")]
+    preds = [info["pred"] for info in votes]
+    return max(votes, key=lambda info: preds.count(info["pred"]), default={}).get("acc") == 1
 
 
 def validation_metrics(groups: list[list], suffix: str = "") -> dict:
@@ -191,9 +186,10 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
             continue
         # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
         answers = [[info for info in group if info.get("acc") is not None] for group in infos]
-        metrics[f"val/{source}/maj@{n}"] = mean(majority(group) for group in answers if group)
+        if any("pred" in info for group in answers for info in group):
+            metrics[f"val/{source}/maj@{n}"] = mean(majority(group) for group in answers if group)
         for k in {2**power for power in range(n.bit_length())} | {n}:
-            chances = (pass_at_k(len(g), sum(bool(i["acc"]) for i in g), k) for g in answers if len(g) >= k)
+            chances = (pass_at_k(len(g), sum(i["acc"] == 1 for i in g), k) for g in answers if len(g) >= k)
             metrics[f"val/{source}/pass@{k}"] = mean(chances)
     return known(metrics)
 
@@ -225,30 +221,24 @@ def has_evaluation(line: dict) -> bool:
 def tensorboard_hook(config, first_step: int) -> tuple:
     """(what takes a step's metrics to TensorBoard, what ends that)."""
     from torch.utils.tensorboard import SummaryWriter
-
-    purge = first_step + 1 if first_step else None
-    writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=purge)
+    writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=first_step + 1)
     return lambda line: [writer.add_scalar(key, line[key], line["step"]) for key in line], writer.close
 
 
 def wandb_hook(config, first_step: int) -> tuple:
     """The same for Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
     import wandb
-
-    folder = Path(config.out_dir)
-    id_file = folder / "wandb_id"
+    folder, id_file = Path(config.out_dir), Path(config.out_dir, "wandb_id")
     if not (first_step and id_file.is_file()):
         replace_file(id_file, os.urandom(4).hex())
-    about = dict(project="fapo", name=folder.name, id=id_file.read_text(), resume="allow", dir=folder)
-    run = wandb.init(config=asdict(config), **about)
+    run = wandb.init(project="fapo", name=folder.name, id=id_file.read_text(), resume="allow", dir=folder,
+                     config=asdict(config))  # fmt: skip
     return lambda line: run.log(line, step=line["step"]), run.finish
 
 
 class Log:
     """metrics.jsonl (one line a step), samples.jsonl and curves.png; TensorBoard and W&B where asked for.
-
-    config: the trainer's. Lines of steps after `first_step` are dropped: they will be done again.
-    """
+    Lines of steps after `first_step` are dropped: they will be done again."""
 
     def __init__(self, config, first_step: int):
         self.config, self.folder = config, Path(config.out_dir)
@@ -258,35 +248,30 @@ class Log:
 
     def rewind(self, step: int) -> None:
         """Drops lines of later steps, and samples of an evaluation that ended before it wrote its metrics."""
-        self.history, samples = (
-            [line for line in read_lines(self.folder / name)[0] if line["step"] <= step]
-            for name in ("metrics.jsonl", "samples.jsonl")
-        )
-        evaluated = {line["step"] for line in self.history if has_evaluation(line)}
-        samples = [line for line in samples if line.get("split") != "val" or line["step"] in evaluated]
-        write_lines(self.folder / "metrics.jsonl", self.history)
-        write_lines(self.folder / "samples.jsonl", samples)
+        metrics, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
+        self.history = [line for line in read_lines(metrics)[0] if line["step"] <= step]
+        whole = {line["step"] for line in self.history if has_evaluation(line)}
+        kept = [line for line in read_lines(samples)[0] if line["step"] in whole or line["split"] == "train"]
+        write_lines(metrics, self.history)
+        write_lines(samples, [line for line in kept if line["step"] <= step])
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line. What comes later for that step, such as its evaluation, is added to it."""
-        path = self.folder / "metrics.jsonl"
         values = {key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in values.items()}
         if self.history and self.history[-1]["step"] == values["step"]:
             self.history[-1] |= values
-            write_lines(path, self.history)
+            write_lines(self.folder / "metrics.jsonl", self.history)
         else:
             self.history.append(values)
-            with open(path, "a") as file:
+            with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(values) + "\n")
         for send, _ in self.hooks:
             send(values)
 
     def samples(self, step: int, split: str, groups: list[list], eos_ids) -> None:
         """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source.
-
-        Groups of training are whole, to show what their advantages come from; an evaluation's are their first
-        sample, and three of these are printed.
-        """
+        Groups of training are whole, to show where their advantages come from; of those of an evaluation the
+        first sample is written, and three of these are printed."""
         written = Counter()
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             for number, group in enumerate(groups):
@@ -303,16 +288,13 @@ class Log:
                             "response": sample.text}  # fmt: skip
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 if split == "val" and written.total() <= 3:
-                    ask, answer = (" ".join(text.split()) for text in (prompt, sample.text))
                     verdict = f"truth {str(truth)[:12]} | reward {sample.reward}"
-                    print(f"    {ask[-40:]:>40} | {answer[-60:]:<60} | {verdict}")
+                    print(f"    ... {prompt[-40:]!r} | ... {sample.text[-60:]!r} | {verdict}")
 
     def plot(self) -> None:
-        """Redraws curves.png from all metrics so far."""
+        """Redraws curves.png from all metrics so far; evaluations as points, not lines."""
         seen = sorted({key for line in self.history for key in line if not key.endswith("/greedy")})
-        # val/SOURCE/mean@k, not val/SOURCE/KEY/mean@k: only the former has a val/SOURCE/no_verdict/mean@k.
-        means = [key for key in seen if "/mean@" in key]
-        held_out = [key for key in means if "/no_verdict/".join(key.rsplit("/", 1)) in seen]
+        held_out = [key.replace("/no_verdict/", "/") for key in seen if "/no_verdict/mean@" in key]
         panels = {
             "reward": ["reward/mean", "reward/score"],
             "accuracy": ["reward/acc", *held_out],
@@ -321,47 +303,45 @@ class Log:
             "entropy": ["actor/entropy"],
             "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
         }
-        figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
-        for axis, (title, keys) in zip(axes.flat, panels.items()):
+        figure = Figure(figsize=(15, 7.5), layout="constrained")
+        for axis, (title, keys) in zip(figure.subplots(2, 3).flat, panels.items()):
             for key in filter(seen.__contains__, keys):
                 points = [(line["step"], line[key]) for line in self.history if key in line]
-                # No line between two evaluations, where nothing was measured.
-                style = "o" if key.startswith("val/") else "-"
-                axis.plot(*zip(*points), style, label=key)
+                axis.plot(*zip(*points), "o" if key.startswith("val/") else "-", label=key)
             axis.set(title=title, xlabel="step")
-            axis.grid(alpha=0.3)
+            axis.grid()
             if axis.lines:
-                axis.legend(fontsize=8)
-        figure.savefig(self.folder / ".curves.png", dpi=100, format="png")
-        plt.close(figure)
-        (self.folder / ".curves.png").rename(self.folder / "curves.png")  # a viewer never sees half a picture
+                axis.legend()
+        figure.savefig(self.folder / "curves.png")
 
     def close(self) -> None:
         """Draws the curves a last time and ends TensorBoard and W&B."""
-        if self.history:
-            self.plot()
+        self.plot()
         for _, end in self.hooks:
             end()
 
 
-# ---------------------------------------------------------------------------------------------- being stopped
-
-
 class Interrupts:
-    """Ctrl-C and SIGTERM: at once while nothing can be lost; within `held` when that is done."""
+    """Ctrl-C, SIGTERM and SIGHUP: at once while nothing can be lost; within `held` when that is done."""
 
     def __init__(self):
-        self.hold = self.asked = False
-        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
-        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
-        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        self.hold, self.asked, self.before = False, False, {}
+        with contextlib.suppress(ValueError):  # not in the main thread: Python allows no handlers there
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    self.before[number] = signal.signal(number, self.handle)
 
     def handle(self, *_) -> None:
-        if self.asked or not self.hold:
+        waits = self.hold and not self.asked
+        later = b"finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint\n"
+        for stream, text in ((1, later * waits), (2, b"")):
+            try:
+                os.write(stream, text)
+            except OSError:  # the terminal is gone: what is printed from here on must not raise
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        if not waits:
             raise KeyboardInterrupt
         self.asked = True
-        again = "Ctrl-C again leaves at once, with the last checkpoint"
-        print(f"finishing this step, then saving; {again}", flush=True)
 
     @contextlib.contextmanager
     def held(self):

@@ -46,26 +46,33 @@ import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
 watched = os.pidfd_open(os.getppid())
 sys.path.insert(0, here)
-from vllm_server import end_group
+from vllm_server import end_group, shared_memory
 if os.getppid() != int(parent):
     sys.exit("the program that started this has ended")
 if os.fork() == 0:
     if os.fork() == 0:
         select.select([watched], [], [])
-        end_group(os.getpgrp(), folder)
+        end_group(os.getpgrp(), folder, shared_memory(os.getpgrp()))
     os._exit(0)
 os.wait()
 os.execv(command[0], command)
 """
 
 
-def end_group(group: int, folder: str) -> None:
-    """SIGKILL for a process group, and an end of its shared memory and of the folder of its sockets."""
+def shared_memory(group: int) -> list[str]:
+    """The files of the shared memory that the processes of this group have."""
+    found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             if os.getpgid(int(maps.parent.name)) == group:
-                for name in re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE):
-                    Path(name).unlink(missing_ok=True)
+                found += re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE)
+    return found
+
+
+def end_group(group: int, folder: str, memory: list[str]) -> None:
+    """SIGKILL for a process group, after the removal of what it would leave behind."""
+    for name in memory:
+        Path(name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -84,7 +91,7 @@ class Process:
             self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
             guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
             self.child = subprocess.Popen(
-                [*guard, *command], env=env | {"VLLM_RPC_BASE_PATH": self.folder}, start_new_session=True,
+                [*guard, *command], env=env | {"TMPDIR": self.folder}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def alive(self) -> bool:
@@ -96,10 +103,11 @@ class Process:
         child, self.child = self.child, None  # at once: another thread may stop it too
         if child is None:
             return
+        memory = shared_memory(child.pid)  # vLLM does not remove all of it
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-        end_group(child.pid, self.folder)
+        end_group(child.pid, self.folder, memory)
         child.wait()
 
     def lines(self, text: str = "") -> list[str]:
@@ -233,42 +241,3 @@ class VllmServer(Process):
             command += ["--max-model-len", str(config.max_model_len)]
         self.launch([*command, *config.vllm_args], env)
         return f"http://{self.host}:{port}"
-
-
-class WeightFolder:
-    """The model folder of a policy in training, for the servers of one node: used directly, or as a Ray actor on that node.
-
-    It lies in the node's shared memory, where that has room for old and new weights of `size` bytes together, else on disk;
-    `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name: content}.
-    """
-
-    def __init__(self, path: str, files: dict[str, bytes], size: int):
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
-        self.path, self.folder = Path(path), Path(tempfile.mkdtemp(prefix="policy_", dir="/dev/shm" if shared else None))
-        for name, content in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            (self.folder / name).write_bytes(content)
-        self.path.unlink(missing_ok=True)  # of one that has died
-        self.path.symlink_to(self.folder)
-        # Removes both when the pipe to this process closes because it ends, however it ends. In the background of a shell that
-        # is gone: nobody's child, because Ray kills those of its workers.
-        rest = 'exec 3<&0; { read _ <&3; rm -rf "$0"; [ -e "$1" ] || rm -f "$1"; } &'  # not another one's link
-        self.remover = subprocess.Popen(["sh", "-c", rest, self.folder, path], stdin=subprocess.PIPE, start_new_session=True)
-
-    def add(self, number: int, pack) -> None:
-        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
-
-    def publish(self) -> None:
-        """The parts that came since the last time take the place of the old ones."""
-        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
-            path.unlink()
-        for path, target in new.items():
-            path.replace(target)
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.path.exists():
-            self.path.unlink(missing_ok=True)
-        self.remover.communicate()

@@ -1,16 +1,19 @@
 """Does a step wait for its judge, or for its rollouts? Set durations, played through the trainer's own loop.
 
-    python benchmarks/bench_pipeline.py                                  # about two minutes, no model, no Ray, hardly any CPU
+    # about two minutes, no model, no Ray, hardly any CPU
+    python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --rollout 8 --judge 3 --update 6 --hand-over 0.2
 
-grpo_trainer.train runs as it is: its draw, its rollouts over HTTP, its waiting for verdicts, its thread, its log. What is
-played is at the other end: a server whose responses take as long as they are told, rewards that come so long after their
-response, an update and a hand-over of weights that sleep. The longest rollout of each step takes --rollout seconds, the others
-0.3 to 1.0 of that; each verdict comes --judge seconds after its response.
+grpo_trainer.train runs as it is: its draw, its rollouts over HTTP, its waiting for verdicts, its thread, its
+log. What is played is at the other end: a server whose responses take as long as they are told, rewards that
+come so long after their response, an update and a hand-over of weights that sleep. The longest rollout of
+each step takes --rollout seconds, the others 0.3 to 1.0 of that; each verdict comes --judge seconds after its
+response.
 
-The judge's share is what a step takes longer than without a judge, as the FAPO paper counts it (18 % for 7B, 14 % for 32B).
-Exit code 1 where a step of --overlap takes on average more than 1.1 times the longer of (rollout + the judge's rest) and
-(update + hand-over): that wants an idle machine. tests/test_pipeline.py uses the same stand-ins.
+The judge's share is what a step takes longer than without a judge, as the FAPO paper counts it (18 % for 7B,
+14 % for 32B). Exit code 1 where a step of --overlap takes on average more than 1.1 times the longer of
+(rollout + the judge's rest) and (update + hand-over): that wants an idle machine. tests/test_pipeline.py uses
+the same stand-ins.
 
 Left out: what overlapping work costs where it shares cores or GPUs; policies that get better or worse.
 """
@@ -66,7 +69,8 @@ class Config:
 
 
 class PlayedServers:
-    """PolicyServers and vLLM behind it: a real HTTP server. A response's first token is the number of its weights.
+    """PolicyServers and vLLM behind it: a real HTTP server. A response's first token is the number of its
+    weights.
 
     version: that of the first weights. generate(body): awaited, takes as long as a response shall take.
     """
@@ -76,7 +80,9 @@ class PlayedServers:
         self.servers, self.config = self, SimpleNamespace(api_key="", num_servers=1)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.router_address = f"127.0.0.1:{asyncio.run_coroutine_threadsafe(self.serve(), self.loop).result()}"
+        self.router_address = (
+            f"127.0.0.1:{asyncio.run_coroutine_threadsafe(self.serve(), self.loop).result()}"
+        )
 
     async def serve(self) -> int:
         app = web.Application()
@@ -94,7 +100,11 @@ class PlayedServers:
             await self.generate(body)
         finally:
             self.generating -= 1
-        choice = {"finish_reason": "stop", "token_ids": [version, 1], "logprobs": {"token_logprobs": [0.0, 0.0]}}
+        choice = {
+            "finish_reason": "stop",
+            "token_ids": [version, 1],
+            "logprobs": {"token_logprobs": [0.0, 0.0]},
+        }
         return web.json_response({"choices": [choice]})
 
     def sync(self) -> None:
@@ -162,7 +172,9 @@ class PlayedRun(Run):
         self.servers, self.rewards, self.policy, self.eos_ids = servers, rewards, policy, {1}
         with patch.object(grpo_trainer, "Run", lambda config: self):
             grpo_trainer.train(self.config)
-        return [json.loads(line) for line in Path(self.config.out_dir, "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in Path(self.config.out_dir, "metrics.jsonl").read_text().splitlines()
+        ]
 
     def start(self, stack) -> None:
         self.log = run_folder.Log(self.config, self.step)
@@ -179,10 +191,21 @@ def write_input(folder: Path) -> dict:
     models.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
-    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i) for i in range(64)]
+    rows = [
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        for i in range(64)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    return dict(model=str(folder / "model"), train_file=str(folder / "train.parquet"), rollout="vllm", tis_cap=2.0, device="cpu",
-                max_response_length=8, overlong_buffer=0, save_every=0)  # fmt: skip
+    return dict(
+        model=str(folder / "model"),
+        train_file=str(folder / "train.parquet"),
+        rollout="vllm",
+        tis_cap=2.0,
+        device="cpu",
+        max_response_length=8,
+        overlong_buffer=0,
+        save_every=0,
+    )
 
 
 # ---- the benchmark
@@ -195,12 +218,22 @@ def durations(config: Config, step: int) -> list[float]:
     return [config.rollout * fraction / max(fractions) for fraction in fractions]
 
 
-def seconds_per_step(config: Config, settings: dict, folder: Path, overlap: bool, judge: float) -> tuple[float, float, float]:
+def seconds_per_step(
+    config: Config, settings: dict, folder: Path, overlap: bool, judge: float
+) -> tuple[float, float, float]:
     """Of a run: the mean step; the median one, and how much of that waited for verdicts."""
-    run = PlayedRun(grpo_trainer.Config(
-        **settings, out_dir=str(folder / f"{overlap}_{judge}"), total_steps=config.steps, train_batch_size=PROMPTS,
-        mini_batch_size=PROMPTS // MINI_BATCHES, group_size=GROUP, overlap=overlap, val_every=0,
-    ))  # fmt: skip
+    run = PlayedRun(
+        grpo_trainer.Config(
+            **settings,
+            out_dir=str(folder / f"{overlap}_{judge}"),
+            total_steps=config.steps,
+            train_batch_size=PROMPTS,
+            mini_batch_size=PROMPTS // MINI_BATCHES,
+            group_size=GROUP,
+            overlap=overlap,
+            val_every=0,
+        )
+    )
     left = iter([seconds for step in range(config.steps) for seconds in durations(config, step)])
     servers = PlayedServers(0, lambda body: asyncio.sleep(next(left)), config.hand_over)
     gc.collect()
@@ -212,7 +245,8 @@ def seconds_per_step(config: Config, settings: dict, folder: Path, overlap: bool
 
 
 def gain_by_mini_batch(config: Config) -> float:
-    """Seconds that a step without --overlap would gain if each mini-batch's update began when its own verdicts are there."""
+    """Seconds that a step without --overlap would gain if each mini-batch's update began when its own
+    verdicts are there."""
     gains = []
     for step in range(config.steps):
         seconds, size, end = durations(config, step), PROMPTS * GROUP // MINI_BATCHES, 0.0
@@ -228,21 +262,35 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     limit = 1.1 * max(config.rollout + config.judge, config.update + config.hand_over)
     print(machine())
-    print(f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, hand-over {config.hand_over} s\n")
-    print("| --overlap | step s, mean | median | of it waiting for verdicts | median without a judge | the judge's share |")
+    print(
+        f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, hand-over "
+        f"{config.hand_over} s\n"
+    )
+    print(
+        "| --overlap | step s, mean | median | of it waiting for verdicts | median without a judge | the "
+        "judge's share |"
+    )
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     steps = {}
     with tempfile.TemporaryDirectory() as name:
         settings = write_input(Path(name))
         for overlap in (False, True):
-            steps[overlap], median, waited = seconds_per_step(config, settings, Path(name), overlap, config.judge)
+            steps[overlap], median, waited = seconds_per_step(
+                config, settings, Path(name), overlap, config.judge
+            )
             _, without, _ = seconds_per_step(config, settings, Path(name), overlap, 0.0)
-            figures = f"{steps[overlap]:.3f} | {median:.3f} | {waited:.3f} | {without:.3f} | {1 - without / median:.1%}"
+            figures = (
+                f"{steps[overlap]:.3f} | {median:.3f} | {waited:.3f} | {without:.3f} | "
+                f"{1 - without / median:.1%}"
+            )
             print(f"| {'yes' if overlap else 'no'} | {figures} |", flush=True)
     print(f"\n1.1 x the longer of (rollout + judge) and (update + hand-over): {limit:.3f} s")
     gain = gain_by_mini_batch(config)
-    print(f"without --overlap, were the update of each of the {MINI_BATCHES} mini-batches to begin with its own verdicts (it "
-          f"does not): {gain:.3f} s less ({gain / steps[False]:.1%})")  # fmt: skip
+    print(
+        f"without --overlap, were the update of each of the {MINI_BATCHES} mini-batches to begin with its "
+        f"own verdicts (it "
+        f"does not): {gain:.3f} s less ({gain / steps[False]:.1%})"
+    )
     sys.exit(steps[True] > limit)
 
 

@@ -1,34 +1,41 @@
-"""How fast is grpo_trainer.py beside TRL's GRPOTrainer, do both compute the same loss, and how much memory takes an update?
+"""How fast is grpo_trainer.py beside TRL's GRPOTrainer, do both compute the same loss, and how much memory
+takes an update?
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
-    python benchmarks/bench_trainer.py --long           # and the tiny one with prompts of 300 tokens, answers of 1,000
+    # and the tiny one with prompts of 300 tokens, answers of 1,000
+    python benchmarks/bench_trainer.py --long
     python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
-    python benchmarks/bench_trainer.py --ranks 1 2 4    # instead: the policy on so many ranks; with --model for that one
+    # instead: the policy on so many ranks; with --model for that one
+    python benchmarks/bench_trainer.py --ranks 1 2 4
 
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
 
-Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean loss clipped to
-0.8..1.28, no KL term. TRL is measured as it comes (with gradient checkpointing) and without. No token ends a completion,
-so all have full length. Each side runs in processes of its own with the same number of threads, in turn: medians over all
-steps; the median of each round shows how far the machine drifts; the best step drifts least. Generation includes decoding.
+Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean
+loss clipped to 0.8..1.28, no KL term. TRL is measured as it comes (with gradient checkpointing) and without.
+No token ends a completion, so all have full length. Each side runs in processes of its own with the same
+number of threads, in turn: medians over all steps; the median of each round shows how far the machine drifts;
+the best step drifts least. Generation includes decoding.
 
-Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss, gradient norm. Our
-compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a figure differs by more than 0.1 %.
+Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss,
+gradient norm. Our compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a
+figure differs by more than 0.1 %.
 
-Ranks: the same samples, updated in turn by one process with all threads and by ranks with one thread each (gloo, on this
-machine): what each holds between updates, its peak above that, and how long the update and the hand-over of all weights take.
+Ranks: the same samples, updated in turn by one process with all threads and by ranks with one thread each
+(gloo, on this machine): what each holds between updates, its peak above that, and how long the update and the
+hand-over of all weights take.
 
-Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at once.
+Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at
+once.
 
-Left out: GPUs, vLLM, reference models, several updates a step. Both sides call the reward function in process; in training
-grpo_trainer.py hands samples to Ray workers instead (bench_reward_loop.py measures those).
+Left out: GPUs, vLLM, reference models, several updates a step. Both sides call the reward function in
+process; in training grpo_trainer.py hands samples to Ray workers instead (bench_reward_loop.py measures
+those).
 """
 
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import random
 import re
@@ -56,11 +63,13 @@ from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from cluster.policy_group import PolicyGroup
 from rollout import rollout_hf
-from vllm_server import WeightFolder
+from cluster.servers import WeightFolder, packs
 
 GROUP = 8
 NEVER = 1 << 30  # as an end token: no model can sample it
-TOLERANCE = 1e-3  # TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points
+TOLERANCE = (
+    1e-3  # TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points
+)
 
 
 @dataclass
@@ -68,13 +77,13 @@ class Config:
     """Speed and memory of grpo_trainer.py."""
 
     model: str = ""
-    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens. Empty: only the tiny one."""
+    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens."""
     tiny_steps: int = 10
     """Timed steps per round of the tiny model: 64 completions (8 prompts x 8) of 64 tokens."""
     model_steps: int = 2
     """Timed steps per round of --model."""
     long: bool = False
-    """Measure the tiny model with long texts too: 16 completions (2 prompts of 300 tokens x 8) of 1,000 tokens, 1 step a round."""
+    """Measure the tiny model with long texts too: 2 prompts of 300 tokens x 8 completions of 1,000 tokens."""
     rounds: int = 2
     """Processes per side."""
     num_threads: int = 0
@@ -85,7 +94,8 @@ class Config:
     """Measure a policy on so many ranks instead."""
 
 
-# ---- one side in a process of its own ----------------------------------------------------------------------------------
+# ---- one side in a process of its own
+# ----------------------------------------------------------------------------------
 
 
 def score(text: str) -> float:
@@ -99,22 +109,45 @@ def load(job: dict):
 
 
 def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyGroup:
-    config = TrainerConfig(model=model, train_file="", out_dir="", group_size=GROUP, mini_batch_size=num_prompts, device="cpu",
-                           max_tokens_per_micro_batch=2048, policy_ranks=ranks)  # fmt: skip
+    config = TrainerConfig(
+        model=model,
+        train_file="",
+        out_dir="",
+        group_size=GROUP,
+        mini_batch_size=num_prompts,
+        device="cpu",
+        max_tokens_per_micro_batch=2048,
+        policy_ranks=ranks,
+    )
     return Policy(config, model, torch.device("cpu")) if ranks == 1 else PolicyGroup(config, model)
 
 
-def with_advantages(samples: list[Sample], rewards: list[float]) -> list[Sample]:
+def hand_over(policy, folder) -> None:
+    """All weights to a folder, as before each step of sampling on servers."""
+    if isinstance(policy, PolicyGroup):
+        policy.send_weights([folder], torch.float32)
+    else:
+        for number, pack in enumerate(packs(policy.weights(torch.float32))):
+            folder.add(number, pack)
+
+
+def groups_of(samples: list[Sample]) -> list[list[Sample]]:
+    return [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
+
+
+def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sample]]:
     advantages_P_G = compute_advantages(torch.tensor(rewards).view(-1, GROUP))
     for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
         sample.advantage = advantage
-    return samples
+    return groups_of(samples)
 
 
 def run_ours(job: dict) -> list[dict]:
     tokenizer, messages = load(job)
     policy, steps = our_policy(job["model"], len(messages)), []
-    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
+    prompts = [
+        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages
+    ]
 
     def finished(sample):
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
@@ -122,16 +155,32 @@ def run_ours(job: dict) -> list[dict]:
     for step in range(1 + job["steps"]):
         samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
         begun, cpu_begun = time.perf_counter(), time.process_time()
-        rollout_hf(policy.model, samples, max_response_length=job["length"], temperature=1.0, eos_ids={NEVER}, seed=step,
-                   rollout_batch_size=512, on_finished=finished)  # fmt: skip
+        rollout_hf(
+            policy.model,
+            samples,
+            max_response_length=job["length"],
+            temperature=1.0,
+            eos_ids={NEVER},
+            seed=step,
+            rollout_batch_size=512,
+            on_finished=finished,
+        )
         generated = time.perf_counter()
         rewards = [score(sample.text) for sample in samples]
         scored = time.perf_counter()
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
         tokens = sum(len(sample.response_ids) for sample in samples)
-        steps.append({"generation": generated - begun, "scoring": scored - generated, "update": end - scored, "step": end - begun,
-                      "cpu": time.process_time() - cpu_begun, "tokens": tokens})
+        steps.append(
+            {
+                "generation": generated - begun,
+                "scoring": scored - generated,
+                "update": end - scored,
+                "step": end - begun,
+                "cpu": time.process_time() - cpu_begun,
+                "tokens": tokens,
+            }
+        )
     return steps[1:]  # the first one warms up
 
 
@@ -143,8 +192,8 @@ def run_trl(job: dict) -> dict:
 
     tokenizer, messages = load(job)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    # The loss at a ratio of 1 is about -mean(advantage x length), so 0 where all lengths are the same: in the first step every
-    # sixteenth token ends a completion.
+    # The loss at a ratio of 1 is about -mean(advantage x length), so 0 where all lengths are the same: in the
+    # first step every sixteenth token ends a completion.
     model.generation_config.eos_token_id = list(range(0, len(tokenizer), 16))
     first, steps, now = {}, [], {}
 
@@ -177,7 +226,9 @@ def run_trl(job: dict) -> dict:
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step > 1:
-                now.update(step=time.perf_counter() - now["begun"], cpu=time.process_time() - now["cpu_begun"])
+                now.update(
+                    step=time.perf_counter() - now["begun"], cpu=time.process_time() - now["cpu_begun"]
+                )
                 steps.append({"update": now["step"] - now["generation"] - now["scoring"]} | now)
             else:
                 trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = [NEVER]
@@ -188,13 +239,30 @@ def run_trl(job: dict) -> dict:
         return [score(completion[0]["content"]) for completion in completions]
 
     args = GRPOConfig(
-        output_dir=job["folder"], use_cpu=True, bf16=False, gradient_checkpointing=job["checkpointing"],
+        output_dir=job["folder"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=job["checkpointing"],
         max_steps=1 + job["steps"],
-        per_device_train_batch_size=len(messages) * GROUP, num_generations=GROUP, max_completion_length=job["length"],
-        temperature=1.0, loss_type="dapo", scale_rewards="group", epsilon=0.2, epsilon_high=0.28, beta=0.0, learning_rate=1e-6,
-        weight_decay=0.1, max_grad_norm=1.0, lr_scheduler_type="constant", shuffle_dataset=False, report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        per_device_train_batch_size=len(messages) * GROUP,
+        num_generations=GROUP,
+        max_completion_length=job["length"],
+        temperature=1.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        learning_rate=1e-6,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     rows = Dataset.from_dict({"prompt": messages * (1 + job["steps"])})
     trainer = Watched(model, reward, args, rows, processing_class=tokenizer, callbacks=[Clock()])
     trainer.train()
@@ -204,7 +272,8 @@ def run_trl(job: dict) -> dict:
 def run_check(job: dict) -> dict:
     """Our loss and gradient norm on the samples of TRL's first step."""
     first = job["first"]
-    samples = [Sample({}, prompt, response, [0.0] * len(response))  # only a metric needs the sampler's log-probabilities
+    # only a metric needs the sampler's log-probabilities
+    samples = [Sample({}, prompt, response, [0.0] * len(response))
                for prompt, response in zip(first["prompts"], first["responses"])]  # fmt: skip
     policy = our_policy(job["model"], len(samples) // GROUP)
     metrics = policy.update(with_advantages(samples, first["rewards"]), lr=1e-6)
@@ -217,8 +286,16 @@ def megabytes(name: str, path: str = "/proc/self/status") -> float:
 
 def run_memory(job: dict) -> dict:
     """Resident memory before one update and at its peak, in MB, and its seconds."""
-    shape = LlamaConfig(vocab_size=151_936, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                        num_key_value_heads=4, max_position_embeddings=16_384, tie_word_embeddings=True)
+    shape = LlamaConfig(
+        vocab_size=151_936,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=True,
+    )
     LlamaForCausalLM(shape).save_pretrained(job["folder"])
     policy, prompt = our_policy(job["folder"], 1), list(range(16))
     model, optimizer = policy.model, torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
@@ -227,11 +304,13 @@ def run_memory(job: dict) -> dict:
         response = torch.randint(shape.vocab_size, (tokens,)).tolist()
         if not job["plain"]:  # one sample with an advantage, the rest of its group too short to matter
             samples = [Sample({}, prompt, response, [0.0] * tokens, advantage=1.0)]
-            policy.update(samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)], lr=1e-6)
+            policy.update([samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)]], lr=1e-6)
             return
         ids = torch.tensor([prompt + response])
         optimizer.zero_grad()
-        logprobs_V = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits.log_softmax(-1)
+        logprobs_V = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits.log_softmax(
+            -1
+        )
         logprobs = logprobs_V.gather(-1, ids[:, len(prompt) :, None])[..., 0]
         mask = torch.ones_like(logprobs)
         compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
@@ -254,13 +333,18 @@ def work(path: str) -> None:
 
 
 def in_child(job: dict):
-    """Runs `work` in a process of its own; stops it before the machine is out of memory. Raises RuntimeError if it fails."""
+    """Runs `work` in a process of its own; stops it before the machine is out of memory. Raises RuntimeError
+    if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder, "job.json"), Path(folder, "log")
         path.write_text(json.dumps(job | {"folder": folder}))
         with open(log, "w") as output:
-            child = subprocess.Popen([sys.executable, __file__, "--worker", str(path)], stdout=output, stderr=output,
-                                     env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            child = subprocess.Popen(
+                [sys.executable, __file__, "--worker", str(path)],
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
             try:
                 while child.poll() is None:
                     if megabytes("MemAvailable", "/proc/meminfo") < 1000:
@@ -274,7 +358,8 @@ def in_child(job: dict):
         return json.loads(path.read_text())
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------------
+# ---- tables
+# ------------------------------------------------------------------------------------------------------------
 
 
 def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
@@ -286,19 +371,33 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
             found = in_child(job | {"kind": "trl", "checkpointing": checkpointing})
             rounds.setdefault(name, []).append(found["steps"])
             first = first or found["first"]
-    print(f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, {config.rounds} rounds of "
-          f"{job['steps']} steps, {job['threads']} threads\n")
-    print("| | generation s | scoring s | update s | whole step s (each round) | best step s | CPU s | tokens/s |")
+    print(
+        f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, {config.rounds} "
+        f"rounds of "
+        f"{job['steps']} steps, {job['threads']} threads\n"
+    )
+    print(
+        "| | generation s | scoring s | update s | whole step s (each round) | best step s | CPU s | "
+        "tokens/s |"
+    )
     print("| --- " + "| ---: " * 7 + "|")
     table = []
     for name, of_side in rounds.items():
         steps = [step for steps in of_side for step in steps]
-        generation, scoring, update, whole, cpu = (statistics.median(step[key] for step in steps)
-                                                   for key in ("generation", "scoring", "update", "step", "cpu"))
-        best, rate = min(step["step"] for step in steps), statistics.median(step["tokens"] / step["step"] for step in steps)
+        generation, scoring, update, whole, cpu = (
+            statistics.median(step[key] for step in steps)
+            for key in ("generation", "scoring", "update", "step", "cpu")
+        )
+        best, rate = (
+            min(step["step"] for step in steps),
+            statistics.median(step["tokens"] / step["step"] for step in steps),
+        )
         each = ", ".join(f"{statistics.median(step['step'] for step in steps):.3f}" for steps in of_side)
-        print(f"| {name} | {generation:.3f} | {scoring:.4f} | {update:.3f} | {whole:.3f} ({each}) | {best:.3f} | {cpu:.3f} | "
-              f"{rate:,.0f} |")
+        print(
+            f"| {name} | {generation:.3f} | {scoring:.4f} | {update:.3f} | {whole:.3f} ({each}) | "
+            f"{best:.3f} | {cpu:.3f} | "
+            f"{rate:,.0f} |"
+        )
         table.append([generation, scoring, update, whole, best, cpu, 1 / rate])
     if not with_trl:
         return True
@@ -307,7 +406,9 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
         print(f"| times as fast as {name} |{ratios}", flush=True)
 
     mine, lengths = in_child(job | {"kind": "check", "first": first}), list(map(len, first["responses"]))
-    print(f"\nThe same {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, the same weights:\n")
+    print(
+        f"\nThe same {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, the same weights:\n"
+    )
     print("| | grpo_trainer.py | TRL | relative difference |\n| --- | ---: | ---: | ---: |")
     differences = []
     for name, value in mine.items():
@@ -334,14 +435,26 @@ def tiny_model():
 def compare_speed(config: Config, threads: int) -> bool:
     with_trl = importlib.util.find_spec("trl") is not None
     with tiny_model() as (folder, problems):
-        tiny = {"model": folder, "prompts": problems, "length": 64, "steps": config.tiny_steps, "threads": threads}
+        tiny = {
+            "model": folder,
+            "prompts": problems,
+            "length": 64,
+            "steps": config.tiny_steps,
+            "threads": threads,
+        }
         same = compare("A Llama of 1 M parameters", tiny, config, with_trl)
         if config.long:
             prompts = [" ".join(problems * 99)[:n] for n in (900, 880)]  # about 300 tokens
             long = tiny | {"prompts": prompts, "length": 1000, "steps": 1}
             same = compare("The same with long texts", long, config, with_trl) and same
     if config.model:
-        other = {"model": config.model, "prompts": problems[:2], "length": 32, "steps": config.model_steps, "threads": threads}
+        other = {
+            "model": config.model,
+            "prompts": problems[:2],
+            "length": 32,
+            "steps": config.model_steps,
+            "threads": threads,
+        }
         same = compare(Path(config.model).name, other, config, with_trl) and same
     if not with_trl:
         print('\nTRL is not installed in this environment; to see it beside: pip install "trl==1.16.*"')
@@ -349,7 +462,10 @@ def compare_speed(config: Config, threads: int) -> bool:
 
 
 def compare_memory(threads: int) -> None:
-    print("One update of one sequence, above weights, gradients and moments; vocabulary 151,936, hidden size 256, float32\n")
+    print(
+        "One update of one sequence, above weights, gradients and moments; vocabulary 151,936, hidden size "
+        "256, float32\n"
+    )
     print("| | response tokens | above, MB | before, MB | seconds |\n| --- | ---: | ---: | ---: | ---: |")
     for name, plain in (("Policy.update", False), ("all logits at once", True)):
         tokens, free = 8192, megabytes("MemAvailable", "/proc/meminfo") - 2000
@@ -358,7 +474,11 @@ def compare_memory(threads: int) -> None:
             tokens = int(tokens * free / needed)
             name += " (fewer tokens: memory is short)"
         found = in_child({"kind": "memory", "plain": plain, "tokens": tokens, "threads": threads})
-        print(f"| {name} | {tokens:,} | {found['above']:,.0f} | {found['before']:,.0f} | {found['seconds']:.1f} |", flush=True)
+        print(
+            f"| {name} | {tokens:,} | {found['above']:,.0f} | {found['before']:,.0f} | "
+            f"{found['seconds']:.1f} |",
+            flush=True,
+        )
 
 
 def bytes_held(policy) -> list[int]:
@@ -383,40 +503,60 @@ def forget_peak(policy) -> float:
 def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int) -> None:
     """One table: the same step's samples on 1, 2 ... ranks."""
     tokenizer, messages = load({"model": model, "prompts": prompts})
-    ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
+    ids = [
+        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages
+    ]
     samples = [Sample({}, prompt) for prompt in ids for _ in range(GROUP)]
     torch.set_num_threads(threads)
     alone = our_policy(model, len(prompts))
     rollout_hf(alone.model, samples, max_response_length=64, temperature=1.0, eos_ids={NEVER}, seed=0,
                rollout_batch_size=512)  # fmt: skip
-    with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
-    print(f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each, medians of {steps} updates\n")
-    print("| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | x one process "
-          "| hand-over s | MB |")
+    groups = with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
+    print(
+        f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each, medians of {steps} "
+        f"updates\n"
+    )
+    print(
+        "| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | "
+        "x one process "
+        "| hand-over s | MB |"
+    )
     print("| ---: " * 8 + "|")
-    sent = sum(math.prod(shape) for shape in alone.about()["shapes"].values()) * 4 / 2**20
+    sent = alone.about()["numel"] * 4 / 2**20
     for count in config.ranks:
         folder = WeightFolder(f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
         if count == 1:
             policy, target = alone, folder
             each = lambda function: [function(alone)]  # noqa: E731
         else:
-            policy, target = our_policy(model, len(prompts), count), ray.remote(num_cpus=0)(WeightFolder).remote(
-                f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
-            each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])  # noqa: E731
-        policy.update(samples, lr=1e-6)  # afterwards gradients and moments exist
+            policy, target = (
+                our_policy(model, len(prompts), count),
+                ray.remote(num_cpus=0)(WeightFolder).remote(
+                    f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30
+                ),
+            )
+            # noqa: E731
+            each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])
+        policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))
         seconds, handed, times = [], [], []
         for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both
-            seconds.append(timed(lambda: policy.update(samples, lr=1e-6)))
-            times.append(seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(samples, lr=1e-6))))
+            seconds.append(timed(lambda: policy.update(groups, lr=1e-6)))
+            times.append(
+                seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(groups, lr=1e-6)))
+            )
         peak = max(each(lambda policy: megabytes("VmHWM"))) - before
         for _ in range(3):
-            handed.append(timed(lambda: policy.send_weights([target], torch.float32)))
+            handed.append(timed(lambda: hand_over(policy, target)))
         held = [max(sizes) / 2**20 for sizes in zip(*each(bytes_held))]
-        print(f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | {peak:.0f} | "
-              f"{statistics.median(seconds):.3f} | {statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f}) | "
-              f"{statistics.median(handed):.3f} | {sent:.1f} |", flush=True)
+        print(
+            f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | "
+            f"{peak:.0f} | "
+            f"{statistics.median(seconds):.3f} | {statistics.median(times):.2f} "
+            f"({min(times):.2f}-{max(times):.2f}) | "
+            f"{statistics.median(handed):.3f} | {sent:.1f} |",
+            flush=True,
+        )
         folder.close()
         if count > 1:
             policy.shutdown()

@@ -1,15 +1,17 @@
-"""Everything that only an NVIDIA GPU can show, as one table: holds, fails, or skipped and why, each with its figure.
+"""Everything that only an NVIDIA GPU can show, as one table: holds, fails, or skipped and why, each with its
+figure.
 
     make check-gpu                                    # or python benchmarks/check_gpu.py; needs no network
     python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,065 M
     python benchmarks/check_gpu.py --model FOLDER     # a real one
     python benchmarks/check_gpu.py --only servers     # one check again
 
-Each check is a function that yields rows, and runs in a process of its own with a time limit, so that one that fails, hangs or
-dies stops no other. Logs stay in outputs/check_gpu. Exit code 1 where anything fails, 2 without a GPU.
+Each check is a function that yields rows, and runs in a process of its own with a time limit, so that one
+that fails, hangs or dies stops no other. Logs stay in outputs/check_gpu. Exit code 1 where anything fails, 2
+without a GPU.
 
-The models have random weights, and logits spread out to an entropy of some four nats: near a uniform distribution every sampler
-would agree with every trainer.
+The models have random weights, and logits spread out to an entropy of some four nats: near a uniform
+distribution every sampler would agree with every trainer.
 
 Left out: how well anything learns, several machines, GPUs of other makers.
 """
@@ -50,13 +52,18 @@ from tools import plan_run
 import reward_loop
 from toy import models, toy_world
 from cluster.policy_group import PolicyGroup
-from rollout import PolicyServers, rollout_hf, rollout_vllm
+from cluster.servers import PolicyServers
+from rollout import rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16
 STALE = grpo_trainer.Config.max_logprob_diff  # where the trainer stops
-SHARE = "--gpu-memory-utilization 0.3"  # servers share the GPU with the policy
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100": 312e12}  # bf16, dense; of others it is measured
+SHARE = 0.3  # of the GPU that servers take beside the policy
+PEAK = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100": 312e12,
+}  # bf16, dense; of others it is measured
 
 
 @dataclass
@@ -71,7 +78,8 @@ class Config:
     """Names of the checks to run, from the table's first column; default: all."""
 
 
-# ---- what the checks work with -----------------------------------------------------------------------------------------
+# ---- what the checks work with
+# -----------------------------------------------------------------------------------------
 
 
 def make_models(work: Path, device=GPU):
@@ -79,14 +87,27 @@ def make_models(work: Path, device=GPU):
     config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
     tokenizer = models.build_tokenizer(models.tokenizer_corpus(rng))
     write_model(models.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
-    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index) for index in range(32)]
+    rows = [
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index)
+        for index in range(32)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
     if config["model"] or config["size"] == "small":
         (work / "model").symlink_to(Path(config["model"] or work / "tiny").resolve())
     else:
-        shape = Qwen2Config(vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=16,
-                            num_attention_heads=16, num_key_value_heads=2, max_position_embeddings=4096,
-                            tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None)  # fmt: skip
+        shape = Qwen2Config(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
         with torch.device(device):  # a CPU draws a billion numbers slowly
             write_model(Qwen2ForCausalLM(shape), tokenizer, work / "model")
     yield "made", True, config["model"] or config["size"]
@@ -94,7 +115,8 @@ def make_models(work: Path, device=GPU):
 
 @torch.no_grad()
 def write_model(model, tokenizer, folder: Path) -> None:
-    """With logits spread so that the entropy is about four nats: where they are normal it is log V - variance / 2."""
+    """With logits spread so that the entropy is about four nats: where they are normal it is log V - variance
+    / 2."""
     logits = model(torch.arange(64, device=model.device)[None]).logits
     model.model.norm.weight *= math.sqrt(2 * (math.log(model.config.vocab_size) - 4)) / logits.std(-1).mean()
     model.save_pretrained(folder)
@@ -103,7 +125,9 @@ def write_model(model, tokenizer, folder: Path) -> None:
 
 def load(work: Path, device, max_tokens=4096, **changes) -> policy.Policy:
     model = str(work / "model")
-    config = grpo_trainer.Config(model=model, train_file="", out_dir="", max_tokens_per_micro_batch=max_tokens, **changes)
+    config = grpo_trainer.Config(
+        model=model, train_file="", out_dir="", max_tokens_per_micro_batch=max_tokens, **changes
+    )
     return policy.Policy(config, model, device)
 
 
@@ -114,15 +138,22 @@ def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
 
 
+def groups_of(samples) -> list[list]:
+    return [samples[start : start + 8] for start in range(0, len(samples), 8)]
+
+
 def roll_out(learner, samples, length: int):
-    options = dict(temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512)  # no token ends a response: all have full length
+    options = dict(
+        temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512
+    )  # no token ends a response: all have full length
     rollout_hf(learner.model, samples, max_response_length=length, **options)
     return samples
 
 
 def logprobs_of(learner, samples):
     """Log-probabilities of all response tokens, one after the other, and the mean entropy there."""
-    logprobs, entropies = zip(*learner.score(samples))
+    found = {id(sample): (logprobs, entropy) for sample, logprobs, entropy in learner.score(samples)}
+    logprobs, entropies = zip(*(found[id(sample)] for sample in samples))
     return torch.cat(logprobs).cpu(), torch.cat(entropies).mean().item()
 
 
@@ -133,7 +164,8 @@ def difference(learner, samples) -> float:
 
 
 def measure(device, function):
-    """What it returns; its seconds; of the GPU's memory the peak, and how far that was above the start, in GB (0 on a CPU)."""
+    """What it returns; its seconds; of the GPU's memory the peak, and how far that was above the start, in GB
+    (0 on a CPU)."""
     cuda, peak, before = torch.cuda if device.type == "cuda" else None, 0, 0
     if cuda:
         cuda.empty_cache()
@@ -147,32 +179,52 @@ def measure(device, function):
     return result, time.perf_counter() - begun, 1e-9 * peak, 1e-9 * (peak - before)
 
 
-# ---- the checks: each yields (what, True or False, or None for skipped, figure) ------------------------------------------
+# ---- the checks: each yields (what, True or False, or None for skipped, figure)
+# ------------------------------------------
 
 
 def check_environment(work: Path):
-    driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").splitlines()[0]
+    driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").splitlines()[
+        0
+    ]
     (free, total), name = torch.cuda.mem_get_info(GPU), torch.cuda.get_device_name(GPU)
     memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} free"
     yield "GPU", True, f"{torch.cuda.device_count()} x {name}, {memory}, driver {driver}"
-    yield "packages", True, f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
+    yield (
+        "packages",
+        True,
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}",
+    )
     try:
         import vllm
+
         yield "vllm", True, vllm.__version__
     except Exception as error:  # one that is there and does not load may raise anything
-        yield "vllm", None if getattr(error, "name", "") == "vllm" else False, f"{type(error).__name__}: {error}"
+        yield (
+            "vllm",
+            None if getattr(error, "name", "") == "vllm" else False,
+            f"{type(error).__name__}: {error}",
+        )
 
 
 def check_precision(work: Path, device=GPU, length=256):
-    """One update as it is, one that recomputes activations, one in float32: the same samples, and no weight moves."""
+    """One update as it is, one that recomputes activations, one in float32: the same samples, and no weight
+    moves."""
     learner = load(work, device, tis_cap=2.0)  # with it the loss depends on the log-probabilities
     samples, rng = roll_out(learner, samples_of(work, 4), length), random.Random(0)
     for sample in samples:
-        keep, sample.advantage = rng.randint(length // 4, length), rng.gauss(1, 1)  # around 0 the loss would be about 0
-        sample.response_ids, sample.rollout_logprobs = sample.response_ids[:keep], sample.rollout_logprobs[:keep]
+        keep, sample.advantage = (
+            rng.randint(length // 4, length),
+            rng.gauss(1, 1),
+        )  # around 0 the loss would be about 0
+        sample.response_ids, sample.rollout_logprobs = (
+            sample.response_ids[:keep],
+            sample.rollout_logprobs[:keep],
+        )
 
     def update():
-        metrics, _, _, above = measure(device, lambda: learner.update(samples, lr=0.0))
+        metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
         return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
 
     update()  # makes the optimizer's state
@@ -185,12 +237,22 @@ def check_precision(work: Path, device=GPU, length=256):
         (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)
 
     off = (logprobs - exact_logprobs).abs().mean().item()
-    yield "bf16 and float32: log-probabilities", off < AGREE, f"{off:.4f} nats apart on average, entropy {entropy:.1f} nats"
+    yield (
+        "bf16 and float32: log-probabilities",
+        off < AGREE,
+        f"{off:.4f} nats apart on average, entropy {entropy:.1f} nats",
+    )
     for key in ("actor/loss", "actor/grad_norm"):
         off = abs(plain[key] / exact[key] - 1)
-        yield f"bf16 and float32: {key}", off < 0.05, f"{plain[key]:.5f} and {exact[key]:.5f}, {off:.2%} apart"
-    ab, aa, bb = (sum((x * y).sum().item() for x, y in zip(*two))
-                  for two in ((gradient, exact_gradient), (gradient, gradient), (exact_gradient, exact_gradient)))  # fmt: skip
+        yield (
+            f"bf16 and float32: {key}",
+            off < 0.05,
+            f"{plain[key]:.5f} and {exact[key]:.5f}, {off:.2%} apart",
+        )
+    ab, aa, bb = (
+        sum((x * y).sum().item() for x, y in zip(*two))
+        for two in ((gradient, exact_gradient), (gradient, gradient), (exact_gradient, exact_gradient))
+    )
     cosine = ab / math.sqrt(aa * bb)
     yield "bf16 and float32: direction of the gradient", cosine > 0.98, f"cosine {cosine:.5f}"
     off = abs(spare["actor/grad_norm"] / plain["actor/grad_norm"] - 1)
@@ -205,18 +267,34 @@ def check_rollouts(work: Path, device=GPU, length=256):
     off, rate = difference(learner, samples), len(samples) * length / seconds
     text = f"{off:.4f} nats apart on average; {rate:,.0f} tokens/s, {len(samples)} samples of {length}"
     yield "sampler in process and trainer", off < AGREE, text
-    head, (logprobs, entropy) = learner.model.get_output_embeddings().weight.bfloat16(), logprobs_of(learner, samples)
-    with patch.object(policy, "logits_of", lambda model, output, hidden: (hidden.bfloat16() @ head.T).float()):
+    head, (logprobs, entropy) = (
+        learner.model.get_output_embeddings().weight.bfloat16(),
+        logprobs_of(learner, samples),
+    )
+    with patch.object(
+        policy, "logits_of", lambda model, output, hidden: (hidden.bfloat16() @ head.T).float()
+    ):
         off = (logprobs_of(learner, samples)[0] - logprobs).abs().mean().item()
-    yield "what a head in bf16 would add", True, f"{off:.4f} nats; the head is float32, entropy {entropy:.1f} nats"
+    yield (
+        "what a head in bf16 would add",
+        True,
+        f"{off:.4f} nats; the head is float32, entropy {entropy:.1f} nats",
+    )
 
 
 def check_update(work: Path, device=GPU, length=1024):
     """Speed and memory with the trainer's own micro-batches, or, by its own estimate, with what fits."""
     total = 1e-9 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1e6
     for budget in (16384, 8192, 4096, 2048):
-        config = grpo_trainer.Config(model=str(work / "model"), train_file="", out_dir="", rollout="vllm", max_prompt_length=64,
-                                     max_response_length=length, max_tokens_per_micro_batch=budget)  # fmt: skip
+        config = grpo_trainer.Config(
+            model=str(work / "model"),
+            train_file="",
+            out_dir="",
+            rollout="vllm",
+            max_prompt_length=64,
+            max_response_length=length,
+            max_tokens_per_micro_batch=budget,
+        )
         estimate = sum(gb or 0.0 for gb in plan_run.estimate_memory(config, device.type).values())
         if estimate < 0.8 * total:
             break
@@ -226,15 +304,18 @@ def check_update(work: Path, device=GPU, length=1024):
     for sample in samples:
         sample.response_ids = [rng.randrange(shape.vocab_size) for _ in range(length)]
         sample.rollout_logprobs, sample.advantage = [0.0] * length, rng.gauss(0, 1)
-    learner.update(samples, lr=0.0)  # warms up
-    _, seconds, peak, _ = measure(device, lambda: learner.update(samples, lr=0.0))
+    learner.update(groups_of(samples), lr=0.0)  # warms up
+    _, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
     if not shape.tie_word_embeddings:
         weights -= learner.model.get_input_embeddings().weight.numel()  # looked up, not multiplied
     tokens, fastest = sum(len(sample.prompt_ids) + length for sample in samples), peak_of(device)
-    text = f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s ({1e-6 * weights:,.0f} M weights)"
+    text = (
+        f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s "
+        f"({1e-6 * weights:,.0f} M weights)"
+    )
     yield "update: speed", True, f"{tokens / seconds:,.0f} tokens/s, {text}"
     text = f"{peak:.1f} GB at the peak, estimated {estimate:.1f}, micro-batches of {budget} tokens"
-    yield "update: memory, within 1.3 x preflight.py's estimate", peak < 1.3 * estimate, text
+    yield "update: memory, within 1.3 x plan_run's estimate", peak < 1.3 * estimate, text
 
 
 def peak_of(device) -> float:
@@ -248,19 +329,16 @@ def peak_of(device) -> float:
     return 40 * size**3 / min(measure(device, lambda: [a @ a for _ in range(20)])[1] for _ in range(3))
 
 
-def check_servers(work: Path, device=GPU, transfer="file", length=64):
-    """vLLM servers with the policy's weights; by NCCL the policy needs a GPU of its own."""
-    if transfer == "nccl":
-        if torch.cuda.device_count() < 2:
-            yield "weights by NCCL", None, f"needs 2 GPUs, torch sees {torch.cuda.device_count()}"
-            return
-        device = torch.device("cuda:1")
+def check_servers(work: Path, device=GPU, length=64):
+    """vLLM servers with the policy's weights, beside it on its GPU."""
     learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
 
     def served():
         """The difference between sampler and trainer, and the seconds that sampling took."""
         samples, options = samples_of(work, 4), dict(temperature=1.0, eos_ids=(), rollout_batch_size=512)
-        _, seconds, *_ = measure(device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options))
+        _, seconds, *_ = measure(
+            device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
+        )
         return difference(learner, samples), seconds
 
     @torch.no_grad()
@@ -268,19 +346,22 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         for parameter in learner.model.parameters():
             parameter += 0.2 * parameter.std() * torch.randn_like(parameter)
 
-    settings = genrm_server.Config(model="", gpus="0", max_model_len=512, queue_timeout=240, log_dir=work / f"servers_{transfer}",
-                                   vllm_args=tuple(SHARE.split()))  # fmt: skip
-    servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings, transfer))
+    settings = genrm_server.Config(model="", gpu_share=SHARE, max_model_len=512, queue_timeout=240,
+                                   log_dir=work / "servers")  # fmt: skip
+    servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings))
     try:
         off, _ = served()
-        yield f"vLLM and trainer, by {transfer}", off < AGREE, f"{off:.4f} nats apart on average; ready after {ready:.0f} s"
+        yield "vLLM and trainer", off < AGREE, f"{off:.4f} nats apart on average; ready after {ready:.0f} s"
         move()
         off, _ = served()
-        yield f"old weights are noticed, by {transfer}", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
+        yield "old weights are noticed", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
         first, again = (measure(device, servers.sync)[1] for _ in range(2))
         off, seconds = served()
-        text = f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}); {32 * length / seconds:,.0f} tokens/s"
-        yield f"new weights, by {transfer}", off < AGREE, text
+        text = (
+            f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}); "
+            f"{32 * length / seconds:,.0f} tokens/s"
+        )
+        yield "new weights", off < AGREE, text
         process = servers.servers.slots[0].server.child
         process.kill()
         process.wait()
@@ -288,7 +369,7 @@ def check_servers(work: Path, device=GPU, transfer="file", length=64):
         _, synced, *_ = measure(device, servers.sync)
         off, seconds = served()
         text = f"{off:.4f} nats apart, back after {synced + seconds:.0f} s"
-        yield f"a killed server comes back with new weights, by {transfer}", off < AGREE, text
+        yield "a killed server comes back with new weights", off < AGREE, text
     finally:
         servers.shutdown()
 
@@ -304,22 +385,40 @@ def check_ranks(work: Path, device=GPU, length=256):
     samples = roll_out(alone, samples_of(work, 4), length)
     for sample in samples:
         sample.advantage = rng.gauss(1, 1)
-    expected, seconds, peak, _ = measure(device, lambda: [alone.update(samples, lr=1e-6) for _ in range(2)][-1])
+    expected, seconds, peak, _ = measure(
+        device, lambda: [alone.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
+    )
     alone = None
     measure(device, lambda: None)  # gives its memory back: a rank may be on the same GPU
     reward_loop.connect_ray()
-    group = PolicyGroup(grpo_trainer.Config(model=str(work / "model"), train_file="", out_dir=str(work), policy_ranks=2,
-                                            device=device.type, max_tokens_per_micro_batch=4096, **config),
-                        str(work / "model"))  # fmt: skip
+    group = PolicyGroup(
+        grpo_trainer.Config(
+            model=str(work / "model"),
+            train_file="",
+            out_dir=str(work),
+            policy_ranks=2,
+            device=device.type,
+            max_tokens_per_micro_batch=4096,
+            **config,
+        ),
+        str(work / "model"),
+    )
     try:
-        found, of_two, *_ = measure(device, lambda: [group.update(samples, lr=1e-6) for _ in range(2)][-1])
-        held = ray.get([actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors])
+        found, of_two, *_ = measure(
+            device, lambda: [group.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
+        )
+        held = ray.get(
+            [actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors]
+        )
     finally:
         group.shutdown()
     for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
         off = abs(found[key] - expected[key]) / max(abs(expected[key]), 1e-2)
         yield f"two ranks and one process: {key}", off < 0.02, f"{found[key]:.5f} and {expected[key]:.5f}"
-    text = f"{1e-9 * max(held):.1f} GB at the peak on each, alone {peak:.1f}; {of_two:.1f} s for two updates, alone {seconds:.1f}"
+    text = (
+        f"{1e-9 * max(held):.1f} GB at the peak on each, alone {peak:.1f}; {of_two:.1f} s for two updates, "
+        f"alone {seconds:.1f}"
+    )
     yield "two ranks: memory and time", max(held) <= 1e9 * peak, text
 
 
@@ -330,15 +429,18 @@ def check_sleep(work: Path):
 
     def answers():
         body = {"model": "judge", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
-        found = [judge.call_router("POST", "/v1/completions", body | {"prompt": [number] * 8}, 120) for number in range(5, 9)]
+        found = [
+            judge.call_router("POST", "/v1/completions", body | {"prompt": [number] * 8}, 120)
+            for number in range(5, 9)
+        ]
         if any(status != 200 for status, _ in found):
             raise RuntimeError(f"the judge answers {found}")
         return [json.loads(text)["choices"][0]["token_ids"] for _, text in found]
 
     before = used()
     judge = genrm_server.ModelServers(genrm_server.Config(
-        model=str(work / "model"), port=0, gpus="0", served_model_name="judge", dtype="bfloat16", max_model_len=512,
-        sleep_mode=True, log_dir=work / "sleep", vllm_args=tuple(SHARE.split())))  # fmt: skip
+        model=str(work / "model"), port=0, gpu_share=SHARE, served_model_name="judge", dtype="bfloat16",
+        max_model_len=512, sleep_mode=True, log_dir=work / "sleep"))  # fmt: skip
     try:
         first, awake = answers(), used()
         _, to_sleep, *_ = measure(GPU, judge.sleep)
@@ -352,25 +454,41 @@ def check_sleep(work: Path):
         judge.shutdown()
 
 
-RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-size 4 --mini-batch-size 4 --group-size 4
-    --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
-EAGER = f"'{SHARE} --enforce-eager'"  # ready half a minute sooner
-RUNS = {"colocate": f"--genrm tiny --reward-mode colocate --genrm-vllm-args={EAGER}",
-        "rollout_vllm": f"--rollout vllm --rollout-vllm-args={EAGER}"}  # fmt: skip
+RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-size 4 --mini-batch-size 4
+    --group-size 4 --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
+# ready half a minute sooner
+EAGER = "--policy-gpu-share 0.4 --rollout-gpu-share 0.3 --rollout-vllm-args=--enforce-eager"
+JUDGE = "--genrm tiny --genrm-gpu-share 0.3 --genrm-vllm-args=--enforce-eager"
+RUNS = {
+    "shares": f"{EAGER} {JUDGE}",
+    "colocate": f"{EAGER} {JUDGE} --reward-mode colocate",
+    "offload": f"{EAGER} --policy-offload",
+}
 
 
-async def score_by_asking(data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_) -> dict:
+async def score_by_asking(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_
+) -> dict:
     """The reward function of the whole runs: a number, and where there is a judge it has to answer."""
     status, answer = "skipped", ""
     if reward_router_address:
-        status, answer, _ = await compute_score.chat(extra_info["question"], reward_router_address, max_tokens=8, timeout_s=100)
+        status, answer, _ = await compute_score.chat(
+            extra_info["question"], reward_router_address, max_tokens=8, timeout_s=100
+        )
     failed = status in ("http_error", "timeout")  # after eight tokens its status is most often "truncated"
     return {"score": None if failed else len(solution_str + answer) % 7 / 6, "genrm_status": status}
 
 
 def check_run(work: Path, name: str):
     """grpo_trainer.py as a user starts it, two steps with the tiny model."""
-    command = [sys.executable, str(ROOT / "grpo_trainer.py"), "--reward-fn", f"{__file__}:score_by_asking", "--out-dir", name]
+    command = [
+        sys.executable,
+        str(ROOT / "grpo_trainer.py"),
+        "--reward-fn",
+        f"{__file__}:score_by_asking",
+        "--out-dir",
+        name,
+    ]
     command, begun = command + shlex.split(RUN + RUNS[name]), time.perf_counter()
     run = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - begun
@@ -378,8 +496,14 @@ def check_run(work: Path, name: str):
     if run.returncode:
         raise RuntimeError(f"exit code {run.returncode}: {run.stdout.strip()[-300:]}")
     steps = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()][1:]
-    times, offs = (", ".join(f"{step[key]:.3g}" for step in steps) for key in ("time/step", "rollout/logprob_diff"))
-    yield f"a whole run, {name}", len(steps) == 2, f"steps of {times} s, {offs} nats apart; {seconds:.0f} s in all"
+    times, offs = (
+        ", ".join(f"{step[key]:.3g}" for step in steps) for key in ("time/step", "rollout/logprob_diff")
+    )
+    yield (
+        f"a whole run, {name}",
+        len(steps) == 2,
+        f"steps of {times} s, {offs} nats apart; {seconds:.0f} s in all",
+    )
 
 
 CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm)
@@ -390,13 +514,13 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "update": (check_update, 120, False),
     "ranks": (check_ranks, 240, False),
     "servers": (check_servers, 360, True),
-    "nccl": (partial(check_servers, transfer="nccl"), 360, True),
     "sleep": (check_sleep, 240, True),
     **{name: (partial(check_run, name=name), 240, True) for name in RUNS},
 }
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------------
+# ---- the table
+# ---------------------------------------------------------------------------------------------------------
 
 
 def work_on(name: str) -> None:
@@ -409,16 +533,25 @@ def work_on(name: str) -> None:
         except Exception as error:  # whatever it is: the table says it, and the next check goes on
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            print(json.dumps((name, False, text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}")), file=file)
+            print(
+                json.dumps((name, False, text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}")),
+                file=file,
+            )
 
 
 def in_child(name: str, seconds: float) -> list:
-    """The rows of a check in a process of its own, which ends, with what it started, after so many seconds."""
+    """The rows of a check in a process of its own, which ends, with what it started, after so many
+    seconds."""
     rows, failure = WORK / f"{name}.jsonl", []
     rows.touch()
     with open(WORK / f"{name}.log", "w") as log:
-        child = subprocess.Popen([sys.executable, __file__, "--worker", name], stdout=log, stderr=log, start_new_session=True,
-                                 env=os.environ | {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"})  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--worker", name],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"},
+        )
         try:
             if code := child.wait(seconds):
                 failure = [(name, False, f"ended with exit code {code}; see {log.name}")]
@@ -439,9 +572,13 @@ def main() -> None:
         print("no NVIDIA GPU: nothing to check")
         raise SystemExit(2)
     if unknown := set(config.only) - set(CHECKS):
-        raise SystemExit(f"error: only: {', '.join(sorted(unknown))} is no check; take of {', '.join(CHECKS)}")
+        raise SystemExit(
+            f"error: only: {', '.join(sorted(unknown))} is no check; take of {', '.join(CHECKS)}"
+        )
     if config.model and not Path(config.model, "config.json").is_file():
-        raise SystemExit(f"error: model: {config.model!r} has no config.json; give a folder in Hugging Face format")
+        raise SystemExit(
+            f"error: model: {config.model!r} has no config.json; give a folder in Hugging Face format"
+        )
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     (WORK / "config.json").write_text(json.dumps(asdict(config)))
@@ -449,7 +586,9 @@ def main() -> None:
     for name, (_, seconds, needs_vllm) in CHECKS.items():
         if config.only and name not in (*config.only, "environment", "models"):
             continue
-        for what, holds, figure in in_child(name, seconds) if has_vllm or not needs_vllm else [(name, None, "needs vllm")]:
+        for what, holds, figure in (
+            in_child(name, seconds) if has_vllm or not needs_vllm else [(name, None, "needs vllm")]
+        ):
             results.append({True: "holds", False: "fails", None: "skipped"}[holds])
             print(f"| {name} | {results[-1]} | {what} | {figure.replace('|', '/')} |", flush=True)
             has_vllm = has_vllm and (what != "vllm" or bool(holds))

@@ -1,24 +1,118 @@
-"""A policy of Ray actors on vLLM servers of any node: PolicyServers whose servers and weights are in actors,
-too.
+"""The policy on vLLM servers, which get its new weights at every `sync`.
 
-    servers = ClusterServers(group, tokenizer, config)     # group: a PolicyGroup; Ray places the servers
+    servers = PolicyServers(policy, tokenizer, config)     # a Policy in this process: servers of this machine
+    servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup: servers where Ray places them
 
-Weights travel from the ranks to a WeightFolder on each node that has servers, without passing this process.
+rollout.rollout_vllm samples from either. Weights travel as files, from the policy or from its rank 0, to a
+WeightFolder on each node that has servers; in the latter case not through this process.
+
+Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
 """
 
+import copy
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import ray
+import safetensors.torch
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from genrm_server import Config, ModelServers, Slot, end_servers, place_servers
+from cluster.placement import end_servers, place_servers
+from genrm_server import Config, ModelServers, Slot, complete
 from policy import RanksLost
-from rollout import RELOAD, PolicyServers, WeightFolder
+
+# The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in
+# every vLLM.
+RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
+          ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
+PACK = 2**29  # bytes of weights that travel together
+
+
+class PolicyServers:
+    """A policy in training on vLLM servers of this machine, which get its new weights at every `sync`.
+
+    They read them in a WeightFolder, when they start and at every sync. One that dies is restarted and comes
+    back with the newest weights; meanwhile the others do its work. On GPU they serve bf16, else float32.
+    config: everything but the model's folder. Raises what ModelServers raises, and RuntimeError naming the
+    server when one refuses the weights.
+    """
+
+    def __init__(self, policy, tokenizer, config: Config):
+        self.policy, self.servers, self.folder, self.is_checked = policy, None, None, False
+        self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
+        about = policy.about()
+        served = copy.deepcopy(about["config"])
+        served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+        served.architectures = [about["architecture"]]
+        # as in training, where vLLM's release can do it; 0.24 says that it cannot
+        served.head_dtype = "float32"
+        with tempfile.TemporaryDirectory() as name:
+            served.save_pretrained(name)
+            tokenizer.save_pretrained(name)
+            paths = [path for path in Path(name).rglob("*") if path.is_file()]
+            files = {str(path.relative_to(name)): path.read_bytes() for path in paths}
+        path = f"{tempfile.gettempdir()}/{LINK}{secrets.token_hex(4)}"
+        self.contents = path, files, 2 * self.dtype.itemsize * about["numel"]  # of a WeightFolder
+        # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
+        fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+        config = replace(config, model=path, device=policy.device.type, port=0, control=True,
+                         dtype=str(self.dtype).removeprefix("torch."), vllm_args=fixed + config.vllm_args)
+        try:
+            self.folder = WeightFolder(*self.contents)
+            self.start(complete(config))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def start(self, config: Config) -> None:
+        self.write_weights()
+        self.servers = ModelServers(config, "policy", before_joining=self.is_current)
+
+    def write_weights(self) -> None:
+        for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
+            self.folder.add(number, pack)
+        self.folder.publish()
+
+    def is_current(self, slot: Slot) -> bool:
+        """Before a server joins: one that was restarted may have read the weights of before a sync."""
+        for call in RELOAD if self.servers else ():
+            self.servers.ask(slot, *call)
+        return True
+
+    def sync(self) -> None:
+        """The policy's weights to all servers, of which none may be generating."""
+        with self.servers.lock:  # no server joins between the new files and the reload
+            self.write_weights()
+            for call in RELOAD:
+                self.servers.ask_all(*call)
+        self.warn_once()
+
+    def warn_once(self) -> None:
+        for slot in self.servers.slots if not self.is_checked else ():
+            if slot.joined and (said := self.servers.call(slot, "said", "weights were not loaded")):
+                print(f"policy servers: WARNING: {said}", flush=True)
+        self.is_checked = True
+
+    def check(self) -> None:
+        """Raises where no request can be answered any more; called while rollouts wait."""
+
+    def shutdown(self) -> None:
+        """Ends the servers and removes the folder."""
+        if self.servers:
+            self.servers.shutdown()
+        if self.folder:
+            self.folder.close()
 
 
 class ClusterServers(PolicyServers):
-    """As PolicyServers. Raises RanksLost from `check` and `sync` where the ranks have died that had the
-    weights."""
+    """As PolicyServers; `check` and `sync` raise RanksLost where the ranks with the weights died."""
 
     actors, placement, lost = (), None, None
 
@@ -96,3 +190,77 @@ class ClusterServers(PolicyServers):
             except (ray.exceptions.RayError, TimeoutError):  # its node is gone; else the next run removes it
                 pass
             ray.kill(folder)
+
+
+def packs(weights):
+    """Named tensors -> the contents of safetensors files of about half a GiB each."""
+    pack, size = {}, 0
+    for name, tensor in weights:
+        if pack and size + tensor.nbytes > PACK:
+            yield safetensors.torch.save(pack, metadata={"format": "pt"})
+            pack, size = {}, 0
+        pack[name], size = tensor.to("cpu", copy=True).contiguous(), size + tensor.nbytes
+    yield safetensors.torch.save(pack, metadata={"format": "pt"})
+
+
+FOLDER, LINK = "fapo_policy_weights_", "fapo_policy_"
+
+
+class WeightFolder:
+    """The policy's model folder for the servers of one node: used directly, or as a Ray actor there.
+
+    It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
+    else on disk; `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name:
+    content}. Removed by `close`; if this process is killed, by the next one on this node (a lock tells that
+    its owner is gone).
+    """
+
+    def __init__(self, path: str, files: dict[str, bytes], size: int):
+        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
+        remove_abandoned()
+        self.path = Path(path)
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/dev/shm" if shared else None))
+        self.lock = lock(self.folder)
+        for name, content in files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        self.path.unlink(missing_ok=True)
+        self.path.symlink_to(self.folder)
+
+    def add(self, number: int, pack) -> None:
+        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
+        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
+
+    def publish(self) -> None:
+        """The parts that came since the last time take the place of the old ones."""
+        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
+        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
+            path.unlink()
+        for path, target in new.items():
+            path.replace(target)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.path.exists():
+            self.path.unlink(missing_ok=True)
+
+
+def lock(folder: Path):
+    """An open file that holds the folder's lock until it is closed; None where another process holds it."""
+    try:
+        file = open(folder / ".lock", "w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except OSError:  # taken, or another user's
+        return None
+
+
+def remove_abandoned() -> None:
+    """What killed runs have left on this node."""
+    for base in ("/dev/shm", tempfile.gettempdir()):
+        for path in Path(base).glob(f"{FOLDER}*/.lock"):
+            if lock(path.parent):
+                shutil.rmtree(path.parent, ignore_errors=True)
+    for link in Path(tempfile.gettempdir()).glob(f"{LINK}*"):
+        if not link.exists():
+            link.unlink(missing_ok=True)

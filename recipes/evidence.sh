@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The evidence: the demo's comparison over three warm starts and three seeds each, with the served judge, the oracle and PAPO;
-# other penalties; a judge that can be played; a weak start. One to two hours on two cores. What is finished is not run again, so
-# it can be stopped and started anew. Ends with docs/make_evidence.py, which writes docs/evidence/.
+# The evidence: the demo's comparison over three warm starts and three seeds each, with the served judge, the
+# oracle and PAPO; other penalties; reward hacking of a narrow judge; a weak start. One to two hours on two
+# cores. What is finished is not run again, so it can be stopped and started anew. Ends with
+# docs/make_evidence.py, which writes docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=${OUT:-outputs/evidence}
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
 SEEDS="0 1 2"
 mkdir -p "$OUT"
 
-once() {  # once NAME COMMAND...: runs it, in a lane of its own, unless it was finished before; its output goes to NAME.log
+once() {  # once NAME COMMAND...: runs it in a lane of its own, unless it was finished before; log: NAME.log
   [ -f "$OUT/$1.done" ] && return
   while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n; done
   mkdir -p "$(dirname "$OUT/$1")"
@@ -18,7 +19,8 @@ once() {  # once NAME COMMAND...: runs it, in a lane of its own, unless it was f
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
 world() {  # world NAME KIND SEED MODELS: its files, and its models
   for model in $4; do
-    once "$1/$model" python prepare_data.py --tasks toy --toy-kind "$2" --toy-models "$model" --seed "$3" --out-dir "$OUT/$1"
+    once "$1/$model" python prepare_data.py --tasks toy --toy-kind "$2" --toy-models "$model" --seed "$3" \
+      --out-dir "$OUT/$1"
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# FAPO with 32B (paper Table 1), the judge started with the run or running elsewhere: JUDGE=HOST:PORT bash recipes/fapo_32b.sh
+# FAPO with 32B (paper Table 1). The judge starts with the run; JUDGE=HOST:PORT takes one that runs already.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
-set -euo pipefail
-cd "$(dirname "$0")/.."
-# Four nodes with eight GPUs of 80 GB (docs/cluster.md), which Ray deals out: 16 ranks of the policy, six servers of two
-# GPUs for its rollouts, four judges. Weights and optimizer stay in the hosts' memory (260 to 520 GB on theirs) between
-# their turns. --dry-run shows it. Two nodes:
-# bash recipes/fapo_32b.sh --policy-ranks 8 --rollout-servers 3 --genrm-servers 2
+#
+# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 ranks of the policy, six servers of two GPUs for
+# its rollouts, four judges. Weights and optimizer stay in the hosts' memory (260 to 520 GB on those of the
+# ranks) between their turns. Two nodes: --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. `python -m
+# tools.plan_run` with the trainer's flags says what fits where.
+# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is written), 66 GB for the model.
+source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir outputs/fapo_32b \
-  --train-file data/math-dapo_train.parquet \
-  --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
-  --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' \
-  "${WHERE[@]}" \
+python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir "$OUT/fapo_32b" \
+  --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
+  "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
+  --reward-fn compute_score.py:compute_score_fapo \
+  --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' "${WHERE[@]}" \
   --policy-ranks 16 --policy-offload --rollout vllm --rollout-servers 6 --rollout-tensor-parallel 2 \
   --total-steps 600 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 20480 --overlong-buffer 4096 --overlong-factor 1.0 \
-  --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \
-  --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
+  --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
+  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
   --val-every 10 --val-n 32 --val-temperature 1.0 --val-top-p 0.7 \
   --gradient-checkpointing --save-every 20 "$@"

@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# FAPO with 7B (paper Table 1), the judge started with the run or running elsewhere: JUDGE=HOST:PORT bash recipes/fapo_7b.sh
+# FAPO with 7B (paper Table 1). The judge starts with the run; JUDGE=HOST:PORT takes one that runs already.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
-set -euo pipefail
-cd "$(dirname "$0")/.."
-# One node with eight GPUs of 80 GB, which Ray deals out: four ranks of the policy, two servers for its rollouts, two judges. --dry-run shows
-# the memory. On several nodes: docs/cluster.md. First set max_position_embeddings to 32768 in the model's config.json, as the paper does.
+#
+# One node with eight GPUs of 80 GB: four ranks of the policy, two servers for its rollouts, two judges.
+# Several nodes: docs/cluster.md. `python -m tools.plan_run` with the trainer's flags says what fits where.
+# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is written), 15 GB for the model.
+source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 2)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --out-dir outputs/fapo_7b \
-  --train-file data/math-dapo_train.parquet \
-  --val-file data/aime24_test.parquet data/aime25_test.parquet data/gpqa-diamond_test.parquet \
-  --reward-fn compute_score.py:compute_score_fapo --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' \
-  "${WHERE[@]}" \
+python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b" \
+  --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
+  "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
+  --reward-fn compute_score.py:compute_score_fapo \
+  --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' "${WHERE[@]}" \
   --policy-ranks 4 --rollout vllm --rollout-servers 2 \
   --total-steps 200 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \
   --max-prompt-length 2048 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
-  --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \
-  --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
+  --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
+  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
   --val-every 10 --val-n 32 --val-temperature 1.0 --val-top-p 0.7 \
   --gradient-checkpointing --save-every 20 "$@"

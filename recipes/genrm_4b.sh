@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # The judge, GenRM-4B (paper Table 1 and eq. 7): GRPO on FAPO-Critic.
 # Data: python prepare_data.py --tasks critic --out-dir data
-set -euo pipefail
-cd "$(dirname "$0")/.."
-# One node with eight GPUs of 80 GB, which Ray deals out: four ranks of the policy, four servers for its rollouts. --dry-run shows
-# the memory.
+#
+# One node with eight GPUs of 80 GB: four ranks of the policy, four servers for its rollouts. `python -m
+# tools.plan_run` with the trainer's flags says what fits where.
+# Disk: 2.4 TB in OUT (50 checkpoints of 48 GB, all kept as in the original, which chose an early one for its
+# short critiques; 150 GB with --keep-checkpoints 2), 8 GB for the model.
+source "$(dirname "$0")/paths.sh"
 
-python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir outputs/genrm_4b \
-  --train-file data/fapo_critic_train.parquet --val-file data/fapo_critic_test.parquet \
+python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir "$OUT/genrm_4b" \
+  --train-file "$DATA/fapo_critic_train.parquet" --val-file "$DATA/fapo_critic_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
   --policy-ranks 4 --rollout vllm --rollout-servers 4 \
   --total-steps 500 --train-batch-size 512 --group-size 16 --mini-batch-size 32 \
   --max-prompt-length 5120 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
-  --temperature 1.2 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 --max-grad-norm 1.0 \
-  --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
+  --temperature 1.2 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
+  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
   --val-every 10 --val-n 1 --val-temperature 0.6 --val-top-p 0.95 \
-  --gradient-checkpointing --save-every 10 "$@"
+  --gradient-checkpointing --save-every 10 --keep-checkpoints 0 "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# FAPO in miniature, end to end: a judge is trained with GRPO, served by vLLM behind the router, and two policies are trained
-# from the same start, one with the rule only, one with FAPO. SEED=1 bash recipes/toy_demo.sh takes another seed.
+# FAPO in miniature, end to end: a judge is trained with GRPO, served by vLLM behind the router, and two
+# policies are trained from the same start, one with the rule only, one with FAPO. Another seed:
+# SEED=1 bash recipes/toy_demo.sh
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0}
 RUNS=outputs/demo_seed$SEED
@@ -11,7 +12,7 @@ stage "1. The toy world: problems, and two warm-started models of 1 M parameters
 [ -f data/toy/judge/model.safetensors ] && [ -f data/toy/policy/model.safetensors ] ||
   python prepare_data.py --tasks toy --out-dir data/toy
 
-stage "2. The judge learns with GRPO to find the first wrong step; beside it a policy is paid by the rule alone"
+stage "2. The judge learns with GRPO to find the first wrong step; beside it a policy paid by the rule alone"
 train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
 train_judge data/toy "$SEED" "$RUNS/judge"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# FAPO in miniature without a judge: the exact oracle says which right answers are flawed, so no server is needed.
-# SEED=1 bash recipes/toy_demo_quick.sh takes another seed.
+# FAPO in miniature without a judge: the exact oracle says which right answers are flawed, so no server is
+# needed. SEED=1 bash recipes/toy_demo_quick.sh takes another seed.
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0}
 RUNS=outputs/demo_quick_seed$SEED
@@ -8,7 +8,8 @@ rm -rf "$RUNS"  # of an earlier demo
 mkdir -p "$RUNS"
 
 stage "1. The toy world: problems, and a warm-started policy of 1 M parameters"
-[ -f data/toy/policy/model.safetensors ] || python prepare_data.py --tasks toy --toy-models policy --out-dir data/toy
+[ -f data/toy/policy/model.safetensors ] ||
+  python prepare_data.py --tasks toy --toy-models policy --out-dir data/toy
 
 stage "2. Two policies from one start, side by side: the rule only, and FAPO with the oracle as the judge"
 train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" >"$RUNS/baseline.log" 2>&1 &

@@ -1,4 +1,4 @@
-# The toy world's runs with their hyper-parameters, as functions: sourced by toy_demo.sh, toy_demo_quick.sh and evidence.sh.
+# The toy world's runs with their hyper-parameters, as functions for toy_demo*.sh and evidence.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
@@ -6,7 +6,7 @@ export OMP_NUM_THREADS=1
 PORT=${PORT:-30123}
 stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
 
-stop_all() {  # what runs in the background, when the script ends, however it does: a run is the child of its job's shell
+stop_all() {  # what runs in the background, when the script ends; a run is the child of its job's shell
   for job in $(jobs -p); do
     [ "$job" = "${SERVER:-}" ] || pkill -P "$job" || true
     kill "$job" || true
@@ -19,15 +19,16 @@ train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong s
   python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
     --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
     --reward-fn compute_score.py:compute_score_fapo_genrm \
-    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 --overlong-buffer 0 \
-    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 \
-    --samples-per-step 16
+    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
+    --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
+    --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16
 }
 
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
   python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
-  until python -c "import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()" 2>/dev/null; do
+  local ask="import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()"
+  until python -c "$ask" 2>/dev/null; do
     kill -0 $SERVER || { echo "error: the judge did not start; see $2"; exit 1; }
     sleep 1
   done
@@ -36,12 +37,14 @@ serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the ro
 train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
   python grpo_trainer.py --model "$1/policy" --out-dir "$3" --seed "$2" \
     --train-file "$1/toy_train.parquet" --val-file "$1/toy_test.parquet" "$1/toy_total_test.parquet" \
-    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 --overlong-buffer 0 \
-    --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 \
-    --samples-per-step 16 --num-reward-workers 1 "${@:4}"
+    --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 \
+    --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
+    --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16 \
+    --num-reward-workers 1 "${@:4}"
 }
 
-# Who pays the policy: the rule alone (the oracle looks on), the oracle as a perfect judge, or the served judge (paper eq. 8).
+# What pays the policy: the rule alone (the oracle looks on), the oracle as a perfect judge, or the served
+# judge (paper eq. 8).
 RULE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle --baseline)
 ORACLE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle)
 JUDGE=(--reward-fn toy/toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs

@@ -1,5 +1,7 @@
-"""A run over several machines, played by network namespaces: each host has its own address, loopback, Ray session and shared
-memory, and can be cut off. Needs root and `ip`. The vLLM servers are played, with the real weights of the policy."""
+"""A run over several machines, played by network namespaces: each host has its own address, loopback, Ray
+session and shared memory, and can be cut off. Needs root and `ip`. The vLLM servers are played, with the real
+weights of the policy.
+"""
 
 import contextlib
 import json
@@ -22,8 +24,9 @@ from tiny import write_model
 
 ROOT = Path(__file__).parent.parent
 
-# Instead of vLLM: samples with the model in its folder, token by token, reads it again when told, and as a judge finds no error.
-SAMPLING_SERVER = '''
+# Instead of vLLM: samples with the model in its folder, token by token, reads it again when told, and as a
+# judge finds no error.
+SAMPLING_SERVER = """
 import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
@@ -45,12 +48,14 @@ class Handler(BaseHTTPRequestHandler):
             elif self.path == "/v1/completions":
                 body, asked = json.loads(body), asked + 1
                 sample = Sample({}, body["prompt"])
-                rollout_hf(model, [sample], max_response_length=body["max_tokens"], temperature=body["temperature"] or 0,
-                           eos_ids=body["stop_token_ids"], seed=asked, rollout_batch_size=1)
+                rollout_hf(model, [sample], max_response_length=body["max_tokens"], seed=asked,
+                           temperature=body["temperature"] or 0, eos_ids=body["stop_token_ids"],
+                           rollout_batch_size=1)
                 answer = {"choices": [{"finish_reason": "stop", "token_ids": sample.response_ids,
                                        "logprobs": {"token_logprobs": sample.rollout_logprobs}}]}
             elif self.path == "/v1/chat/completions":
-                answer = {"choices": [{"finish_reason": "stop", "message": {"content": "All right. \\\\boxed{-1}"}}]}
+                message = {"content": "All right. \\\\boxed{-1}"}
+                answer = {"choices": [{"finish_reason": "stop", "message": message}]}
         answer = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -61,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments): pass
 ThreadingHTTPServer.request_queue_size = 128
 ThreadingHTTPServer((argument("--host"), int(argument("--port"))), Handler).serve_forever()
-'''
+"""
 
 REWARD = """
 import aiohttp
@@ -82,7 +87,8 @@ def address_of(host):
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    """Four hosts on one bridge, with a Ray cluster that asks for a token -> what starts a program on a host."""
+    """Four hosts on one bridge, with a Ray cluster that asks for a token -> what starts a program on a
+    host."""
     if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
         pytest.skip("no right to make network namespaces here (root and `ip` are needed)")
     package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
@@ -90,19 +96,51 @@ def hosts(tmp_path, monkeypatch):
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
     (package / "api_server.py").write_text(SAMPLING_SERVER)
-    faster = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000", RAY_health_check_failure_threshold="4")
-    env = os.environ | faster | dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="token of the test " + "x" * 20, RAY_ADDRESS=f"{address_of('h1')}:6379",
-                                     PYTHONPATH=f"{tmp_path / 'path'}{os.pathsep}{ROOT}", OMP_NUM_THREADS="1")  # fmt: skip
+    faster = dict(
+        RAY_health_check_period_ms="1000",
+        RAY_health_check_timeout_ms="2000",
+        RAY_health_check_failure_threshold="4",
+    )
+    env = (
+        os.environ
+        | faster
+        | dict(
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN="token of the test " + "x" * 20,
+            RAY_ADDRESS=f"{address_of('h1')}:6379",
+            PYTHONPATH=f"{tmp_path / 'path'}{os.pathsep}{ROOT}",
+            OMP_NUM_THREADS="1",
+        )
+    )
     started = []
 
     def on(host, *command, log):
         own = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
         if host == "h1" and started:  # the driver shares its host with the head node
-            inside = ["nsenter", "-t", str(started[0].pid), "-m", "-n", "sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), *command]
+            inside = [
+                "nsenter",
+                "-t",
+                str(started[0].pid),
+                "-m",
+                "-n",
+                "sh",
+                "-c",
+                'cd "$0" && exec "$@"',
+                str(ROOT),
+                *command,
+            ]
         else:
             inside = ["ip", "netns", "exec", host, "unshare", "-m", "sh", "-c", own, "sh", *command]
-        started.append(subprocess.Popen(inside, stdout=open(log, "wb"), stderr=subprocess.STDOUT, env=env, cwd=ROOT,
-                                        start_new_session=True))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                inside,
+                stdout=open(log, "wb"),
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        )
         return started[-1]
 
     def run(command):
@@ -120,34 +158,93 @@ def hosts(tmp_path, monkeypatch):
                 run(f"ip -n {host} {command}")
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
         for host, cpus in CPUS.items():
-            place = ["--head", "--port=6379", "--include-dashboard=false"] if host == "h1" else [f"--address={address_of('h1')}:6379"]
-            on(host, *ray, *place, f"--node-ip-address={address_of(host)}", f"--num-cpus={cpus}", "--object-store-memory=100000000",
-               log=tmp_path / f"{host}.log")  # fmt: skip
+            place = (
+                ["--head", "--port=6379", "--include-dashboard=false"]
+                if host == "h1"
+                else [f"--address={address_of('h1')}:6379"]
+            )
+            on(
+                host,
+                *ray,
+                *place,
+                f"--node-ip-address={address_of(host)}",
+                f"--num-cpus={cpus}",
+                "--object-store-memory=100000000",
+                log=tmp_path / f"{host}.log",
+            )
             if host == "h1":
                 time.sleep(5)
         yield on
     finally:
         for host in CPUS:
-            for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", host], capture_output=True, text=True
+            ).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host])
-            subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)  # or it goes some time later by itself
+            subprocess.run(
+                ["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL
+            )  # or it goes some time later by itself
         subprocess.run(["ip", "link", "del", "br77"])
 
 
 @pytest.mark.slow
-def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(hosts, tmp_path, model, tokenizer):
-    policy, rows, out = write_model(tmp_path / "policy", model, tokenizer), tmp_path / "rows.jsonl", tmp_path / "run"
+def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(
+    hosts, tmp_path, model, tokenizer
+):
+    policy, rows, out = (
+        write_model(tmp_path / "policy", model, tokenizer),
+        tmp_path / "rows.jsonl",
+        tmp_path / "run",
+    )
     for number in range(16):
-        row = {"data_source": "toy", "prompt": [{"role": "user", "content": f"{number} + 1"}], "extra_info": {"index": number},
-               "reward_model": {"ground_truth": str(number + 1)}}  # fmt: skip
+        row = {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": f"{number} + 1"}],
+            "extra_info": {"index": number},
+            "reward_model": {"ground_truth": str(number + 1)},
+        }
         with open(rows, "a") as file:
             file.write(json.dumps(row) + "\n")
     (tmp_path / "score.py").write_text(REWARD)
-    run = hosts("h1", sys.executable, "grpo_trainer.py", "--model", policy, "--genrm", policy, "--train-file", str(rows), "--out-dir", str(out),
-                "--reward-fn", f"{tmp_path}/score.py:compute_score", "--policy-ranks", "2", "--rollout", "vllm", "--total-steps", "12",
-                "--train-batch-size", "4", "--mini-batch-size", "2", "--group-size", "4", "--max-response-length", "16",
-                "--overlong-buffer", "0", "--save-every", "2", "--lr", "1e-3", "--num-workers", "1", log=tmp_path / "run.log")  # fmt: skip
+    run = hosts(
+        "h1",
+        sys.executable,
+        "grpo_trainer.py",
+        "--model",
+        policy,
+        "--genrm",
+        policy,
+        "--train-file",
+        str(rows),
+        "--out-dir",
+        str(out),
+        "--reward-fn",
+        f"{tmp_path}/score.py:compute_score",
+        "--policy-ranks",
+        "2",
+        "--rollout",
+        "vllm",
+        "--total-steps",
+        "12",
+        "--train-batch-size",
+        "4",
+        "--mini-batch-size",
+        "2",
+        "--group-size",
+        "4",
+        "--max-response-length",
+        "16",
+        "--overlong-buffer",
+        "0",
+        "--save-every",
+        "2",
+        "--lr",
+        "1e-3",
+        "--num-workers",
+        "1",
+        log=tmp_path / "run.log",
+    )
 
     def lines():
         path = out / "metrics.jsonl"
@@ -168,27 +265,62 @@ def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(h
     assert run.returncode == 0, said()
     assert "a rank of the policy died" in said() and "(1 of max_restarts 3)" in said()
     assert [line["step"] for line in lines()] == list(range(13)) and lines()[-1]["actor/restarts"] == 1
-    assert all(line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:])  # the servers always had the ranks' weights
+    assert all(
+        line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:]
+    )  # the servers always had the ranks' weights
     assert all(line["reward/judged"] == 1.0 for line in lines()[1:])  # by the judge on its own host
     assert len({line["actor/grad_norm"] for line in lines()[1:] if "actor/grad_norm" in line}) > 8
 
 
-QWEN_32B = dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)
-QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
-QWEN_4B = dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+QWEN_32B = dict(
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_hidden_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+)
+QWEN_7B = dict(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
+QWEN_4B = dict(
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 TWO_NODES = ["--policy-ranks", "8", "--rollout-servers", "3", "--genrm-servers", "2"]
 
 
 @pytest.mark.slow
 def test_the_recipes_fit_on_the_machines_that_they_name(tmp_path, tokenizer):
-    """--dry-run of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and each GPU's memory."""
+    """The plan of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and
+    each GPU's memory."""
     tokenizer.save_pretrained(tmp_path)
-    row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "1"}, "extra_info": {}}
+    row = {
+        "data_source": "d",
+        "prompt": [{"role": "user", "content": "1"}],
+        "reward_model": {"ground_truth": "1"},
+        "extra_info": {},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    cases = [("genrm_4b", QWEN_4B, 1, []), ("fapo_7b", QWEN_7B, 1, []), ("baseline_7b", QWEN_7B, 1, []),
-             ("fapo_32b", QWEN_32B, 2, TWO_NODES), ("fapo_32b", QWEN_32B, 4, []), ("baseline_32b", QWEN_32B, 4, [])]  # fmt: skip
+    cases = [
+        ("genrm_4b", QWEN_4B, 1, []),
+        ("fapo_7b", QWEN_7B, 1, []),
+        ("baseline_7b", QWEN_7B, 1, []),
+        ("fapo_32b", QWEN_32B, 2, TWO_NODES),
+        ("fapo_32b", QWEN_32B, 4, []),
+        ("baseline_32b", QWEN_32B, 4, []),
+    ]
     for number, (_, shape, _, _) in enumerate(cases):
-        config = Qwen2Config(vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=shape is QWEN_4B, **shape)
+        config = Qwen2Config(
+            vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=shape is QWEN_4B, **shape
+        )
         config.save_pretrained(tmp_path / str(number))
         tokenizer.save_pretrained(tmp_path / str(number))
     script = f"""
@@ -197,10 +329,10 @@ import tempfile
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import ray
 from ray.cluster_utils import Cluster
+import run
 from tools import plan_run
-from grpo_trainer import train
 from test_recipes import commands, parse
-plan_run.check_room = lambda *_, **__: None  # of the disk
+run.check_room = lambda *_, **__: None  # of the disk
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=8, num_gpus=8, include_dashboard=False))
 ray.init(cluster.address, logging_level="error", log_to_driver=False)
 for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, nodes, more in cases]!r}):
@@ -209,9 +341,10 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
     rows = ["--train-file", {str(tmp_path / "rows.jsonl")!r}, "--val-file", {str(tmp_path / "rows.jsonl")!r}]
     script, arguments = next(commands(open({str(ROOT)!r} + f"/recipes/{{name}}.sh").read()))
     folder = {str(tmp_path)!r} + f"/{{number}}"
-    more += ["--model", folder, "--out-dir", folder + "_run", "--dry-run", *rows]
+    more += ["--model", folder, "--out-dir", folder + "_run", *rows]
     print("RECIPE", flush=True)
-    train(parse(script, arguments + more))
+    config = parse(script, arguments + more).settled(ray.cluster_resources()["GPU"])
+    print(plan_run.report(config, len(run.Run(config).train_rows)))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -221,37 +354,109 @@ cluster.shutdown()
     said = ended.stdout.split("RECIPE")[1:]
     for (name, shape, nodes, more), text in zip(cases, said, strict=True):
         assert "80.0 GB on each of" in text and text.rstrip().endswith(": it fits"), (name, text)
-        assert text.count("policy server 0") == text.count("rank 0") == 1 and text.count("judge 0") == name.startswith("fapo")
+        assert text.count("policy server 0") == text.count("rank 0") == 1 and text.count(
+            "judge 0"
+        ) == name.startswith("fapo")
         assert len(re.findall(r"^[\d.]+: ", text, re.M)) >= 1
     assert "policy server 5 (2 GPUs)" in said[4] and "rank 15" in said[4] and "rank 8" not in said[3]
 
 
 @pytest.mark.slow
 def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
-    """`ray job submit` with recipes/runtime_env.yaml: the scripts travel, and the run joins the cluster that the job is in."""
-    policy, out, bin = write_model(tmp_path / "policy", model, tokenizer), tmp_path / "run", Path(sys.executable).parent
-    rows = [{"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}]
+    """`ray job submit` with recipes/runtime_env.yaml: the scripts travel, and the run joins the cluster that
+    the job is in."""
+    policy, out, bin = (
+        write_model(tmp_path / "policy", model, tokenizer),
+        tmp_path / "run",
+        Path(sys.executable).parent,
+    )
+    rows = [
+        {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": "1 + 1"}],
+            "reward_model": {"ground_truth": "2"},
+            "extra_info": {},
+        }
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str)\n")
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str)\n"
+    )
     ports = [free_port() for _ in range(3)]
-    env = os.environ | dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="token of the test " + "x" * 20, PATH=f"{bin}:{os.environ['PATH']}")
+    env = os.environ | dict(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN="token of the test " + "x" * 20,
+        PATH=f"{bin}:{os.environ['PATH']}",
+    )
     env.pop("RAY_ADDRESS")
     session = tempfile.mkdtemp(prefix="ray_")  # a short path: sockets lie in it
-    head = subprocess.Popen([str(bin / "ray"), "start", "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--num-cpus=2",
-                             f"--dashboard-agent-listen-port={ports[2]}", f"--temp-dir={session}", "--disable-usage-stats", "--block"],
-                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, start_new_session=True)  # fmt: skip
-    submit = [str(bin / "ray"), "job", "submit", "--address", f"http://127.0.0.1:{ports[1]}", "--runtime-env", "recipes/runtime_env.yaml",
-              "--working-dir", ".", "--", "python", "grpo_trainer.py", "--model", policy, "--train-file", str(tmp_path / "rows.jsonl"),
-              "--out-dir", str(out), "--reward-fn", f"{tmp_path}/score.py:compute_score", "--total-steps", "1", "--train-batch-size", "2",
-              "--mini-batch-size", "2", "--max-response-length", "16", "--overlong-buffer", "0", "--num-workers", "1"]  # fmt: skip
+    head = subprocess.Popen(
+        [
+            str(bin / "ray"),
+            "start",
+            "--head",
+            f"--port={ports[0]}",
+            f"--dashboard-port={ports[1]}",
+            "--num-cpus=2",
+            f"--dashboard-agent-listen-port={ports[2]}",
+            f"--temp-dir={session}",
+            "--disable-usage-stats",
+            "--block",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=env,
+        start_new_session=True,
+    )
+    submit = [
+        str(bin / "ray"),
+        "job",
+        "submit",
+        "--address",
+        f"http://127.0.0.1:{ports[1]}",
+        "--runtime-env",
+        "recipes/runtime_env.yaml",
+        "--working-dir",
+        ".",
+        "--",
+        "python",
+        "grpo_trainer.py",
+        "--model",
+        policy,
+        "--train-file",
+        str(tmp_path / "rows.jsonl"),
+        "--out-dir",
+        str(out),
+        "--reward-fn",
+        f"{tmp_path}/score.py:compute_score",
+        "--total-steps",
+        "1",
+        "--train-batch-size",
+        "2",
+        "--mini-batch-size",
+        "2",
+        "--max-response-length",
+        "16",
+        "--overlong-buffer",
+        "0",
+        "--num-workers",
+        "1",
+    ]
     try:
         end = time.monotonic() + 120
         while (done := subprocess.run(submit, capture_output=True, text=True, env=env, cwd=ROOT)).returncode:
-            starting = "No available agent" in done.stderr or "Failed to connect" in done.stderr or "ConnectionError" in done.stderr
+            starting = (
+                "No available agent" in done.stderr
+                or "Failed to connect" in done.stderr
+                or "ConnectionError" in done.stderr
+            )
             assert starting and time.monotonic() < end, done.stdout[-2000:] + done.stderr[-2000:]
             time.sleep(1)
     finally:
-        for process in [*psutil.Process(head.pid).children(recursive=True), head]:  # SIGTERM would be half a minute of draining
+        for process in [
+            *psutil.Process(head.pid).children(recursive=True),
+            head,
+        ]:  # SIGTERM would be half a minute of draining
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         head.wait()

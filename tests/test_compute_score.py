@@ -7,10 +7,8 @@ import importlib.util
 import inspect
 import json
 import os
-import queue
 import random
 import re
-import signal
 import string
 import subprocess
 import sys
@@ -18,14 +16,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
+import psutil
 import pytest
 from aiohttp import web
 
 import compute_score as scores
 from toy import toy_world
 
-DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DATA, DOCS = ROOT / "tests" / "data", ROOT / "docs"
 RIGHT = "First we add.\n\nThen we double.\n\nSo it is \\boxed{42}."
 EXTRA = {"split": "train", "index": 0, "question": "What is it?"}
 
@@ -91,9 +91,11 @@ def test_remove_boxed():
         ("3{,}5{,} 7", "3,5,7"),
         ("00", "0"),
         ("-007", "-7"),
-        ("0.50", "0.50"),
+        ("0.50", "0.5"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
         ("\\textbf{\\text{A}}", "A"),
-        ("\\text{4210_{5}}", "4210_{5}"),
+        ("\\text{4210_{5}}", "4210_5"),
+        ("\\text{no solution}", "no solution"),
         ("an 8", "8"),
         ("(K)", "(K)"),
         ("x=1; x=2", "x=1;x=2"),
@@ -147,8 +149,7 @@ def refuses_misspelt_settings(function) -> bool:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
-    loops_own = {"reward_router_address": "h:1", "reward_router_addresses": {"genrm": "h:1"}, "reward_model_tokenizer": None}
-    loops_own["step"] = 7
+    loops_own = {"reward_router_address": "h:1", "reward_model_tokenizer": None}
     function = getattr(scores, name)
     assert call(function, **loops_own)["score"] in (-1.0, 1 - 1 / 3)  # the answer is wrong, or as a critique one paragraph off
     assert call(function)["score"] == call(function, **loops_own)["score"]
@@ -179,13 +180,33 @@ TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) 
 
 
 def test_the_table_of_the_docs_is_whole():
-    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 32
+    assert len(TABLE) == (DOCS / "answers.md").read_text().count("\n| `") == 57
 
 
 @pytest.mark.parametrize(("solution", "truth", "verdict"), TABLE)
 def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
     source = "gsm8k" if "####" in solution else "math-dapo"
     assert scores.compute_score(source, solution, truth)["acc"] is (verdict == "right")
+
+
+def test_labelled_pairs():
+    """Of 183 unequal pairs at most 16 are paid, of 261 equal ones at most 115 refused; every compact matrix is right."""
+    pairs, counts = read("answer_pairs.jsonl"), {True: [], False: []}
+    for pair in pairs:
+        acc = scores.compute_score("math-dapo", f"\\boxed{{{pair['answer']}}}", pair["truth"])["acc"]
+        if acc != pair["equal"]:
+            counts[pair["equal"]].append(pair)
+    assert (len(pairs), sum(pair["equal"] for pair in pairs)) == (444, 261)
+    assert len(counts[False]) <= 16 and len(counts[True]) <= 115, counts
+    for row in read("math500.jsonl"):
+        if "begin" in row["answer"]:
+            assert scores.is_equal(row["answer"].replace(" ", ""), row["answer"])
+
+
+@pytest.mark.parametrize("truth", ["", " ", None, [], ["1", "2"], {"answer": "1"}])
+def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
+    with pytest.raises(ValueError, match="ground_truth: .*x.* is not one answer"):
+        scores.compute_score("x", "\\boxed{1}", truth)
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -329,12 +350,12 @@ class Judge:
 
     def __init__(self, *script):
         self.script, self.requests, self.model_lookups, self.address = list(script), [], 0, ""
-        self.keys = []
+        self.keys, self.card = [], {"id": "the-judge"}  # as in /v1/models
 
     async def models(self, request):
         self.model_lookups += 1
         await asyncio.sleep(0)
-        return web.json_response({"data": [{"id": "the-judge"}]})
+        return web.json_response({"data": [self.card]})
 
     async def chat(self, request):
         self.requests.append(await request.json())
@@ -342,19 +363,21 @@ class Judge:
         entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(entry):
             entry = entry(self.requests[-1])
+        if entry == "die":
+            request.transport.close()
         if entry == "hang":
             await asyncio.Event().wait()
         if isinstance(entry, int):
             entry = (entry, {})
         if isinstance(entry, tuple):
-            return web.Response(status=entry[0], headers=entry[1], text="no luck")
+            return web.Response(status=entry[0], headers=entry[1], text=(entry[2:] or ["no luck"])[0])
         if isinstance(entry, str):
             entry = completion(entry, "stop")
         return web.json_response(entry)
 
     @contextlib.asynccontextmanager
-    async def running(self, port: int = 0):
-        app = web.Application()
+    async def running(self, port: int = 0, app=None):
+        app = app or web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -391,12 +414,12 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
         ("wrong \\boxed{3}", {"prompt_style": "raw"}, 0.0, True, "ok"),  # the judge counts its own steps
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
-        ("no idea", {"on_no_verdict": "rule"}, 1.0, None, "unparsable"),
+        ("no idea", {"on_no_verdict": "rule"}, 1.0, False, "unparsable"),
         (completion("so far \\boxed{-1} but", "length"), {}, None, None, "truncated"),  # a box in it is no verdict
-        (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, None, "truncated"),
+        (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, False, "truncated"),
         (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
         (400, {}, None, None, "http_error"),
-        (400, {"on_no_verdict": "rule"}, 1.0, None, "http_error"),
+        (400, {"on_no_verdict": "rule"}, 1.0, False, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         (500, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         ({"choices": []}, {}, None, None, "http_error"),
@@ -405,10 +428,14 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
 )
 def test_fapo(critique, settings, score, flawed, status):
     result = score_with(Judge(critique), **settings)
-    error = result.pop("genrm_error", None)
+    error, first_wrong = result.pop("genrm_error"), result.pop("first_wrong")
     assert result == {"score": pytest.approx(score) if score is not None else None, "acc": True, "pred": "42",
                       "flawed_positive": flawed, "genrm_status": status}  # fmt: skip
-    assert (error is not None) == (status in ("http_error", "timeout"))
+    assert (error != "") == (status in ("http_error", "timeout"))
+    if status == "ok":
+        assert first_wrong == int(re.search(r"boxed.(-?\d)", critique)[1])
+    else:
+        assert first_wrong == (-1 if settings.get("on_no_verdict") == "rule" else None)
 
 
 def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
@@ -460,6 +487,28 @@ def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(funct
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (1.0, flawed, status)
 
 
+def verl_means(results: list[dict]) -> dict:
+    """As verl's validation does: keys from the first sample, means of all that is no string."""
+    columns = {key: [result[key] for result in results] for key in results[0]}
+    return {key: numpy.mean(values) for key, values in columns.items() if not isinstance(values[0], str)}
+
+
+@pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
+@pytest.mark.parametrize("settings", [{"on_no_verdict": "rule"}, {"on_no_verdict": "rule", "keep_critique": True}])
+def test_verl_takes_means_of_the_results(function, settings):
+    cases = [(400, RIGHT), ("no idea", RIGHT), ("\\boxed{1}", RIGHT), ("\\boxed{-1}", RIGHT), (400, "\\boxed{1}"), (400, "?")]
+    results = [score_with(Judge(critique), function, solution, **settings) for critique, solution in cases]
+    results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
+    for first in range(len(results)):  # whichever sample comes first
+        means = verl_means(results[first:] + results[:first])
+        assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong"}
+        assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
+    assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == ("keep_critique" in settings)
+    for result, (critique, solution) in zip(results, cases):  # in the other mode there are None, but the same keys
+        other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
+        assert other.keys() == result.keys()
+
+
 @pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])
 def test_baseline_only_measures(script, flawed):
     result = score_with(Judge(*script), scores.compute_score_baseline)
@@ -475,6 +524,20 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     result = score_with(judge, genrm_timeout_s=0.3)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
     assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+
+
+DEAD = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Server disconnected"}}')
+REFUSED = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Cannot connect to host h:1"}}')
+
+
+@pytest.mark.parametrize("death", ["die", DEAD, DEAD[:2] + (DEAD[2].replace("Server disc", "[Errno 104] Connection reset "),)])
+def test_a_request_that_kills_its_servers_is_given_up(death):
+    judge = Judge(death)
+    result = score_with(judge)
+    assert (result["score"], result["genrm_status"], len(judge.requests)) == (None, "http_error", 3)
+    assert "3 servers died" in result["genrm_error"]
+    judge = Judge(death, death, *[REFUSED, 503, 500] * 4, "\\boxed{1}")  # away or busy is not dead
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 15
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
@@ -607,6 +670,45 @@ def test_every_event_loop_has_its_own_session():
     assert results == [0.0] * 4
 
 
+# --- a discriminative reward model ---------------------------------------------------------------------------
+
+
+class Tokenizer:
+    def apply_chat_template(self, messages, tokenize):
+        assert not tokenize
+        return "<s>" + "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+
+def classify(ground_truth: str, probs: list[float]) -> tuple[dict, dict]:
+    """(what compute_score_discriminative returns, what it sent)"""
+    sent = {}
+
+    async def answer(request):
+        sent.update(await request.json())
+        return web.json_response({"data": [{"probs": probs}]})
+
+    async def main():
+        app = web.Application()
+        app.add_routes([web.post("/classify", answer)])
+        async with Judge("x").running(app=app) as server:
+            return await scores.compute_score_discriminative(
+                data_source="x", solution_str=RIGHT, ground_truth=ground_truth, extra_info={}, reward_router_address=server.address,
+                prompt=[{"role": "user", "content": "?"}], reward_model_tokenizer=Tokenizer(),
+            )  # fmt: skip
+
+    return asyncio.run(main()), sent
+
+
+def test_a_discriminative_model_scores_and_the_rule_says_whether_it_is_right():
+    result, sent = classify("42", [1.5])
+    assert result == {"score": 1.5, "acc": True, "pred": "42"}
+    assert sent == {"input": f"<s>[user]?[assistant]{RIGHT}", "add_special_tokens": False, "use_activation": False}
+    assert classify("41", [-0.5])[0] == {"score": -0.5, "acc": False, "pred": "42"}
+    assert classify("", [0.5])[0] == {"score": 0.5, "acc": None, "pred": None}  # there is none
+    with pytest.raises(ValueError, match="gives 3 labels"):
+        classify("", [0.1, 0.2, 0.7])
+
+
 # --- training the judge -----------------------------------------------------------------------------------------------
 
 
@@ -637,172 +739,150 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
         scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info)
 
 
-# --- math-verify ------------------------------------------------------------------------------------------------------
+# --- math-verify ----------------------------------------------------------------------------------------------
 
 FAKE_MATH_VERIFY = """
 import os, time
 print("noise of an import")
-from math_verify.errors import TimeoutException
 def parse(text, parsing_timeout, raise_on_error):
     if "garbage" in text:
         raise ValueError
-    return [f"expression {text}", text]
+    return [text]
 def verify(truth, pred, timeout_seconds, raise_on_error):
-    print("noise that must not get among the answers")
-    if "hang" in pred:
-        time.sleep(3600)
-    if "slow" in pred:
+    if "hang" in pred[0]:
+        while True:
+            try:
+                time.sleep(3600)
+            except BaseException:
+                pass
+    if "slow" in pred[0]:
         time.sleep(0.3)
-    if "die" in pred:
+    if "die" in pred[0]:
         os._exit(1)
-    if "limit" in pred and "expression" in pred:
-        raise TimeoutException
-    if "odd" in pred:
+    if "eat" in pred[0]:
+        bytearray(1 << 30)
+    if "odd" in pred[0]:
         raise TypeError
-    return truth == pred
+    return truth[0].replace("+", "") == pred[0].replace("+", "").replace(" ", "")
+"""
+
+GRADING = """
+import asyncio, json, os, signal, sys, threading, time
+import compute_score as scores
+scores.GRADE_TIMEOUT_S, scores.GRADE_MEMORY = 1, 1 << 28
+def verified(pred, truth="1"):
+    return scores.compute_score("x", f"so \\\\boxed{{{pred}}}", truth, verifier="math_verify")
+def told(**values):
+    print("RESULT", json.dumps(values), flush=True)
 """
 
 
 @pytest.fixture
-def fake_math_verify(tmp_path, monkeypatch):
-    """A package that the grading children prefer; no children before and after."""
+def grading(tmp_path):
+    """Runs a script in a process of its own, where math-verify is `fake`; returns what it tells."""
 
-    def install(source: str):
-        (tmp_path / "math_verify").mkdir()
-        (tmp_path / "math_verify" / "__init__.py").write_text(source)
-        (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): pass")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        for _ in range(scores.MAX_GRADERS):
-            graders.put(None)
+    def run(script: str, fake: str = FAKE_MATH_VERIFY) -> dict:
+        (tmp_path / "math_verify.py").write_text(fake)
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        command = [sys.executable, "-c", GRADING + script]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60).stdout
+        return json.loads(output.split("RESULT ")[1].splitlines()[0])
 
-    graders = queue.LifoQueue()
-    monkeypatch.setattr(scores, "_graders", graders)
-    yield install
-    for grader in children(graders):
-        grader.kill()
-        grader.wait()
-
-
-def children(graders: queue.LifoQueue) -> list:
-    return [grader for grader in graders.queue if grader is not None]
-
-
-def verified(pred: str, truth: str) -> dict:
-    return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")
-
-
-def failed(pred: str) -> dict:
-    return {"score": None, "acc": None, "pred": pred, "verify_status": "failed"}
-
-
-def test_math_verify_in_its_own_process(fake_math_verify):
-    fake_math_verify(FAKE_MATH_VERIFY)
-    assert verified("1", "1") == {"score": 1.0, "acc": True, "pred": "1"}
-    assert verified("2", "1") == {"score": -1.0, "acc": False, "pred": "2"}
-    assert scores.compute_score("x", "no box", "1", verifier="math_verify")["score"] == -1.0
-    assert scores.compute_score("gsm8k", "#### 1", "1", verifier="math_verify")["score"] == 1.0
-    assert len(children(scores._graders)) == 1  # one is enough for one caller
-    assert score_with(Judge("\\boxed{-1}"), verifier="math_verify")["score"] == 1.0
-
-    (first,) = children(scores._graders)
-    assert verified("die", "1") == failed("die")
-    assert verified("1", "1")["acc"] and first.poll() is not None
-    unknown = {"flawed_positive": None, "genrm_status": "skipped"}
-    assert score_with(Judge(500), verifier="math_verify", solution="\\boxed{die}") == failed("die") | unknown
-
-
-def test_math_verifys_own_time_limit_is_no_verdict(fake_math_verify):
-    fake_math_verify(FAKE_MATH_VERIFY)
-    assert verified("limit", "1") == failed("limit")
-    assert verified("limit", "limit")["score"] == 1.0  # equal as texts
-    assert verified("odd", "1")["score"] == verified("garbage", "1")["score"] == -1.0  # nothing that could be equal
-
-
-def test_an_interrupted_call_does_not_leave_its_answer_to_the_next_one(fake_math_verify):
-    """As by a time limit of the caller's own, with signal.alarm."""
-    fake_math_verify(FAKE_MATH_VERIFY)
-
-    def interrupt(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    assert verified("1", "1")["acc"]
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    with pytest.raises(TimeoutError):
-        verified("slow", "1")
-    signal.signal(signal.SIGALRM, before)
-    assert verified("2", "2")["acc"] and not verified("3", "4")["acc"]
-
-
-def test_answers_that_hang_or_kill_cost_themselves_alone(fake_math_verify, monkeypatch):
-    fake_math_verify(FAKE_MATH_VERIFY)
-    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 1.0)
-    answers = ["die", "hang"] + ["3", "4"] * 10 + ["hang", "die"]
-    results = {}
-    threads = [threading.Thread(target=lambda i=i: results.update({i: verified(answers[i], "3")})) for i in range(len(answers))]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    expected = {"3": 1.0, "4": -1.0, "die": None, "hang": None}
-    assert [results[i]["score"] for i in range(len(answers))] == [expected[answer] for answer in answers]
-    assert 1 <= len(children(scores._graders)) <= scores.MAX_GRADERS
+    return run
 
 
 @pytest.mark.slow
-def test_an_answer_that_hangs_does_not_starve_its_neighbours_in_an_event_loop(fake_math_verify, monkeypatch):
-    fake_math_verify(FAKE_MATH_VERIFY)
-    monkeypatch.setattr(scores, "GRADE_TIMEOUT_S", 3.0)
+def test_math_verify_in_child_processes(grading):
+    told = grading("""
+results = {pred: verified(pred) for pred in ["1", "2", "+1", "odd", "garbage", "die", "eat", "hang", "1 "]}
+def interrupt(*_):
+    raise TimeoutError
+signal.signal(signal.SIGALRM, interrupt)  # as by a time limit of the caller's own
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try:
+    verified("slow")
+except TimeoutError:
+    results["interrupted"] = verified("2")
+fapo = scores.compute_score_fapo("x", "\\\\boxed{die}", "1", verifier="math_verify", on_no_verdict="rule")
+told(results=results, hashes=scores.compute_score("gsm8k", "#### 1", "1", verifier="math_verify"),
+     no_box=scores.compute_score("x", "1", "1", verifier="math_verify"), rule=asyncio.run(fapo))
+""")
+    right, wrong, failed = (dict(score=score, acc=acc) for score, acc in ((1.0, True), (-1.0, False), (None, None)))
+    expected = {"1": right, "+1": right, "1 ": right, "2": wrong, "odd": wrong, "garbage": wrong, "die": failed,
+                "eat": failed, "hang": failed}  # fmt: skip
+    expected = {pred: result | {"pred": pred} for pred, result in expected.items()}
+    assert told["results"] == expected | {"interrupted": wrong | {"pred": "2"}}
+    assert told["hashes"]["acc"] and told["no_box"] == wrong | {"pred": "[INVALID]"}
+    assert told["rule"].items() >= (wrong | {"pred": "die", "flawed_positive": False}).items()
 
-    async def main():
-        hanging = [
-            asyncio.ensure_future(scores.compute_score_fapo("x", "\\boxed{hang}", "1", verifier="math_verify")) for _ in range(40)
-        ]
-        await asyncio.sleep(0.1)
-        # to_thread's threads also look up host names for requests to the judge
-        harmless = [asyncio.to_thread(int)] + [scores.compute_score_fapo("x", "\\boxed{2}", "1") for _ in range(100)]
-        await asyncio.wait_for(asyncio.gather(*harmless), 2.5)
-        assert not any(result.done() for result in hanging)
-        for result in hanging[4:]:
-            result.cancel()
-        assert [(await result)["score"] for result in hanging[:4]] == [None] * 4
 
-    asyncio.run(main())
+@pytest.mark.slow
+def test_answers_that_hang_or_kill_cost_themselves_alone(grading):
+    told = grading("""
+answers = ["die", "hang"] + ["1", "2"] * 10 + ["hang", "die"]
+results = {}
+threads = [threading.Thread(target=lambda i=i: results.update({i: verified(answers[i])})) for i in range(len(answers))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+async def main():
+    sample = lambda pred, **settings: scores.compute_score_fapo("x", "\\\\boxed{%s}" % pred, "1", **settings)
+    hanging = [asyncio.ensure_future(sample("hang", verifier="math_verify")) for _ in range(40)]
+    await asyncio.sleep(0.1)
+    # asyncio.to_thread's threads also look up host names for requests to the judge
+    harmless = [asyncio.to_thread(int)] + [sample("2") for _ in range(100)]
+    await asyncio.wait_for(asyncio.gather(*harmless), 0.8)
+    assert not any(result.done() for result in hanging)
+    return [(await result)["score"] for result in hanging[:4]]
+print("noise")
+told(threads=[results[i]["score"] for i in range(len(answers))], loop=asyncio.run(main()))
+os._exit(0)
+""")
+    assert told == {"threads": [None, None] + [1.0, -1.0] * 10 + [None, None], "loop": [None] * 4}
 
 
-def test_graders_end_with_their_parent(fake_math_verify):
-    fake_math_verify(FAKE_MATH_VERIFY)
-    code = "import os, compute_score as s; s.compute_score('x', '\\\\boxed{1}', '1', verifier='math_verify')\n"
-    code += "print(s._graders.get().pid, flush=True); os.kill(os.getpid(), 9)"
-    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(scores.__file__).parent)
-    grader = Path(f"/proc/{int(process.stdout)}")
+@pytest.mark.slow
+def test_the_child_processes_end_with_a_parent_that_is_killed(grading):
+    told = grading("""
+threading.Thread(target=verified, args=["hang"]).start()
+verified("2")
+children = [int(pid) for task in os.listdir("/proc/self/task") for pid in open(f"/proc/self/task/{task}/children").read().split()]
+told(children=children)
+os.kill(os.getpid(), 9)
+""")
+    assert len(told["children"]) == scores.MAX_GRADERS
     deadline = time.monotonic() + 20
-    while grader.exists() and "State:\tZ" not in (grader / "status").read_text() and time.monotonic() < deadline:
+    while alive := [pid for pid in told["children"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline, alive
         time.sleep(0.05)
-    assert not grader.exists() or "State:\tZ" in (grader / "status").read_text()
 
 
-def test_math_verify_in_a_file_that_was_loaded_under_another_name(fake_math_verify, tmp_path):
+@pytest.mark.parametrize("registered", [True, False])
+def test_math_verify_in_a_file_that_was_loaded_under_another_name(grading, tmp_path, registered):
     """As verl loads a user's copy."""
-    fake_math_verify(FAKE_MATH_VERIFY)
-    copy = tmp_path / "my_reward.py"
-    copy.write_text(Path(scores.__file__).read_text())
-    spec = importlib.util.spec_from_file_location("custom_module", copy)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.compute_score("x", "\\boxed{1}", "1", verifier="math_verify")["score"] == 1.0
-    module._graders.get().kill()
+    (tmp_path / "my_reward.py").write_text(Path(scores.__file__).read_text())
+    told = grading(f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("custom_module", {str(tmp_path / "my_reward.py")!r})
+module = importlib.util.module_from_spec(spec)
+if {registered}:
+    sys.modules["custom_module"] = module
+spec.loader.exec_module(module)
+told(score=module.compute_score("x", "\\\\boxed{{+1}}", "1", verifier="math_verify")["score"])
+""")
+    assert told == {"score": 1.0}
 
 
-def test_math_verify_missing(fake_math_verify):
-    fake_math_verify("raise ImportError('not here')")
-    with pytest.raises(ValueError, match="pip install math-verify"):
-        verified("1", "1")
+def test_math_verify_missing(grading):
+    script = "try: verified('1')\nexcept ValueError as error: told(error=str(error))"
+    assert "pip install math-verify pebble" in grading(script, fake="raise ImportError('not here')")["error"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 def test_math_verify_itself():
-    assert verified("\\frac{1}{2}", "0.5")["acc"] and verified("84/2", "42")["acc"]
-    assert not verified("\\frac{1}{3}", "0.5")["acc"]
-    assert verified("9^{9^{9^{9^{9}}}}", "2") == failed("9^{9^{9^{9^{9}}}}")  # its own time limit
-    assert verified("@@{{}}", "2")["score"] == -1.0
-    assert verified("3", "3")["acc"]
+    def verified(pred, truth):
+        return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")["acc"]
+
+    assert verified("\\frac{1}{2}", "0.5") and verified("84/2", "42") and verified("3", "3")
+    assert verified("\\frac{1}{3}", "0.5") is False and verified("@@{{}}", "2") is False
+    assert verified("9^{9^{9^{9^{9}}}}", "2") is None and verified("9^{9^{9^{9^{9}}}}", "9^{9^{9^{9^{9}}}}")

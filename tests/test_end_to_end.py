@@ -1,4 +1,5 @@
-"""Everything at once and for real: vLLM serves a tiny judge behind the router, Ray workers ask it, GRPO trains on its word."""
+"""Everything at once and for real: vLLM serves a tiny judge behind the router, Ray workers ask it, GRPO
+trains on its word."""
 
 import json
 import random
@@ -25,10 +26,14 @@ def teach(folder, tokenizer, examples, steps=60):
 def test_training_with_a_served_judge(tmp_path):
     rng = random.Random(0)
     tokenizer = models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
-    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i) for i in range(64)]
+    rows = [
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        for i in range(64)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
 
-    # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's paragraph 0 wrong.
+    # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's
+    # paragraph 0 wrong.
     def guess():
         return models.chat(rng.choice(rows)["prompt"][0]["content"], f"Rest \\boxed{{{rng.randint(0, 4)}}}")
 
@@ -41,13 +46,41 @@ def test_training_with_a_served_judge(tmp_path):
     teach(tmp_path / "judge", tokenizer, condemn)
 
     command = [
-        sys.executable, "grpo_trainer.py", "--model", tmp_path / "policy", "--train-file", tmp_path / "train.parquet",
-        "--out-dir", tmp_path / "run", "--genrm", tmp_path / "judge", "--reward-fn", "toy/toy_world.py:compute_score_fapo",
-        "--reward-kwargs", json.dumps({"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}),
-        "--total-steps", "3", "--train-batch-size", "8", "--mini-batch-size", "4", "--group-size", "8",
-        "--max-response-length", "12",
-        "--overlong-buffer", "0", "--lr", "1e-4", "--num-threads", "1", "--samples-per-step", "64", "--num-reward-workers", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "grpo_trainer.py",
+        "--model",
+        tmp_path / "policy",
+        "--train-file",
+        tmp_path / "train.parquet",
+        "--out-dir",
+        tmp_path / "run",
+        "--genrm",
+        tmp_path / "judge",
+        "--reward-fn",
+        "toy/toy_world.py:compute_score_fapo",
+        "--reward-kwargs",
+        json.dumps({"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}),
+        "--total-steps",
+        "3",
+        "--train-batch-size",
+        "8",
+        "--mini-batch-size",
+        "4",
+        "--group-size",
+        "8",
+        "--max-response-length",
+        "12",
+        "--overlong-buffer",
+        "0",
+        "--lr",
+        "1e-4",
+        "--num-threads",
+        "1",
+        "--samples-per-step",
+        "64",
+        "--num-reward-workers",
+        "1",
+    ]
     run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -67,6 +100,8 @@ def test_training_with_a_served_judge(tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
-        assert m["reward/flawed_positive_rate"] > 0.9 and m["genrm/error_rate"] < 0.1 and m["actor/updates"] >= 1
+        assert (
+            m["reward/flawed_positive_rate"] > 0.9 and m["genrm/error_rate"] < 0.1 and m["actor/updates"] >= 1
+        )
     assert (tmp_path / "run/curves.png").stat().st_size > 10_000
     assert Path(tmp_path / "run/checkpoints/step_3/model.safetensors").is_file()

@@ -20,8 +20,10 @@ import pytest
 
 import genrm_server
 import vllm_server
-from genrm_server import Config, ModelServers, RewardModelManager, complete, http
-from rollout import PolicyServers
+from cluster import placement
+from cluster.placement import RewardModelManager
+from genrm_server import Config, ModelServers, complete, http
+from cluster.servers import PolicyServers
 from tiny import policy_of
 from vllm_server import reserve, share
 
@@ -30,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 # Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like
 # vLLM it has an "engine", a process of its own that would outlive it, and shared memory.
 STAND_IN = """
-import json, mmap, os, signal, subprocess, sys, time
+import json, mmap, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def told(name): return os.path.exists(os.path.join(argument("--model"), name))
@@ -40,11 +42,7 @@ engine = subprocess.Popen(["sleep", "1000"])
 with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed
     memory.truncate(4096)
     mapped = mmap.mmap(memory.fileno(), 4096)
-def clean_up(*_):
-    os.unlink(memory.name)
-    os._exit(0)
-signal.signal(signal.SIGTERM, clean_up)
-open(os.environ["VLLM_RPC_BASE_PATH"] + "/socket", "w").close()
+open(os.environ["TMPDIR"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -66,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/slow":
             time.sleep(0.5)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHON"))}
+        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR"))}
         pids = [os.getpid(), engine.pid]
         self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls})
     def answer(self, status, body):
@@ -226,11 +224,11 @@ def test_what_is_reserved_in_ray():
     def config(**changes):
         return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
 
-    assert genrm_server.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
+    assert placement.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
         ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
-    assert genrm_server.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
+    assert placement.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
+    assert placement.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
+    assert placement.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
@@ -638,7 +636,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         router, urls = read_addresses(process)
         seen = ask(router)
         assert seen["argv"][-2:] == ["--max-num-seqs", "9"]
-        memory, sockets = Path(f"/dev/shm/psm_{seen['pids'][0]}"), Path(seen["env"]["VLLM_RPC_BASE_PATH"])
+        memory, sockets = Path(f"/dev/shm/psm_{seen['pids'][0]}"), Path(seen["env"]["TMPDIR"])
         assert memory.exists() and sockets.exists()
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
@@ -904,7 +902,8 @@ DRIVER = """
 import sys, time
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
+from cluster.placement import RewardModelManager
+from genrm_server import Config
 def config(**more):
     return Config(sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
 for _ in range(2):
@@ -967,12 +966,13 @@ import sys, time
 import ray
 from ray.cluster_utils import Cluster
 import genrm_server
+from cluster import placement
 genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
 node = cluster.add_node(num_cpus=1)
 config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
-manager = genrm_server.RewardModelManager({"genrm": config})
+manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
     return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]

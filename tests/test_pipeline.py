@@ -1,7 +1,8 @@
-"""--overlap: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail meanwhile.
+"""--overlap: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail
+meanwhile.
 
-The trainer's own loop against the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose responses end when a test
-says so and begin with the number of the weights that they come from.
+The trainer's own loop against the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose
+responses end when a test says so and begin with the number of the weights that they come from.
 """
 
 import asyncio
@@ -41,13 +42,23 @@ def no_curves(monkeypatch):
 
 
 def trainer_of(settings, folder, **changes):
-    defaults = dict(total_steps=5, train_batch_size=4, mini_batch_size=2, group_size=4, overlap=True, val_every=0,
-                    samples_per_step=1000, save_every=1, keep_checkpoints=0)  # fmt: skip
+    defaults = dict(
+        total_steps=5,
+        train_batch_size=4,
+        mini_batch_size=2,
+        group_size=4,
+        overlap=True,
+        val_every=0,
+        samples_per_step=1000,
+        save_every=1,
+        keep_checkpoints=0,
+    )
     return PlayedRun(grpo_trainer.Config(**settings | dict(out_dir=str(folder / "run")) | defaults | changes))
 
 
 class Scene:
-    """A run in which a test hooks in. Both hooks get the step: `generate` for each response (of training), `update`."""
+    """A run in which a test hooks in. Both hooks get the step: `generate` for each response (of training),
+    `update`."""
 
     def __init__(self, trainer, generate=None, update=None, rewards=None):
         self.trainer, self.generate_hook, self.update_hook = trainer, generate, update
@@ -55,7 +66,8 @@ class Scene:
         self.asked = 0  # requests for training samples so far
         self.updating = self.first  # the step whose update has begun
         self.trained = {}  # step -> its samples
-        self.evaluated = []  # (weights, training responses under way, steps trained) of each response of an evaluation
+        # (weights, training responses under way, steps trained) of each response of an evaluation
+        self.evaluated = []
         self.servers, self.policy = PlayedServers(self.first, self.generate), PlayedPolicy(trainer.config)
         self.play_update, self.policy.update = self.policy.update, self.update
         self.rewards = rewards or PlayedRewards()
@@ -80,7 +92,11 @@ class Scene:
         return self.play_update(groups, lr, max_logprob_diff)
 
     def prompts(self):
-        return [sample.row["extra_info"]["index"] for step in sorted(self.trained) for sample in self.trained[step][::4]]
+        return [
+            sample.row["extra_info"]["index"]
+            for step in sorted(self.trained)
+            for sample in self.trained[step][::4]
+        ]
 
 
 async def until(condition):
@@ -96,7 +112,9 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     async def generate(scene, step):
         if step > 2:  # what is ahead ends only after the update before it, and some time after
             await until(lambda: len(scene.trained) >= step - 1 and scene.policy.num_updates >= step - 1)
-            await asyncio.sleep(0.05)  # long enough for a hand-over that does not wait; PlayedServers.sync would raise
+            await asyncio.sleep(
+                0.05
+            )  # long enough for a hand-over that does not wait; PlayedServers.sync would raise
 
     def update(scene, step):
         ahead = min(step + 1, 5) * PER_STEP
@@ -108,7 +126,9 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     assert [line["rollout/staleness"] for line in metrics[1:]] == expected
     for step, samples in scene.trained.items():  # whose weights were really there
         assert {sample.response_ids[0] for sample in samples} == {step - 1 - expected[step - 1]}
-    assert scene.asked == 5 * PER_STEP and scene.servers.version == 5  # nothing is drawn for after the last step
+    assert (
+        scene.asked == 5 * PER_STEP and scene.servers.version == 5
+    )  # nothing is drawn for after the last step
     rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
     assert scene.prompts() == rows and scene.trainer.prompts_drawn == 20
     assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
@@ -124,7 +144,10 @@ def test_without_overlap_nothing_does(settings, tmp_path):
     scene = Scene(trainer_of(settings, tmp_path, overlap=False), generate, update)
     metrics = scene.run()
     assert not {"rollout/staleness", "time/rollout_wait"} & set(metrics[1])
-    assert all({sample.response_ids[0] for sample in samples} == {step - 1} for step, samples in scene.trained.items())
+    assert all(
+        {sample.response_ids[0] for sample in samples} == {step - 1}
+        for step, samples in scene.trained.items()
+    )
     assert scene.trainer.ahead is None
 
 
@@ -139,9 +162,13 @@ def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings
 
     rows = pq.read_table(settings["train_file"]).slice(0, 3)
     pq.write_table(rows, tmp_path / "val.parquet")
-    scene = Scene(trainer_of(settings, tmp_path, val_file=(str(tmp_path / "val.parquet"),), val_every=2), generate)
+    scene = Scene(
+        trainer_of(settings, tmp_path, val_file=(str(tmp_path / "val.parquet"),), val_every=2), generate
+    )
     metrics = scene.run()
-    assert [line["step"] for line in metrics if "val/toy/mean@1" in line] == [0, 2, 4, 5] and len(scene.evaluated) == 4 * 3
+    assert [line["step"] for line in metrics if "val/toy/mean@1" in line] == [0, 2, 4, 5] and len(
+        scene.evaluated
+    ) == 4 * 3
     for version, generating, step in scene.evaluated:
         assert version == step and generating <= 3
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 1, 1, 1]
@@ -158,7 +185,8 @@ class ByRow(PlayedRewards):
 
 
 def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settings, tmp_path):
-    """Refills are drawn before the steps ahead go on; a run that was stopped goes on with the prompt after its last."""
+    """Refills are drawn before the steps ahead go on; a run that was stopped goes on with the prompt after
+    its last."""
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
     stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
     Scene(stopped, rewards=ByRow()).run()
@@ -168,18 +196,27 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     scene = Scene(resumed, rewards=ByRow())
     metrics = scene.run()
     assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
-    assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]  # on-policy at the start and after it went on
+    assert [line["rollout/staleness"] for line in metrics[1:]] == [
+        0,
+        1,
+        0,
+        1,
+        1,
+    ]  # on-policy at the start and after it went on
     total = sum(line["dynamic/prompts"] for line in metrics[1:])
     rows = draw(scene.trainer.train_rows, 0, total, 0)
     written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in written][::4] == [row["prompt"][-1]["content"] for row in rows]
     assert scene.trainer.prompts_drawn == total
     for step, samples in scene.trained.items():
-        assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
+        assert {sample.response_ids[0] for sample in samples} == {
+            step - 1 - metrics[step]["rollout/staleness"]
+        }
 
 
 def killed_in_the_middle(settings, folder):
-    """A process of its own that ends by SIGKILL in the update of step 3, with the rollouts of step 4 on their way."""
+    """A process of its own that ends by SIGKILL in the update of step 3, with the rollouts of step 4 on their
+    way."""
 
     def update(scene, step):
         if step == 3:
@@ -195,19 +232,28 @@ def killed_in_the_middle(settings, folder):
 
 @pytest.mark.slow
 def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(settings, tmp_path):
-    code = f"import pathlib, test_pipeline as t; t.killed_in_the_middle({settings!r}, pathlib.Path({str(tmp_path)!r}))"
+    code = (
+        f"import pathlib, test_pipeline as t; t.killed_in_the_middle({settings!r}, "
+        f"pathlib.Path({str(tmp_path)!r}))"
+    )
     paths = os.pathsep.join(str(Path(__file__).parent.parent / name) for name in ("", "tests"))
-    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = Path(tmp_path, "run/samples.jsonl").read_text()
-    assert '"step": 3' in written and '"step": 4' not in written  # what is logged is trained on, or was about to be
+    assert (
+        '"step": 3' in written and '"step": 4' not in written
+    )  # what is logged is trained on, or was about to be
 
     scene = Scene(trainer_of(settings, tmp_path, resume="auto"))
     metrics = scene.run()
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5] and sorted(scene.trained) == [3, 4, 5]
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
     rows = draw(scene.trainer.train_rows, 0, 20, 0)
-    assert scene.prompts() == [row["extra_info"]["index"] for row in rows[8:]]  # the batch in flight is drawn again
+    assert scene.prompts() == [
+        row["extra_info"]["index"] for row in rows[8:]
+    ]  # the batch in flight is drawn again
     samples = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in samples][::4] == [row["prompt"][-1]["content"] for row in rows]
     assert [sample["step"] for sample in samples] == [step for step in range(1, 6) for _ in range(PER_STEP)]
@@ -274,17 +320,24 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update, NeverSays())
     with pytest.raises(KeyboardInterrupt):
         scene.run()
-    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]  # the step was finished
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == [
+        "step_2"
+    ]  # the step was finished
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (moment != "in the update")
+    assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (
+        moment != "in the update"
+    )
     threads_end()
     del scene
     gc.collect()
-    assert not [record for record in caplog.records if record.name == "asyncio"]  # no word on requests that were given up
+    assert not [
+        record for record in caplog.records if record.name == "asyncio"
+    ]  # no word on requests that were given up
 
 
 def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
-    """In the update of step 4 while step 5 is rolled out: new ranks from the checkpoint of step 2, in the same process."""
+    """In the update of step 4 while step 5 is rolled out: new ranks from the checkpoint of step 2, in the
+    same process."""
     lost = []
 
     async def generate(scene, step):
@@ -300,7 +353,9 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
     scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
 
     def restart(source):
-        asyncio.run(until(lambda: scene.servers.generating == 0))  # it has seen that nobody waits for step 5 any more
+        asyncio.run(
+            until(lambda: scene.servers.generating == 0)
+        )  # it has seen that nobody waits for step 5 any more
         scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
 
     scene.policy.restart, scene.policy.load_optimizer = restart, lambda folder: None
@@ -309,7 +364,9 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
     assert scene.prompts() == [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
     for step, samples in scene.trained.items():
-        assert {sample.response_ids[0] for sample in samples} == {step - 1 - metrics[step]["rollout/staleness"]}
+        assert {sample.response_ids[0] for sample in samples} == {
+            step - 1 - metrics[step]["rollout/staleness"]
+        }
 
 
 def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
@@ -327,7 +384,9 @@ def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
     threads_end()
 
 
-def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_update_old(settings, tmp_path):
+def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_update_old(
+    settings, tmp_path
+):
     limits = []
     scene = Scene(trainer_of(settings, tmp_path, max_logprob_diff=0.3))
     update = scene.policy.update
@@ -339,8 +398,14 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(rollout="hf"), "overlap: rolls out and judges during the update, and --rollout hf in the same process"),
-        (dict(reward_mode="colocate"), "overlap: .* with --reward-mode colocate the judge sleeps then; take standalone"),
+        (
+            dict(rollout="hf"),
+            "overlap: rolls out and judges during the update, and --rollout hf in the same process",
+        ),
+        (
+            dict(reward_mode="colocate"),
+            "overlap: .* with --reward-mode colocate the judge sleeps then; take standalone",
+        ),
         (dict(tis_cap=0.0), "tis_cap: 0 would multiply every loss by 0"),
     ],
 )
@@ -353,3 +418,36 @@ def test_old_samples_are_corrected_for_by_default(settings, tmp_path):
     assert trainer_of(settings, tmp_path, tis_cap=None).config.settled(0).tis_cap == 2.0
     assert trainer_of(settings, tmp_path, tis_cap=1.5).config.settled(0).tis_cap == 1.5
     assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.settled(0).tis_cap is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_path, overlap):
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0, overlap=overlap))
+    sync = scene.servers.sync
+
+    def refused():
+        if scene.updating == 2:
+            raise RuntimeError("server 0: POST /collective_rpc failed")
+        sync()
+
+    scene.servers.sync = refused
+    with pytest.raises(RuntimeError, match="collective_rpc failed"):
+        scene.run()
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
+    lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2] and "time/update" in lines[2]
+
+
+def test_a_judge_that_is_down_ends_an_evaluation_also_the_last_one(settings, tmp_path):
+    rows, done = pq.read_table(settings["train_file"]).slice(0, 3), []
+    pq.write_table(rows, tmp_path / "val.parquet")
+
+    class FallsSilent(PlayedRewards):
+        def score(self, sample):
+            return None if done else super().score(sample)
+
+    run = trainer_of(settings, tmp_path, val_file=(str(tmp_path / "val.parquet"),))
+    scene = Scene(run, update=lambda scene, step: done.extend([1] * (step == 5)), rewards=FallsSilent())
+    with pytest.raises(RuntimeError, match="step 5: 100% of the samples that needed a verdict have none"):
+        scene.run()
+    assert sorted(scene.trained) == [1, 2, 3, 4, 5]

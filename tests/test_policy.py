@@ -34,7 +34,9 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     num_tokens = sum(len(sample.response_ids) for sample in samples if sample.advantage is not None)
     loss = 0.0
     for sample in samples:
-        logits = clone(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logits = clone(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[
+            0, len(sample.prompt_ids) - 1 : -1
+        ]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
         loss = loss - (sample.advantage or 0.0) * (logprobs - logprobs.detach()).exp().sum() / num_tokens
     loss.backward()
@@ -75,12 +77,18 @@ def test_micro_batches_hold_every_sample_once_within_the_budget():
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "cohere", "falcon", "opt", "granite"])
 def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
-    """Eight samples of two prompts: the model sees each prompt once; scores, gradients and metrics are those of one by one."""
+    """Eight samples of two prompts: the model sees each prompt once; scores, gradients and metrics are those
+    of one by one."""
     policy, seen = with_sgd(policy_of(of_family(name, **FAMILIES[name]))), []
     assert policy.model.shares_prompts
     prompts = [list(range(5, 30)), list(range(40, 50))]
-    samples = [Sample({}, prompts[i // 4], [60 + i] * (1 + i), [-1.0] * (1 + i), advantage=(-1.0) ** i) for i in range(8)]
-    hook = policy.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+    samples = [
+        Sample({}, prompts[i // 4], [60 + i] * (1 + i), [-1.0] * (1 + i), advantage=(-1.0) ** i)
+        for i in range(8)
+    ]
+    hook = policy.model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, out: seen.append(inputs[0].shape)
+    )
     together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
@@ -88,8 +96,12 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     seen.clear()
     alone = policy.update(groups_of(samples), lr=0.0)
     assert seen == [(8, 29)] and hook.remove() is None
-    assert torch.allclose(gradient, torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]),
-                          atol=1e-4, rtol=1e-3)  # fmt: skip
+    assert torch.allclose(
+        gradient,
+        torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]),
+        atol=1e-4,
+        rtol=1e-3,
+    )
     for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
         assert together[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6), key
 
@@ -174,7 +186,9 @@ def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_
     kls = [policy.update(groups_of(samples), lr=0.05)["actor/kl_to_reference"] for _ in range(4)]
     assert kls[0] > 1e-3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.9 * kls[0]
     at_home = with_sgd(policy_of(model, model=str(tmp_path), kl_coef=1.0)).update(groups_of(samples), lr=0.0)
-    assert at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
+    assert (
+        at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
+    )
 
 
 def test_truncated_importance_sampling_weighs_the_update(model):
@@ -183,16 +197,33 @@ def test_truncated_importance_sampling_weighs_the_update(model):
     for sample in samples:
         sample.rollout_logprobs = [value - math.log(2) for value in sample.rollout_logprobs]
     norms = {cap: updated(model, samples, tis_cap=cap)[1]["actor/grad_norm"] for cap in (None, 1.5, 4.0)}
-    assert norms[1.5] == pytest.approx(1.5 * norms[None], rel=1e-3) and norms[4.0] == pytest.approx(2 * norms[None], rel=1e-3)
+    assert norms[1.5] == pytest.approx(1.5 * norms[None], rel=1e-3) and norms[4.0] == pytest.approx(
+        2 * norms[None], rel=1e-3
+    )
+
+
+def test_how_far_the_correction_goes_is_logged(model):
+    samples = a_step(model)
+    for sample in samples:
+        sample.rollout_logprobs = [value - math.log(2) for value in sample.rollout_logprobs]
+    metrics = updated(model, samples, tis_cap=1.5)[1]
+    assert metrics["rollout/tis_mean"] == pytest.approx(1.5) and metrics["rollout/tis_capped"] == 1.0
+    metrics = updated(model, samples, tis_cap=4.0)[1]
+    assert metrics["rollout/tis_mean"] == pytest.approx(2.0, rel=1e-4) and metrics["rollout/tis_capped"] == 0.0
+    assert "rollout/tis_mean" not in updated(model, samples)[1]
 
 
 def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
-    short, long = (logprobs for _, logprobs, _ in sorted(policy_of(model).score(samples), key=lambda s: len(s[1])))
+    short, long = (
+        logprobs for _, logprobs, _ in sorted(policy_of(model).score(samples), key=lambda s: len(s[1]))
+    )
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6]])).logits[0, 1].log_softmax(-1)[0]
-    assert short.tolist() == [pytest.approx(expected.item(), abs=1e-5)] and len(long) == 3 and (long < 0).all()
+    assert (
+        short.tolist() == [pytest.approx(expected.item(), abs=1e-5)] and len(long) == 3 and (long < 0).all()
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(model):
@@ -204,9 +235,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(model):
 
 
 def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step(model):
-    policy, samples = policy_of(models.new_model(model.config.vocab_size, seed=1), mini_batch_size=1), a_step(model)
+    policy, samples = (
+        policy_of(models.new_model(model.config.vocab_size, seed=1), mini_batch_size=1),
+        a_step(model),
+    )
     before = weights_of(policy)
-    with pytest.raises(RuntimeError, match="logprob_diff .* is over max_logprob_diff 0.01: the sampler does not use"):
+    with pytest.raises(
+        RuntimeError, match="logprob_diff .* is over max_logprob_diff 0.01: the sampler does not use"
+    ):
         policy.update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
     assert policy.num_updates == 0 and torch.equal(weights_of(policy), before)
 
@@ -219,17 +255,36 @@ def test_weights_that_are_not_finite_are_never_saved(model, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ families of models
+# ------------------------------------------------------------------------------------------------------
+# families of models
 
-SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, pad_token_id=0)
+
+SMALL = dict(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=64,
+    pad_token_id=0,
+)
 GROUPED = SMALL | dict(num_key_value_heads=2, head_dim=8)
-LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8)
+LINEAR = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    qk_nope_head_dim=8,
+)
 FAMILIES = {
     "llama": GROUPED,
     "qwen2": GROUPED,
     "mistral": GROUPED | dict(sliding_window=4),
-    "gemma2": GROUPED | dict(final_logit_softcapping=2.0),  # what follows the head: caps, scales, another layer
+    # what follows the head: caps, scales, another layer
+    "gemma2": GROUPED | dict(final_logit_softcapping=2.0),
     "vaultgemma": GROUPED | dict(final_logit_softcapping=2.0),
     "nanochat": GROUPED | dict(final_logit_softcapping=2.0),
     "cohere": GROUPED | dict(logit_scale=0.3),
@@ -239,22 +294,37 @@ FAMILIES = {
     "modernbert-decoder": GROUPED,
     "llama4_text": GROUPED | dict(intermediate_size_mlp=64, num_local_experts=2),
     "opt": SMALL | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),  # dropout in the layer itself
-    "falcon": SMALL | dict(alibi=True, new_decoder_architecture=False, num_kv_heads=4),  # positions from the mask
-    "qwen3_next": GROUPED | LINEAR | dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-                                          shared_expert_intermediate_size=16),  # caches of two kinds
+    # positions from the mask
+    "falcon": SMALL | dict(alibi=True, new_decoder_architecture=False, num_kv_heads=4),
+    "qwen3_next": GROUPED
+    | LINEAR
+    | dict(
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),  # caches of two kinds
     "qwen3_5_text": GROUPED | LINEAR,
     "olmo_hybrid": GROUPED | LINEAR | dict(linear_num_key_heads=4),
     "gemma4_text": GROUPED | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
-    "gemma3n_text": GROUPED | dict(layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0, laurel_rank=4,
-                                   sliding_window=4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96,
-                                   activation_sparsity_pattern=[0.0] * 4),
-}  # fmt: skip
+    "gemma3n_text": GROUPED
+    | dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        sliding_window=4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+}
 
 
 def of_family(name, **config):
     torch.manual_seed(0)
-    family_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), dtype=torch.float32).eval()
-    for parameter in family_model.parameters():  # as they begin, such small models hardly look at what came before
+    family_model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **config), dtype=torch.float32
+    ).eval()
+    for (
+        parameter
+    ) in family_model.parameters():  # as they begin, such small models hardly look at what came before
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return family_model
@@ -262,7 +332,8 @@ def of_family(name, **config):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradient_checkpointing(name):
-    """Scores against model(...).logits, responses sampled in process against both, and the same update either way."""
+    """Scores against model(...).logits, responses sampled in process against both, and the same update either
+    way."""
     family_model = of_family(name, **FAMILIES[name])
     policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
     check_sampling(policies[0])
@@ -296,11 +367,14 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(mode
 
 
 def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
-    """Mamba takes its state by another name and ignores the key-value cache: responses would not see their prompts."""
+    """Mamba takes its state by another name and ignores the key-value cache: responses would not see their
+    prompts."""
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="rollout: hf samples wrongly from a MambaForCausalLM .*take vllm"):
         check_sampling(policy)
-    assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1  # with vLLM it trains
+    assert (
+        policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1
+    )  # with vLLM it trains
 
 
 def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):
@@ -318,7 +392,8 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
 
 
 def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
-    """As in the folders of Vicuna and of some Mistral tunes: transformers reads such a file and refuses to write it."""
+    """As in the folders of Vicuna and of some Mistral tunes: transformers reads such a file and refuses to
+    write it."""
     model.save_pretrained(tmp_path)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
@@ -327,20 +402,24 @@ def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, 
     assert json.loads((tmp_path / "saved/generation_config.json").read_text())["temperature"] == 0.9
 
 
-# --------------------------------------------------------------------------------------------------- what the metrics mean
+# --------------------------------------------------------------------------------------------------- what the
+# metrics mean
 
 
 def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
     """Nine groups in mini-batches of at most four: three of three, not four, four and one."""
     samples = [Sample({}, [i]) for i in range(18)]
     batches = deal(groups_of(samples, 2), mini_batch_size=4)
-    assert [len(batch) for batch in batches] == [6, 6, 6] and [s for batch in batches for s in batch] == samples
+    assert [len(batch) for batch in batches] == [6, 6, 6] and [
+        s for batch in batches for s in batch
+    ] == samples
     assert [len(batch) // 2 for batch in deal(groups_of(samples[:10], 2), 4)] == [2, 3]
     assert deal([samples[:2]], 4) == [samples[:2]]
 
 
 def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
-    """The same learning groups, alone and beside as many that teach nothing: what is logged of the update is the same."""
+    """The same learning groups, alone and beside as many that teach nothing: what is logged of the update is
+    the same."""
     samples = a_step(model)
     idle = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
     options = dict(mini_batch_size=2, lr=0.05)
@@ -360,4 +439,6 @@ def test_entropy_is_that_of_all_samples_before_the_update(model):
     assert metrics["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
     for sample in samples[:12]:
         sample.advantage = 0.0
-    assert updated(model, samples, lr=1.0)[1]["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
+    assert updated(model, samples, lr=1.0)[1]["actor/entropy"] == pytest.approx(
+        entropies.mean().item(), rel=1e-5
+    )

@@ -1,5 +1,6 @@
-"""The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process, checkpoints for any number of
-ranks, and ranks that die."""
+"""The policy on several ranks, each a Ray actor with gloo on CPU: the same numbers as one process,
+checkpoints for any number of ranks, and ranks that die.
+"""
 
 import json
 import math
@@ -13,16 +14,19 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-import policy as policy_file
+import grpo_trainer
+from cluster import servers as servers_file
 from cluster import policy_group
 import reward_loop
 from genrm_server import Config
 from grpo_trainer import train
-from policy import Policy
-from cluster.policy_group import PolicyGroup, RanksLost
-from rollout import PolicyServers, write_rollouts
+from cluster.policy_group import PolicyGroup
+from cluster.ranks import RankedPolicy
+from cluster.servers import ClusterServers
+from policy import Policy, RanksLost
+from run import Run
 from test_genrm_server import stand_in  # noqa: F401
-from tiny import CPU, a_step, config_of
+from tiny import CPU, a_step, config_of, groups_of
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +55,19 @@ def folder(tmp_path_factory, model):
 
 
 def settings(folder, **changes):
-    return config_of(**{"model": folder, "out_dir": folder, "device": "cpu", "mini_batch_size": 2, "lr": 1e-3, "kl_coef": 0.1,
-                        "entropy_coef": 0.01, "max_tokens_per_micro_batch": 60} | changes)  # fmt: skip
+    return config_of(
+        **{
+            "model": folder,
+            "out_dir": folder,
+            "device": "cpu",
+            "mini_batch_size": 2,
+            "lr": 1e-3,
+            "kl_coef": 0.1,
+            "entropy_coef": 0.01,
+            "max_tokens_per_micro_batch": 60,
+        }
+        | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +85,8 @@ def group_of(folder):
 
 
 def uneven_step(model):
-    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to do."""
+    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to
+    do."""
     samples = a_step(model)
     for sample in samples[8:15]:
         sample.advantage = 0.0
@@ -80,11 +96,13 @@ def uneven_step(model):
 
 
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
-    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The second has a reference
-    model and gradient checkpointing, which are split as well; in the third a mini-batch has one sample that matters."""
+    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The
+    second has a reference model and gradient checkpointing, which are split as well; in the third a
+    mini-batch has one sample that matters.
+    """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
-    assert first.update(step, 1e-3) == alone.update(step, 1e-3)
+    assert first.update(groups_of(step), 1e-3) == alone.update(groups_of(step), 1e-3)
     first.save(tmp_path / "of_1")
     steps = {2: a_step(model, seed=1, length=3), 3: uneven_step(model)}
     for ranks, options in ((2, dict(gradient_checkpointing=True)), (3, dict(kl_coef=0.0, entropy_coef=0.0))):
@@ -92,13 +110,11 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
             alone.reference, alone.config.entropy_coef = None, 0.0
         group = group_of(ranks, tmp_path / f"of_{ranks - 1}", **options)
         group.load_optimizer(tmp_path / f"of_{ranks - 1}")
-        group.release_memory(optimizer=True)  # to the host and, in the update, back
-        got, expected = (policy.update(steps[ranks], 1e-3) for policy in (group, alone))
+        group.release_memory()
+        got, expected = (policy.update(groups_of(steps[ranks]), 1e-3) for policy in (group, alone))
         assert got.keys() == expected.keys() and got["actor/updates"] == 2
         assert got == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in expected.items()}
         group.save(tmp_path / f"of_{ranks}")
-        for (logprobs, entropy), (logprobs_alone, entropy_alone) in zip(group.score(step), alone.score(step)):
-            assert torch.allclose(logprobs, logprobs_alone, atol=1e-4) and torch.allclose(entropy, entropy_alone, atol=1e-4)
         group.shutdown()
     last = Policy(settings(folder), str(tmp_path / "of_3"), CPU)
     last.load_optimizer(tmp_path / "of_3")
@@ -114,34 +130,41 @@ def pids_of(group):
 
 def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(folder, model, group_of):
     group, samples = group_of(2), a_step(model)
-    group.update(samples, 1e-3)
+    group.update(groups_of(samples), 1e-3)
     # It dies while the other one waits for it in a collective, which has hours.
     group.actors[1].__ray_call__.remote(lambda self: (time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)))
     started = time.monotonic()
     with pytest.raises(RanksLost, match="a rank of the policy died"):
-        group.update(samples, 1e-3)
+        group.update(groups_of(samples), 1e-3)
     assert time.monotonic() - started < 60
-    updates = group.num_updates
     with pytest.raises(RanksLost):
         group.save(Path(folder, "never"))
     group.restart(folder)
-    assert group.update(samples, 1e-3)["actor/updates"] == 2 and group.num_updates == updates + 2
+    assert group.update(groups_of(samples), 1e-3)["actor/updates"] == group.num_updates == 2
+    # What fails before the first optimizer step costs nothing.
+    with pytest.raises(RuntimeError, match="is over max_logprob_diff 0: the sampler"):
+        group.update(groups_of(samples), 1e-3, 0.0)
+    assert group.num_updates == 2
     # An error of one rank's own, which the other one would wait for.
     ray.get(group.actors[0].__ray_call__.remote(lambda self: setattr(self, "accumulate_gradients", None)))
     with pytest.raises(TypeError, match="NoneType"):
-        group.update(samples, 1e-3)
+        group.update(groups_of(samples), 1e-3)
     # And so nobody is left waiting in a collective, to take the next call's tensors for that one's.
     with pytest.raises(RanksLost, match="no ranks"):
-        group.update(samples, 1e-3)
+        group.update(groups_of(samples), 1e-3)
 
 
-def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(folder, model, group_of, tmp_path, monkeypatch):
+def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
+    folder, model, group_of, tmp_path, monkeypatch
+):
     samples = a_step(model)
     samples[-1].advantage = math.inf
     with pytest.raises(RuntimeError, match="not finite"):
-        group_of(2).update(samples, 1e-3)
+        group_of(2).update(groups_of(samples), 1e-3)
     model.save_pretrained(tmp_path)
-    Path(tmp_path, "config.json").write_text(Path(tmp_path, "config.json").read_text().replace('"llama"', '"no_such_family"'))
+    Path(tmp_path, "config.json").write_text(
+        Path(tmp_path, "config.json").read_text().replace('"llama"', '"no_such_family"')
+    )
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
@@ -150,39 +173,63 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(f
 
 
 def kill(group, rank, after):
-    group.actors[rank].__ray_call__.remote(lambda self: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)))
+    group.actors[rank].__ray_call__.remote(
+        lambda self: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL))
+    )
 
 
-def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder, model, tokenizer, monkeypatch, tmp_path, capfd):
-    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the last checkpoint are
-    done again. And Ctrl-C while the ranks write one waits for it."""
+def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
+    folder, model, tokenizer, monkeypatch, tmp_path, capfd
+):
+    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the
+    last checkpoint are done again. And Ctrl-C while the ranks write one waits for it.
+    """
     tokenizer.save_pretrained(folder)
-    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {}}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    for step in range(1, 5):
-        samples = a_step(model, seed=step)
-        for number, sample in enumerate(samples):
-            sample.row = row | {"extra_info": {"group": number // 4}}
-            sample.result["reward_extra_info"] = {"score": sample.reward}
-        write_rollouts(str(tmp_path), step, samples)
+    row = {
+        "data_source": "toy",
+        "prompt": [{"role": "user", "content": "1 + 1"}],
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {},
+    }
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+
+    def played(run, samples, step, *_):
+        """Instead of servers and rewards: the same samples for any number of ranks."""
+        for sample, made in zip(samples, a_step(model, seed=step), strict=True):
+            sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = (
+                made.prompt_ids,
+                made.response_ids,
+                made.rollout_logprobs,
+            )
+            sample.result = made.result | {"reward_extra_info": {"score": made.reward}}
+        return 0.0
+
+    monkeypatch.setattr(grpo_trainer, "roll_out", played)
+    monkeypatch.setattr(grpo_trainer, "await_verdicts", lambda *_: 0.0)
+    for name in ("start_rewards", "start_servers"):
+        monkeypatch.setattr(Run, name, lambda *_, **__: None)
     update, save = PolicyGroup.update, PolicyGroup.save
 
-    def update_and_die(self, samples, lr):
+    def update_and_die(self, groups, lr, max_logprob_diff):
         if len(seen) == 2 and self.starts == 1:
             kill(self, 1, 0.05)
             dying.touch()
-        seen.append(len(samples))
-        return update(self, samples, lr)
+        seen.append(len(groups))
+        return update(self, groups, lr, max_logprob_diff)
 
     def save_and_die(self, path):
         if path.name == ".step_2.tmp":
             signal.raise_signal(signal.SIGINT)
         if path.name == ".step_4.tmp" and self.starts == 3:
             die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            ray.get(self.actors[0].__ray_call__.remote(lambda self, die: setattr(self.model, "save_pretrained", die), die))
+            ray.get(
+                self.actors[0].__ray_call__.remote(
+                    lambda self, die: setattr(self.model, "save_pretrained", die), die
+                )
+            )
         return save(self, path)
 
-    class DiesInConstructor(Policy):
+    class DiesInConstructor(RankedPolicy):
         def __init__(self, config, source, device, ranks):
             if ranks.rank == 1 and dying.exists():
                 dying.unlink()
@@ -190,15 +237,29 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
             super().__init__(config, source, device, ranks)
 
     seen, dying = [], tmp_path / "dying"
-    monkeypatch.setattr(policy_group, "Policy", DiesInConstructor)
+    monkeypatch.setattr(policy_group, "RankedPolicy", DiesInConstructor)
     monkeypatch.setattr(PolicyGroup, "update", update_and_die)
     monkeypatch.setattr(PolicyGroup, "save", save_and_die)
     weights, lines = [], []
     for ranks in (2, 1):
         out = tmp_path / f"of_{ranks}"
-        config = config_of(model=folder, train_file=str(tmp_path / "rows.jsonl"), out_dir=str(out), device="cpu", replay=str(tmp_path),
-                           policy_ranks=ranks, total_steps=4, save_every=2, lr=1e-3, overlong_buffer=0, max_prompt_length=64,
-                           max_response_length=32, mini_batch_size=2, resume="auto")  # fmt: skip
+        config = config_of(
+            model=folder,
+            train_file=str(tmp_path / "rows.jsonl"),
+            out_dir=str(out),
+            device="cpu",
+            rollout="vllm" if ranks > 1 else "hf",
+            policy_ranks=ranks,
+            total_steps=4,
+            save_every=2,
+            lr=1e-3,
+            overlong_buffer=0,
+            max_prompt_length=64,
+            max_logprob_diff=1e9,
+            max_response_length=32,
+            mini_batch_size=2,
+            resume="auto",
+        )
         if ranks == 2:
             with pytest.raises(KeyboardInterrupt):
                 train(config)
@@ -215,7 +276,9 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(folder
     assert lines[0][-1]["actor/restarts"] == 3
     for several, alone in zip(*lines):
         for key, value in alone.items():
-            assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+            assert key.startswith(("time/", "perf/")) or several[key] == pytest.approx(
+                value, rel=1e-3, abs=1e-5
+            ), key
     assert all(torch.allclose(weights[0][name], weight, atol=2e-5) for name, weight in weights[1].items())
 
 
@@ -234,7 +297,7 @@ class Sender:
         if self.lost:
             raise RanksLost("a rank of the policy died")
         gone = set()
-        for number, pack in enumerate(self.policy.packs(dtype)):
+        for number, pack in enumerate(servers_file.packs(self.policy.weights(dtype))):
             for index, folder in enumerate(folders):
                 try:
                     ray.get(folder.add.remote(number, pack))
@@ -243,18 +306,23 @@ class Sender:
         return gone
 
 
-def test_weights_reach_the_servers_of_every_node_also_after_a_death(folder, model, tokenizer, stand_in, monkeypatch):  # noqa: F811
-    """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may die, and a server that
-    comes back needs the ranks: without them whoever samples is told."""
+def test_weights_reach_the_servers_of_every_node_also_after_a_death(
+    folder, model, tokenizer, stand_in, monkeypatch
+):  # noqa: F811
+    """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may
+    die, and a server that comes back needs the ranks: without them whoever samples is told.
+    """
     ray.shutdown()
     reward_loop.connect_ray()  # one whose actors find the played vLLM
-    monkeypatch.setattr(policy_file, "PACK", 50_000)
+    monkeypatch.setattr(servers_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
-    servers = PolicyServers(sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs"))
+    servers = ClusterServers(
+        sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs")
+    )
 
     def served():
-        parts = [load_file(path) for path in Path(servers.path).glob("*.safetensors")]
+        parts = [load_file(path) for path in servers.folder.path.glob("*.safetensors")]
         assert len(parts) > 5 and len({name for part in parts for name in part}) == sum(map(len, parts))
         return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -277,17 +345,17 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(folder, mode
         os.kill(ray.get(servers.actors[0].__ray_call__.remote(lambda self: self.child.pid)), signal.SIGKILL)
         with pytest.raises(RanksLost):
             while True:
-                servers.check_policy()
+                servers.check()
                 time.sleep(0.1)
         sender.lost = False
         end = time.monotonic() + 60
-        while not (servers.servers.restarts and servers.folders and servers.servers.slots[0].joined):
+        while not (servers.servers.slots[0].restarts and servers.folders and servers.servers.slots[0].joined):
             assert time.monotonic() < end
             time.sleep(0.1)
         assert is_served()
     finally:
         servers.shutdown()
     end = time.monotonic() + 30
-    while os.path.lexists(servers.path):  # the last folder goes with its actor
+    while os.path.lexists(servers.folder.path):  # the last folder goes with its actor
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -1,4 +1,5 @@
-"""Sampling: in this process against transformers, on real vLLM servers against the trainer, and the servers' weights."""
+"""Sampling: in this process against transformers, on real vLLM servers against the trainer, and the servers'
+weights."""
 
 import asyncio
 import json
@@ -13,10 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 
 import genrm_server
 import rollout
+from cluster import servers as servers_file
 from toy import models
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
@@ -55,16 +64,26 @@ def other_model(kind):
 def test_rollout_logprobs_are_the_trainers(model, kind):
     model = other_model(kind) if kind in OTHERS else model
     for temperature in (1.0, 1.3):
-        samples = roll_out(model, [[5, 6, 7], [8], [9, 10, 11, 12, 13]], group_size=3, temperature=temperature, rollout_batch_size=6)
+        samples = roll_out(
+            model,
+            [[5, 6, 7], [8], [9, 10, 11, 12, 13]],
+            group_size=3,
+            temperature=temperature,
+            rollout_batch_size=6,
+        )
         for sample, logprobs, entropy in policy_of(model, temperature=temperature).score(samples):
             assert torch.allclose(logprobs, torch.tensor(sample.rollout_logprobs), atol=1e-5)
-            assert len(logprobs) == len(sample.response_ids) and 0 < entropy.max() < math.log(model.config.vocab_size)
+            assert len(logprobs) == len(sample.response_ids) and 0 < entropy.max() < math.log(
+                model.config.vocab_size
+            )
 
 
 def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
     """Here tables of rotary positions that are made anew when a text gets longer than any before."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling))
+    model = LlamaForCausalLM(
+        LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling)
+    )
     policy = policy_of(model, group_size=2)
     before = policy.model.model.rotary_emb.inv_freq.clone()
     with torch.inference_mode():
@@ -75,12 +94,23 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
 
 
 def test_each_sample_is_reported_once_the_moment_it_ends(model):
-    """A sample that ends early is reported before the others have been written to their end; end tokens are part of it."""
-    ends = set(range(1, model.config.vocab_size, 4))  # an untrained model hardly ever writes its own end token
+    """A sample that ends early is reported before the others have been written to their end; end tokens are
+    part of it."""
+    ends = set(
+        range(1, model.config.vocab_size, 4)
+    )  # an untrained model hardly ever writes its own end token
     order = []
-    samples = roll_out(model, [[5, 6, 7], [8]] * 4, 4, length=6, eos_ids=ends,
-                       on_finished=lambda sample: order.append((id(sample), list(sample.response_ids))))  # fmt: skip
-    assert sorted(order) == sorted((id(sample), sample.response_ids) for sample in samples) and len(order) == 32
+    samples = roll_out(
+        model,
+        [[5, 6, 7], [8]] * 4,
+        4,
+        length=6,
+        eos_ids=ends,
+        on_finished=lambda sample: order.append((id(sample), list(sample.response_ids))),
+    )
+    assert (
+        sorted(order) == sorted((id(sample), sample.response_ids) for sample in samples) and len(order) == 32
+    )
     lengths = [len(response) for _, response in order]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # shorter ones were reported first
     for sample in samples:
@@ -96,17 +126,22 @@ def test_sampling_follows_the_distribution_and_top_p():
     expected = logits[0].softmax(-1)
     assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=0.015)
     assert torch.allclose(logprobs, expected.log()[tokens])
-    tokens, _ = rollout.sample_tokens(logits, 1.0, 0.7, generator)  # .64 + .24: the second crosses 0.7 and stays
+    tokens, _ = rollout.sample_tokens(
+        logits, 1.0, 0.7, generator
+    )  # .64 + .24: the second crosses 0.7 and stays
     assert set(tokens.tolist()) == {0, 1}
     assert set(rollout.sample_tokens(logits, 1.0, 0.6, generator)[0].tolist()) == {0}
     assert set(rollout.sample_tokens(logits, 0, 1.0, generator)[0].tolist()) == {0}
 
 
-# ----------------------------------------------------------------------------------------------------------- on vLLM servers
+# -----------------------------------------------------------------------------------------------------------
+# on vLLM servers
 
 
 @pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1)])
-def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(script, tries, monkeypatch):
+def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
+    script, tries, monkeypatch
+):
     """A real HTTP server that plays a script: half an answer, an error, an answer."""
     asked, left = [], list(script)
 
@@ -115,7 +150,11 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             act = left.pop(0)
             self.send_response(200 if act in ("cut", "fine") else int(act))
-            choice = {"finish_reason": "stop", "token_ids": [4, 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+            choice = {
+                "finish_reason": "stop",
+                "token_ids": [4, 1],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+            }
             answer = json.dumps({"choices": [choice]}).encode()
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -129,9 +168,14 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="", num_servers=1)
-    servers = SimpleNamespace(servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
-                              check=lambda: None)
-    (sample,), settings = samples_of([[5, 6]], 1), dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1)
+    servers = SimpleNamespace(
+        servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
+        check=lambda: None,
+    )
+    (sample,), settings = (
+        samples_of([[5, 6]], 1),
+        dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1),
+    )
     try:
         if script == ["400"]:
             with pytest.raises(RuntimeError, match="HTTP 400"):
@@ -160,26 +204,40 @@ def move(policy, scale):
 
 
 def served_difference(servers, policy, temperature=1.0):
-    """Mean difference of log-probabilities over 16 samples from the servers, after a look at the samples themselves."""
+    """Mean difference of log-probabilities over 16 samples from the servers, after a look at the samples
+    themselves."""
     ends, finished, samples = {1, 20, 21, 22, 23, 24, 25}, [], samples_of(PROMPTS, 4)
-    rollout.rollout_vllm(servers, samples, max_response_length=10, temperature=temperature, eos_ids=ends, rollout_batch_size=8,
-                         on_finished=lambda sample: finished.append(id(sample)))  # fmt: skip
+    rollout.rollout_vllm(
+        servers,
+        samples,
+        max_response_length=10,
+        temperature=temperature,
+        eos_ids=ends,
+        rollout_batch_size=8,
+        on_finished=lambda sample: finished.append(id(sample)),
+    )
     assert sorted(finished) == sorted(map(id, samples))  # each sample reported once
     assert all(len(sample.rollout_logprobs) == len(sample.response_ids) <= 10 for sample in samples)
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
     policy.config.temperature = temperature
-    differences = [logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs, _ in policy.score(samples)]
+    differences = [
+        logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs, _ in policy.score(samples)
+    ]
     return torch.cat(differences).abs().mean().item()
 
 
 @pytest.mark.slow
 def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(tmp_path, tokenizer):
-    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without a sync."""
+    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without
+    a sync."""
     policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
-    servers = rollout.PolicyServers(policy, tokenizer, settings)
+    servers = servers_file.PolicyServers(policy, tokenizer, settings)
     try:
-        assert served_difference(servers, policy) < 1e-5 and served_difference(servers, policy, temperature=1.3) < 1e-5
+        assert (
+            served_difference(servers, policy) < 1e-5
+            and served_difference(servers, policy, temperature=1.3) < 1e-5
+        )
         move(policy, 0.02)
         stale = served_difference(servers, policy)
         servers.sync()
@@ -188,7 +246,9 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         move(policy, 0.02)
         servers.sync()
         servers.servers.slots[0].server.child.kill()
-        assert served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1  # the requests waited for the new one
+        assert (
+            served_difference(servers, policy) < 1e-5 and servers.servers.slots[0].restarts == 1
+        )  # the requests waited for the new one
     finally:
         servers.shutdown()
     assert not servers.folder.folder.exists() and not servers.folder.path.is_symlink()
@@ -204,13 +264,18 @@ def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tm
     """And those of a run that goes on are not."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    code = f"import rollout, os; w = rollout.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, 0); "
+    code = (
+        f"import os; from cluster import servers; w = servers.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, "
+        f"0); "
+    )
     code += "print(w.folder, os.listdir(w.folder), flush=True); os.kill(os.getpid(), 9)"
-    left, _, files = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.partition(" ")
+    left, _, files = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    ).stdout.partition(" ")
     assert "'a'" in files and os.path.isdir(left) and os.path.islink(tmp_path / "fapo_policy_x")
-    alive = rollout.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
+    alive = servers_file.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
     assert not os.path.exists(left) and not os.path.lexists(tmp_path / "fapo_policy_x")
-    rollout.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
+    servers_file.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
     assert (alive.path / "a").read_bytes() == b"b"
     alive.close()
     assert not alive.folder.exists() and not os.path.lexists(alive.path)

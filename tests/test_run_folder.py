@@ -1,8 +1,17 @@
 """What a run leaves: means worked out by hand, checkpoints that are whole or absent, logs that survive a torn line."""
 
+import fcntl
 import json
 import math
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -42,12 +51,12 @@ def test_validation_metrics_by_hand():
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
     metrics = run_folder.validation_metrics([[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]])
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log.metrics({"step": 0} | metrics)
     figures = []
-    monkeypatch.setattr(run_folder.plt, "close", figures.append)
-    run_folder.Log.plot(SimpleNamespace(history=[{"step": 0} | metrics], folder=tmp_path))
-    monkeypatch.undo()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    log.plot()
     assert [line.get_label() for line in figures[0].axes[1].lines] == ["val/openai/gsm8k/mean@1"]
-    run_folder.plt.close(figures[0])
 
 
 def test_reward_metrics_by_hand():
@@ -66,11 +75,11 @@ def test_reward_metrics_by_hand():
 
 def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew')
-    (tmp_path / "samples.jsonl").write_text('{"step": 1, "n": 1}\n{"step": 2}\n')
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n')
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n'
-    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "n": 1}\n'
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "split": "train"}\n'
     log.metrics({"step": 2, "reward/mean": 1 / 3})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 2, "reward/mean": 0.333333}
@@ -100,7 +109,7 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
     assert [(group, response) for _, group, _, response in found[6:]] == [(0, "0"), (1, "2"), (2, "4"), (3, "6")]
     assert [(line["advantage"], line["response_length"], line["clipped"]) for line in lines[:2]] == [(None, 1, True), (0.25, 2, False)]
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 3 and "ask a1" in shown[1] and "line one answer 2" in shown[1] and "reward 1.0" in shown[1]
+    assert len(shown) == 3 and "ask a1" in shown[1] and "line one\\nanswer 2" in shown[1] and "reward 1.0" in shown[1]
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -170,3 +179,157 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name
+
+
+# ------------------------------------------------------------------------------- what is right, and who votes
+
+
+@pytest.mark.parametrize("acc, right", [(True, 1), (1, 1), (1.0, 1), (False, 0), (0, 0), (0.5, 0), ("yes", 0), (2, 0)])
+def test_right_is_true_or_one_and_means_are_means(acc, right):
+    other = dict(pred="5", acc=False, flawed_positive=False)
+    group = [scored(1.0, {"data_source": "a"}, pred="4", acc=acc, flawed_positive=True)]
+    group += [scored(0.0, {"data_source": "a"}, **other)]
+    metrics = run_folder.validation_metrics([group])
+    assert metrics["val/a/pass@2"] == metrics["val/a/maj@2"] == right and metrics["val/a/pass@1"] == right / 2
+    assert metrics["val/a/mean@2"] == (0 if acc == "yes" else acc / 2)
+    assert metrics.get("val/a/flawed_positive_rate/mean@2") == (1 if right else None)
+    assert run_folder.reward_metrics(group).get("reward/flawed_positive_rate") == (1 if right else None)
+
+
+@pytest.mark.parametrize(
+    "preds, expected",
+    [
+        (["[INVALID]", None, "[INVALID]", "4"], 1),  # one vote, and it is right
+        (["[INVALID]", "5", "5", "4"], 0),
+        (["[INVALID]", "[INVALID]", None, None], 0),
+    ],
+)
+def test_what_has_no_answer_casts_no_vote(preds, expected):
+    group = [scored(1.0, {"data_source": "a"}, pred=pred, acc=pred == "4") for pred in preds]
+    assert run_folder.validation_metrics([group])["val/a/maj@4"] == expected
+    for sample in group:
+        del sample.result["reward_extra_info"]["pred"]  # a function that does not say the answer: nothing to count
+    assert "val/a/maj@4" not in run_folder.validation_metrics([group])
+
+
+def test_two_files_of_one_source_share_its_greedy_metric():
+    groups = [[scored(1.0, {"data_source": "a"}, acc=right)] for right in (True, False, False, True)]
+    groups += [[scored(1.0, {"data_source": "a"}, acc=True)] * 4]
+    assert run_folder.validation_metrics(groups[:4], "greedy")["val/a/greedy"] == 0.5
+    sampled = run_folder.validation_metrics(groups)
+    assert (sampled["val/a/mean@1"], sampled["val/a/mean@4"]) == (0.5, 1.0)
+
+
+# ----------------------------------------------------------------------------------- one run, its folder, its end
+
+
+def in_another_process(code, **options):
+    """A process that runs this code and says what it prints."""
+    return subprocess.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
+
+
+def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path):
+    half_written = tmp_path / "checkpoints/.step_3.tmp/model.safetensors"
+    config = SimpleNamespace(out_dir=str(tmp_path), resume="auto")
+    code = f"""
+        from types import SimpleNamespace
+        import run_folder
+        with run_folder.check_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto")):
+            print("held")
+            input()
+        print("let go")
+        input()
+    """
+    with in_another_process(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == "held\n"
+        half_written.parent.mkdir(parents=True)
+        half_written.write_text("half")
+        holder = f"process {run.pid} on {socket.gethostname()}"
+        for resume in ("auto", "never"):
+            config.resume = resume
+            with pytest.raises(ValueError, match=f"out_dir: .* is in use by {holder}; wait or give another"):
+                run_folder.check_folder(config)
+        assert half_written.exists()
+        run.stdin.write("\n")
+        run.stdin.flush()
+        assert run.stdout.readline() == "let go\n"
+        with run_folder.check_folder(config):
+            assert not half_written.parent.exists()
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+                run_folder.check_folder(config)
+        run.kill()
+
+
+def test_a_run_that_was_killed_holds_nothing(tmp_path):
+    code = f"""
+        from types import SimpleNamespace
+        import os, run_folder
+        lock = run_folder.check_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto"))
+        os.kill(os.getpid(), 9)
+    """
+    in_another_process(code).wait()
+    run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto")).close()
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, model, tokenizer, monkeypatch, capsys):
+    config, rmtree = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), shutil.rmtree
+
+    def busy(path, *args, **options):
+        if str(path).endswith("/step_1") and not options:
+            raise OSError(39, "Directory not empty", str(path))
+        rmtree(path, *args, **options)
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", busy)
+    for step in (1, 2, 3):
+        run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
+    assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_1", "step_3"]
+    assert "step_1 could not be deleted ([Errno 39] Directory not empty" in capsys.readouterr().out
+
+
+STEP = """
+    import signal, sys, time
+    import run_folder
+    {before}
+    interrupts = run_folder.Interrupts()
+    try:
+        with interrupts.held():
+            print("step", flush=True)
+            open({path!r}, "a").close()
+            for _ in range(10):
+                time.sleep(0.05)
+                {during}
+            open({path!r}, "a").write("step done ")
+    except KeyboardInterrupt:
+        open({path!r}, "a").write("saved")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path, number):
+    path = tmp_path / "said"
+    code = textwrap.dedent(STEP).format(before="", during="pass", path=str(path))
+    with in_another_process(code, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == "step\n"
+        run.send_signal(number)
+        assert "finishing this step, then saving" in run.stdout.read()
+    assert path.read_text() == "step done saved"
+
+
+def test_a_terminal_that_closes_ends_the_run_whole_and_nohup_keeps_it_going(tmp_path):
+    """What is printed after that goes nowhere and ends nothing."""
+    for name, before, expected in (
+        ("plain", "", "step done saved"),
+        ("nohup", "signal.signal(signal.SIGHUP, signal.SIG_IGN)", "step done "),
+    ):
+        path, (terminal, inside) = tmp_path / name, os.openpty()
+        during = "interrupts.asked and print('more', file=sys.stderr, flush=True)"
+        code = textwrap.dedent(STEP).format(before=before, during=during, path=str(path))
+        run = in_another_process(code, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+                                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+        os.close(inside)
+        while not path.exists():  # what the process has printed until then has arrived
+            assert run.poll() is None
+            time.sleep(0.01)
+        os.close(terminal)
+        run.wait(30)
+        assert path.read_text() == expected

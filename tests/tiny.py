@@ -16,8 +16,16 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
 
 
 def config_of(**changes):
-    defaults = dict(model="m", train_file="t", out_dir="o", group_size=4, train_batch_size=4, mini_batch_size=4, lr=1e-2,
-                    max_tokens_per_micro_batch=2048)  # fmt: skip
+    defaults = dict(
+        model="m",
+        train_file="t",
+        out_dir="o",
+        group_size=4,
+        train_batch_size=4,
+        mini_batch_size=4,
+        lr=1e-2,
+        max_tokens_per_micro_batch=2048,
+    )
     return grpo_trainer.Config(**(defaults | changes))
 
 
@@ -46,11 +54,29 @@ def groups_of(samples, group_size=4):
     return [samples[start : start + group_size] for start in range(0, len(samples), group_size)]
 
 
-def roll_out(model, prompts, group_size=2, temperature=1.0, length=12, seed=7, eos_ids=(1,), rollout_batch_size=512, **options):
+def roll_out(
+    model,
+    prompts,
+    group_size=2,
+    temperature=1.0,
+    length=12,
+    seed=7,
+    eos_ids=(1,),
+    rollout_batch_size=512,
+    **options,
+):
     """Samples of `group_size` responses to each prompt, sampled in this process."""
     samples = samples_of(prompts, group_size)
-    rollout_hf(model, samples, max_response_length=length, temperature=temperature, eos_ids=set(eos_ids), seed=seed,
-               rollout_batch_size=rollout_batch_size, **options)  # fmt: skip
+    rollout_hf(
+        model,
+        samples,
+        max_response_length=length,
+        temperature=temperature,
+        eos_ids=set(eos_ids),
+        seed=seed,
+        rollout_batch_size=rollout_batch_size,
+        **options,
+    )
     return samples
 
 
@@ -59,7 +85,11 @@ def set_rewards(samples, rewards_P_G):
     advantages = compute_advantages(rewards_P_G).flatten().tolist()
     for sample, reward, advantage in zip(samples, rewards_P_G.flatten().tolist(), advantages):
         known = not math.isnan(reward)
-        sample.result = {"reward_score": reward if known else None, "reward_extra_info": {}, "status": "ok" if known else "no_verdict"}
+        sample.result = {
+            "reward_score": reward if known else None,
+            "reward_extra_info": {},
+            "status": "ok" if known else "no_verdict",
+        }
         sample.advantage = advantage if known else None
     return samples
 
