@@ -1,5 +1,4 @@
-"""The mathematics of FAPO's training, as pure functions on tensors: advantages, the policy loss, KL, the
-length penalty.
+"""The mathematics of FAPO's training, as pure functions on tensors.
 
     from algorithm import compute_advantages, compute_policy_loss
 
@@ -26,8 +25,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
-    """(reward - mean) / (sample std + 1e-6) within each group (GRPO; FAPO uses it on its own rewards, paper
-    section 3).
+    """(reward - mean) / (sample std + 1e-6) within each group (GRPO; FAPO, section 3).
 
     NaN means no verdict: such a sample has advantage 0 and is left out of its group's mean and std. A group
     with fewer than two verdicts or without spread gets 0. Returns advantages_P_G.
@@ -43,23 +41,22 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
     return torch.where((count >= 2) & (highest > lowest), centred / (std + 1e-6), 0.0)
 
 
-def compute_process_aware_advantages(outcome_P_G: torch.Tensor, process_P_G: torch.Tensor) -> torch.Tensor:
-    """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535): the alternative to FAPO's
-    reward.
+def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
+    """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
 
     outcome_P_G: 1 where the answer is right, else -1 (plus a length penalty, if any), normalised over the
-    whole group; NaN: no verdict, advantage 0. process_P_G: quality of the reasoning of a right answer, here 1
-    sound and 0 flawed, normalised among the group's right answers only; NaN for a wrong answer, whose part is
-    0: however good its steps look, it gains nothing, and in a group that is all right the steps still tell
-    the samples apart. Returns advantages_P_G.
+    whole group. process_P_G: quality of the reasoning, here 1 sound and 0 flawed, normalised among the right
+    answers (right_P_G, bool) only and 0 for the others: however good its steps look, a wrong answer gains
+    nothing, and in a group that is all right the steps still tell the samples apart. NaN in the outcome, or
+    in the process of a right answer: no verdict, advantage 0, left out of both. Returns advantages_P_G.
     """
-    process_P_G = torch.where(outcome_P_G.isnan(), math.nan, process_P_G)
-    return compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
+    known = ~(outcome_P_G.isnan() | right_P_G & process_P_G.isnan())
+    outcome = compute_advantages(torch.where(known, outcome_P_G, math.nan))
+    return outcome + compute_advantages(torch.where(known & right_P_G, process_P_G, math.nan))
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """The penalty (<= 0) of a response of `length` tokens: 0 up to max_length - buffer, then linear, -factor
-    at max_length.
+    """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
 
     Source: DAPO (arXiv:2503.14476), equation 13, without its cut at max_length: a response cannot be longer
     than that. Raises ValueError for a buffer outside 1 .. max_length.
@@ -77,9 +74,9 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 
 def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28,
                         clip_c=10.0, rollout_logprobs=None, tis_cap=None):  # fmt: skip
-    """The clipped policy loss, a token mean over the global `num_tokens` (GRPO with DAPO's clip-higher, dual
-    clip).
+    """The clipped policy loss, a token mean over the global `num_tokens` (GRPO, DAPO's clip-higher).
 
+    clip_c: dual clip, a bound on the ratio where the advantage is negative.
     logprobs, old_logprobs, rollout_logprobs: B x T, of the sampled tokens under the policy now, before this
     step's first update, and as the sampler had them. advantages: B or B x T. mask: B x T, true on response
     tokens. num_tokens: response tokens of the whole mini-batch, so that the sum over any split into
@@ -120,10 +117,9 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
 
 
 def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
-    """KL to the reference, token mean of exp(d) - d - 1 with d = reference - policy (GRPO, arXiv:2402.03300,
-    eq. 4).
+    """KL to the reference: token mean of exp(d) - d - 1 (GRPO, arXiv:2402.03300, eq. 4).
 
-    Shapes and `num_tokens` as in compute_policy_loss.
+    d is reference - policy. Shapes and `num_tokens` as in compute_policy_loss.
     """
     difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens

@@ -33,6 +33,7 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import aiohttp
 
@@ -123,7 +124,8 @@ def is_equal(answer: str, truth: str) -> bool:
 
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, verifier="rule") -> dict:  # fmt: skip
+    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule",
+) -> dict:  # fmt: skip
     """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
 
     verifier: "rule" compares normalised strings; "math_verify" asks the library of that name (blocks).
@@ -428,9 +430,10 @@ async def compute_score_discriminative(
 
 async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict="none", judge_test=False, keep_critique=False,
-    verifier="rule", prompt_style="tagged", genrm_model=None, genrm_temperature=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
+    reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
+    judge_test=False, keep_critique=False, verifier: Literal["rule", "math_verify"] = "rule",
+    prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
 ) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 

@@ -1,5 +1,4 @@
-"""Trains a policy with GRPO on the rewards of the Reward Loop: rollouts -> rewards -> advantages -> policy
-update.
+"""Trains a policy with GRPO on the Reward Loop: rollouts, rewards, advantages, policy update.
 
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet \\
         --val-file data/toy/toy_test.parquet --reward-fn toy/toy_world.py:compute_score_fapo_oracle \\
@@ -52,8 +51,7 @@ from run_folder import has_evaluation, mean, reward_metrics, validation_metrics
 
 @dataclass(kw_only=True)
 class Config(reward_loop.RewardOptions):
-    """How a policy is trained; the defaults are the paper's (FAPO-7B). How rewards are had:
-    reward_loop.RewardOptions."""
+    """How a policy is trained; the defaults are the paper's (FAPO-7B). Rewards: RewardOptions."""
 
     model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
     train_file: str  # File of training rows, parquet or JSONL (prepare_data.py writes them).
@@ -180,8 +178,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines filled in; `gpus`: how many Ray has. ValueError where they do not
-        do."""
+        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -223,6 +220,9 @@ def train(config: Config) -> Path | None:
         stack.enter_context(run.lock)
         if config.dry_run:
             return print(json.dumps(dataclasses.asdict(config), indent=2))
+        if run.is_done():
+            print(f"nothing to do: {run.source} is step {run.step} of {config.total_steps}")
+            return Path(run.source)
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():
@@ -241,7 +241,7 @@ def train(config: Config) -> Path | None:
                     log.samples(step, "train", batch.groups, run.eos_ids)
                     rewarded = time.perf_counter()
 
-                    # 3. The update. A Ctrl-C from here on waits until the step is whole and logged.
+                    # 3. The update. A Ctrl-C from here on waits until the step is whole, logged and saved.
                     with run.interrupts.held():
                         lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                         allowed = config.max_logprob_diff * (1 + batch.metrics.get("rollout/staleness", 0))
@@ -256,9 +256,9 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | run.restarts())
-                    show(metrics, config.total_steps)
-                    if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                        run.save()
+                        show(metrics, config.total_steps)
+                        if step == config.total_steps or config.save_every and step % config.save_every == 0:
+                            run.save()
                     if step % 10 == 0:
                         log.plot()
         print(f"page: {write_page(config.out_dir)}")
@@ -314,8 +314,7 @@ def start_ahead(run: Run, step: int) -> Ahead:
 
 
 def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -> Batch:
-    """Draws prompts, rolls out and waits for verdicts; `rolled_out` gets a result when nothing more is
-    generated.
+    """Draws, rolls out, waits for verdicts; `rolled_out` is done when nothing more is generated.
 
     With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
     """
@@ -371,8 +370,7 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
 
 
 def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, seed: int, title: str) -> float:
-    """Fills in the responses; a standalone sample is on its way to its reward the moment it ends. Returns
-    seconds."""
+    """Fills in responses, each on its way to its reward the moment it ends. Returns seconds."""
     config, started = run.config, time.perf_counter()
 
     def finished(sample):
@@ -454,15 +452,15 @@ def is_right(info: dict) -> bool:
 
 
 def set_advantages(groups: list[list[Sample]], advantage: str = "fapo") -> None:
-    """Each sample's advantage within its group; None without a verdict. RuntimeError where PAPO lacks its
-    terms."""
+    """Each sample's advantage within its group; None without a verdict."""
 
     def tensor_P_G(value_of):
         values = [[math.nan if s.reward is None else value_of(s.result) for s in group] for group in groups]
         return torch.tensor(values)
 
     if advantage == "papo":
-        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process))
+        right_P_G = tensor_P_G(lambda result: float(is_right(result["reward_extra_info"]))) == 1
+        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process), right_P_G)
     else:
         advantages_P_G = compute_advantages(tensor_P_G(lambda result: result["reward_score"]))
     for group, advantages in zip(groups, advantages_P_G.tolist()):
@@ -482,15 +480,13 @@ def outcome(result: dict) -> float:
 
 
 def process(result: dict) -> float:
-    """PAPO's quality of the reasoning of a right answer: 1 sound, 0 with a wrong step; NaN for a wrong
-    answer."""
-    info = result["reward_extra_info"]
-    return 1.0 - info["flawed_positive"] if is_right(info) else math.nan
+    """PAPO's quality of the reasoning: 1 sound, 0 with a wrong step, NaN where nobody says."""
+    flawed = result["reward_extra_info"]["flawed_positive"]
+    return math.nan if flawed is None else 1.0 - flawed
 
 
 def hand_over_weights(run: Run) -> dict:
-    """The new weights to the servers, when what is being rolled out has ended: never in the middle of a
-    response."""
+    """The new weights to the servers, once nothing is being generated."""
     if not run.servers:
         return {}
     started = time.perf_counter()
@@ -504,8 +500,7 @@ def hand_over_weights(run: Run) -> dict:
 
 
 def evaluate(run: Run) -> None:
-    """The evaluation after run.step steps, if it is due and not there yet, added to the step's line of
-    metrics."""
+    """The evaluation after run.step steps, if it is due and not done yet."""
     config, log, step = run.config, run.log, run.step
     due = step in (0, config.total_steps) or config.val_every and step % config.val_every == 0
     if not log.history:

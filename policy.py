@@ -188,8 +188,7 @@ class Policy:
         return sample.advantage is not None and (always or sample.advantage != 0)
 
     def accumulate_gradients(self, samples: list[Sample], num_tokens: int) -> Counter:
-        """Adds the gradient of these samples' part of a mini-batch's loss to the parameters. Returns sums
-        (SUMS).
+        """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
         num_tokens: response tokens of the whole mini-batch, so that any split of it, over calls,
         micro-batches or ranks, adds up to the same gradient. A sample without old_logprobs is one that the
@@ -220,8 +219,7 @@ class Policy:
         return sums
 
     def step(self, loss: float) -> float:
-        """One optimizer step, unless the loss or the gradient is not finite (RuntimeError). Returns the
-        norm."""
+        """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         norm = whole(norm).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -274,8 +272,7 @@ class Policy:
             yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face folder, and the optimizer beside it. RuntimeError where a weight is not
-        finite."""
+        """Writes a Hugging Face folder and the optimizer. RuntimeError where a weight is not finite."""
         weights = {name: tensor.cpu() for name, tensor in self.weights() if self.is_first}
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
@@ -305,8 +302,7 @@ def whole(tensor):
 
 
 def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
-    """The groups' samples in as few mini-batches as hold at most `mini_batch_size` groups each, as even as
-    can be.
+    """The groups' samples in mini-batches of at most `mini_batch_size` groups, as even as can be.
 
     A mini-batch is an optimizer update, however few groups it has: a rest of one group must not weigh as much
     as the others.
@@ -332,8 +328,7 @@ def check_sampler(sums: Counter, limit: float) -> None:
 
 
 def micro_batches(lengths, max_tokens: int) -> list[list[int]]:
-    """Indices in batches of similar lengths, each at most `max_tokens` with padding; a longer sequence goes
-    alone."""
+    """Indices in batches of similar lengths, `max_tokens` at most with padding (a longer one alone)."""
     batches = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
@@ -347,8 +342,7 @@ def micro_batches(lengths, max_tokens: int) -> list[list[int]]:
 
 
 def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient=True):
-    """Log-probabilities of the response tokens and the entropies there: two B x T tensors, zero in the
-    padding.
+    """Log-probabilities of the response tokens, and entropies: two B x T tensors, 0 in the padding.
 
     sequences: prompt + response token ids; counts: how many of the last ones are the response. The logits of
     LOGITS_AT_ONCE / V tokens exist at a time, in the backward pass as well.
@@ -447,7 +441,8 @@ def checkpointed_layers(model):
     Not by transformers' own switch: that needs training mode, in which some models turn dropout on.
     """
     layers = layers_of(model, "gradient_checkpointing")
-    shares, model.shares_prompts = getattr(model, "shares_prompts", False), False  # keys would be cached twice
+    shares = getattr(model, "shares_prompts", False)
+    model.shares_prompts = False  # its keys would be cached twice
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -459,8 +454,7 @@ def checkpointed_layers(model):
 
 
 def layers_of(model, field: str) -> list:
-    """The model's repeated layers, which transformers marks. ValueError naming the setting where there are
-    none."""
+    """The model's repeated layers, as transformers marks them. ValueError naming `field` without any."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"{field}: {type(model).__name__} has no layers marked for it; leave it off")
@@ -476,8 +470,7 @@ def left_padded(prompts, device):
 
 
 def mask_of(lengths, device):
-    """B x T, true on the tokens of rows of these lengths. Never made from tokens: EOS may be the padding
-    token."""
+    """B x T, true on tokens. Made from lengths, never from tokens: EOS may be the padding token."""
     return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 
 

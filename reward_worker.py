@@ -1,17 +1,17 @@
-"""What runs on the workers of the Reward Loop: the call of the user's function, in an event loop or in grading processes.
+"""What runs on the workers of the Reward Loop: the user's function, in an event loop or in grading processes.
 
-    RewardLoopWorker            a Ray actor: async functions run in its event loop, sync ones in its grading processes
+    RewardLoopWorker  a Ray actor: async functions run in its event loop, sync ones in its grading processes
     grading process   a child that has loaded the function; one sample at a time, killed when overdue
 
 A sample of a sync function passes three processes, one of an async function turns round in the worker:
 
     driver                       worker (Ray actor)                    grading process
-    RewardLoopManager -submit->  queue of Graders  --- pipe: sample -->  your function
+    RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no other
-sample is touched. Used by reward_loop.py, which deals the samples out; it needs no other file of ours. It is
-sent to the workers by value and loaded by grading processes, which must stay small: its imports are Python's own.
+Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no
+other sample is touched. Used by reward_loop.py, which deals the samples out; needs no other file of ours. It
+is sent to the workers by value, and grading processes load it, so that its imports are Python's own.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ class Job:
 
 
 def load_function(spec: str):
-    """The function named by "FILE:NAME"; its file may import others beside it. Raises ValueError, one line."""
+    """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
     file, _, name = spec.rpartition(":")
-    path = Path(file)
+    path, wrong = Path(file), f"reward function {spec!r}: "
     sys.path.insert(0, str(path.parent))
     if str(HERE) not in sys.path:  # a file of toy/ imports compute_score.py
         sys.path.append(str(HERE))
@@ -78,32 +78,34 @@ def load_function(spec: str):
         sys.modules[module_name] = module  # its dataclasses need the entry
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"reward function {spec!r}: loading the file failed: {describe(error, file)}") from error
+        raise ValueError(f"{wrong}loading the file failed: {describe(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"reward function {spec!r}: {path.name} has no function {name!r}")
+        raise ValueError(f"{wrong}{path.name} has no function {name!r}")
     return function
 
 
 class Scorer:
-    """The function of a run with all that is the same for every sample: a pickled sample in, a JSON result out.
+    """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
-    A result is [score or None, extra info, status, retry delay or None]; it travels as JSON because an object of
-    the user's could break the message that carries others' results, too. The constructor raises ValueError.
+    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None].
+    An object of the user's could break the message that carries others' results, too.
     """
 
     def __init__(self, job: Job):
-        function, common, self.file = load_function(job.function), dict(job.kwargs), job.function.rpartition(":")[0]
+        function, common = load_function(job.function), dict(job.kwargs)
+        self.file = job.function.rpartition(":")[0]
         if job.tokenizer:
             from transformers import AutoTokenizer
 
             common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-            # Transformers 5 returns a dict where 4 returned token ids; functions written for verl expect the ids.
-            tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+            # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
+            as_ids = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+            tokenizer.apply_chat_template = as_ids
         self.function = functools.partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
-        """One sample by an async function. Never raises; SystemExit neither: sys.exit() must not end the worker."""
+        """One sample by an async function. Never raises; SystemExit neither: it must not end the worker."""
         try:
             return outcome(await self.function(**pickle.loads(payload)))  # pickled by our own manager
         except BaseException as error:
@@ -111,11 +113,15 @@ class Scorer:
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
         """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
+        pid = os.getpid()
         try:
             value = self.function(**pickle.loads(payload))
             return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
+        finally:
+            if os.getpid() != pid:  # a child of the function's came back, too: it would answer for us
+                os._exit(0)
 
 
 def failure(status: str, message: str, retry: float | None = None) -> bytes:
@@ -129,7 +135,7 @@ def outcome(value) -> bytes:
     score, wrong = extra.get("score"), None
     if "score" not in extra:
         wrong = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1", which is a mistake
+    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1": a mistake
         wrong = f"the score is {score!r:.80}, not a number"
     elif score is not None and not math.isfinite(score):
         wrong = f"the score is {score}"
@@ -141,7 +147,7 @@ def outcome(value) -> bytes:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line: the kind of error, its message, and its place: the last line of `file`, else the last of all."""
+    """One line: the kind of error, its message, and its place: the last one in `file`, or else of all."""
     told = traceback.TracebackException.from_exception(error, lookup_lines=False)  # knows a message even
     frames = [frame for frame in told.stack if frame.filename == file] or told.stack  # where str(error) fails
     place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in frames[-1:])
@@ -149,19 +155,19 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def retry_delay(error: BaseException) -> float | None:
-    """0 or the server's Retry-After in seconds where a second try makes sense (broken connection, HTTP 429, 5xx), or None.
+    """Seconds (0, or Retry-After) where a second try makes sense (broken connection, HTTP 429, 5xx), or None.
 
-    Knows the errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by their shape.
+    Knows errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by shape.
     """
     response = getattr(error, "response", None)
-    asked = ((error, "status"), (error, "status_code"), (response, "status_code"))
-    status = next(filter(None, (getattr(thing, name, None) for thing, name in asked)), None)
+    answer = error if response is None else response
+    status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
         return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
     if status not in RETRIED_HTTP_STATUS:
         return None
-    headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
+    headers = getattr(answer, "headers", None) or {}
     with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
         return min(float(headers["Retry-After"]), 60.0)
     return 0.0
@@ -173,31 +179,6 @@ def bearer() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-_classify_session = None
-
-
-async def score_with_classifier(prompt, solution_str, reward_router_address, reward_model_tokenizer, **_) -> float:
-    """The score of a discriminative reward model: the logit that vLLM's /classify gives for the whole conversation.
-
-    The text is the chat template of the reward model's own tokenizer, which writes the BOS token itself where the
-    model has one; `add_special_tokens: false` keeps the server from adding a second.
-    """
-    global _classify_session
-    import aiohttp
-
-    if _classify_session is None:
-        rest = dict(timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True)
-        _classify_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bearer(), **rest)
-    messages = [*prompt, {"role": "assistant", "content": solution_str}]
-    text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
-    body = {"input": text, "add_special_tokens": False, "use_activation": False}
-    async with _classify_session.post(f"http://{reward_router_address}/classify", json=body) as response:
-        scores = (await response.json())["data"][0]["probs"]
-    if len(scores) != 1:
-        raise ValueError(f"the discriminative model gives {len(scores)} labels: write a function that chooses one")
-    return scores[0]
-
-
 # ---- Grading processes
 
 
@@ -207,28 +188,30 @@ def grade(fd: int) -> None:
     Back go what is wrong with the job (or null) and then results.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
-    if os.fork() == 0:  # when the worker or we end, however it happens, so does all that the function has started
+    if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
         os.close(fd)
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe, complaint = Connection(fd), None
     try:
-        scorer = Scorer(Job(**json.loads(pipe.recv_bytes())))
+        scorer = Scorer(Job(**json.loads(pipe.recv_bytes()[1:])))
     except Exception as error:
         complaint = " ".join(str(error).split())
-    pipe.send_bytes(json.dumps(complaint).encode())
+    pipe.send_bytes(b":" + json.dumps(complaint).encode())
     with asyncio.Runner() as runner, contextlib.suppress(EOFError):
         while True:
-            pipe.send_bytes(scorer.score_sync(pipe.recv_bytes(), runner))
+            ticket, _, payload = pipe.recv_bytes().partition(b":")
+            pipe.send_bytes(ticket + b":" + scorer.score_sync(payload, runner))
 
 
 class Grader(threading.Thread):
-    """A thread of the worker that has samples graded, by a process that is replaced when it dies or is overdue."""
+    """A thread of the worker that has samples graded by a process, replaced when it dies or is overdue."""
 
     def __init__(self, worker):
         super().__init__(daemon=True)
         self.worker, self.process, self.since = worker, None, math.inf  # when it got its sample
+        worker.graders.add(self)
 
     def run(self) -> None:
         worker, timeout = self.worker, self.worker.job.timeout
@@ -240,7 +223,7 @@ class Grader(threading.Thread):
                 if not self.process:
                     self.open()
                     self.since = started = time.monotonic()
-                result = self.ask(payload, timeout)
+                result = self.ask(b"%d:" % number, payload, timeout)
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
             except (OSError, EOFError) as error:
@@ -255,28 +238,33 @@ class Grader(threading.Thread):
         self.close()
 
     def open(self) -> None:
-        """Starts the process; it has loaded the function then. ValueError if that fails, EOFError if it gets nowhere."""
+        """Starts the process, which has loaded the function then. ValueError, EOFError if it gets nowhere."""
         self.pipe, its = Pipe()
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_worker; reward_worker.grade({its.fileno()})"
-        rest = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)  # prints go to the worker's log
+        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); "
+        code += f"import reward_worker; reward_worker.grade({its.fileno()})"
+        rest = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)  # prints: to our log
         self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], **rest)
         its.close()
         self.answer = select.poll()
         self.answer.register(self.pipe, select.POLLIN)
         try:
-            complaint = json.loads(self.ask(json.dumps(dataclasses.asdict(self.worker.job)).encode(), START_S))
+            job = json.dumps(dataclasses.asdict(self.worker.job)).encode()
+            complaint = json.loads(self.ask(b":", job, START_S))
         except (OSError, EOFError) as error:
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
             raise EOFError(f"it {why} while it loaded the function; see the worker's log") from None
         if complaint:
             raise ValueError(complaint)
 
-    def ask(self, message: bytes, timeout: float) -> bytes:
-        """The answer to a message. OSError or EOFError when the process dies, TimeoutError when it is overdue."""
-        self.pipe.send_bytes(message)
+    def ask(self, ticket: bytes, message: bytes, timeout: float) -> bytes:
+        """The answer to a message. OSError or EOFError when the process dies, TimeoutError when overdue."""
+        self.pipe.send_bytes(ticket + message)
         if not self.answer.poll(timeout * 1000):
             raise TimeoutError
-        return self.pipe.recv_bytes()
+        answer = self.pipe.recv_bytes()
+        if not answer.startswith(ticket):
+            raise EOFError("it answered something else")
+        return answer.removeprefix(ticket)
 
     def close(self) -> None:
         """Ends the process and whatever the function has started in it."""
@@ -288,14 +276,26 @@ class Grader(threading.Thread):
             self.process = None
 
     def only_waits(self) -> bool:
-        """Whether the process has been on one sample for SLOW_S and leaves its core to others: it hangs, or waits."""
+        """Whether the process has been on a sample for SLOW_S without using its core: it hangs, or waits."""
         with contextlib.suppress(OSError, AttributeError):  # it has just ended
-            if time.monotonic() - self.since > SLOW_S:
-                return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "S" and time.monotonic() - self.since > SLOW_S
         return False
 
 
 # ---- The worker
+
+
+def contained_task(loop, coroutine, **options) -> asyncio.Task:
+    """Task factory: sys.exit() in a task of the function's own fails that task, not the event loop."""
+
+    async def contained():
+        try:
+            return await coroutine
+        except SystemExit as error:
+            raise RuntimeError(describe(error)) from error
+
+    return asyncio.Task(contained(), loop=loop, **options)
 
 
 class RewardLoopWorker:
@@ -311,19 +311,17 @@ class RewardLoopWorker:
         os.environ |= {"ROUTER_API_KEY": api_key} if api_key else {}
         sys.setswitchinterval(0.0005)  # `collect` shall not wait long for its turn
         self.job, self.life = job, os.urandom(8).hex()
-        self.done, self.news = {}, threading.Event()  # number -> (result, seconds), until the manager has them
+        self.done, self.news = {}, threading.Event()  # number -> (result, seconds) till the manager has them
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
         self.loop, self.tick = None, math.inf  # when the event loop was last seen moving
-        self.culprit = None, 0.0  # the sample that blocks the event loop, and since when that is known
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
         self.graders, self.allowed = set(), job.sync_processes
         if job.is_async:
             self.scorer = Scorer(job)
         else:
-            grader = Grader(self)
-            grader.open()  # shows whether the function can be loaded here
-            self.graders.add(grader)
-            grader.start()
+            first = Grader(self)
+            first.open()  # shows whether the function can be loaded here
+            first.start()
 
     async def begin(self) -> str:
         """The life of this worker, which has loaded the function: another one after each restart by Ray."""
@@ -335,70 +333,45 @@ class RewardLoopWorker:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             # So that a few calls of asyncio.to_thread that hang are not the end of it.
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))
+            self.loop.set_task_factory(contained_task)
             self._tick()
         for number, alone, payload in batch:
             if alone or not self.job.is_async:
                 self.samples.put((number, payload))
             else:
-                timer = self.loop.call_later(self.job.timeout, self._cut_off, number, self.loop.time() + self.job.timeout)
+                due = self.loop.time() + self.job.timeout
+                timer = self.loop.call_at(due, self._cut_off, number, due)
                 self.running[number] = self.loop.create_task(self._run(number, payload)), timer
         self._add_graders()
 
-    def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, int]:
-        """(life, {number: (result, seconds)}, a complaint or "", 0).
+    def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, bool]:
+        """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether too long).
 
-        Instead of 0, where this worker is of no use any more: as how many losses that counts for its other samples.
-
-        Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they have
-        `arrived`. Ray runs this in a thread of its own (a concurrency group), which sees who blocks the event loop.
+        Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they
+        have `arrived`. Runs in a thread of its own (a concurrency group), and so sees what blocks the loop.
         """
         for number in arrived:
             self.done.pop(number, None)
         if self.done or self.news.wait(HEARTBEAT_S):
             time.sleep(GATHER_S)
         self.news.clear()
-        self.allowed = self.job.sync_processes
-        self.allowed += min(sum(grader.only_waits() for grader in self.graders.copy()), 3 * self.allowed)
         self._add_graders()
-        complaint, losses = self._blocked()
-        return self.life, self.done.copy(), complaint, losses
+        stood_still = time.monotonic() - self.tick - SLOW_S
+        place = self._where() if stood_still > BLOCKED_S else ""
+        return self.life, self.done.copy(), place, stood_still > self.job.timeout
 
     def _add_graders(self) -> None:
-        idle = sum(grader.since == math.inf for grader in self.graders.copy())
-        for _ in range(min(self.samples.qsize() - idle, self.allowed - len(self.graders))):
-            grader = Grader(self)
-            self.graders.add(grader)
-            grader.start()
+        graders, cores = self.graders.copy(), self.job.sync_processes
+        self.allowed = cores + min(sum(grader.only_waits() for grader in graders), 3 * cores)
+        idle = sum(grader.since == math.inf for grader in graders)
+        for _ in range(min(self.samples.qsize() - idle, self.allowed - len(graders))):
+            Grader(self).start()
 
-    def _blocked(self) -> tuple[str, int]:
-        """(a complaint, losses) as `collect` returns them, by a look at the event loop."""
-        now = time.monotonic()
-        if now - self.tick - SLOW_S < BLOCKED_S:
-            self.culprit = None, now
-            return "", 0
-        number, place = self._who_blocks()
-        if number != self.culprit[0]:  # one after the other, perhaps
-            self.culprit = number, now
-        complaint = f"an async function blocks the event loop of its worker at {place}, where nothing else is scored "
-        complaint += "meanwhile: `await` what waits, or write `def` instead of `async def`"
-        if now - self.culprit[1] <= self.job.timeout:
-            return complaint, 0
-        if number is None:  # it may be any of them
-            return complaint, ALONE_AFTER
-        self.report(number, failure("timeout", f"no result within {self.job.timeout:g} s, blocked at {place}"), self.culprit[1])
-        return complaint, 1
-
-    def _who_blocks(self) -> tuple[int | None, str]:
-        """The sample that holds the event loop up (None: in a task of its own making), and where in the function's file."""
-        frame, number, place = sys._current_frames().get(self.thread), None, ""
-        while frame:
-            code = frame.f_code
-            if not place and code.co_filename == self.scorer.file:
-                place = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
-            if code is RewardLoopWorker._run.__code__:
-                number = frame.f_locals["number"]
-            frame = frame.f_back
-        return number, place or "an unknown place"
+    def _where(self) -> str:
+        """The place in the function's file where the event loop is."""
+        stack = traceback.extract_stack(sys._current_frames()[self.thread])
+        *_, frame = [frame for frame in stack if frame.filename == self.scorer.file] or stack
+        return f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.name})"
 
     def _tick(self) -> None:
         self.tick = time.monotonic()
@@ -417,12 +390,9 @@ class RewardLoopWorker:
             self.report(number, result, started)
 
     def _cut_off(self, number: int, due: float) -> None:
-        task, _ = self.running[number]
-        if (late := self.loop.time() - due) > 0.1:  # a neighbour blocked the event loop: what is there must be let in
-            timer = self.loop.call_later(late, self._cut_off, number, self.loop.time() + late)
-            self.running[number] = task, timer
-            return
-        del self.running[number]
+        task, _ = self.running.pop(number)
         task.cancel()  # it may refuse: nobody waits for it
-        message = f"no result within {self.job.timeout:g} s"
-        self.report(number, failure("timeout", message), time.monotonic() - self.job.timeout)
+        # Where a neighbour has blocked the event loop, the time was not its own: it is tried again.
+        status, timeout = "lost" if self.loop.time() - due > 0.1 else "timeout", self.job.timeout
+        late = failure(status, f"no result within {timeout:g} s")
+        self.report(number, late, time.monotonic() - timeout)

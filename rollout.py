@@ -89,8 +89,7 @@ def next_logits(model, ids, attended, positions, cache):
 
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
-    """One token per row and its log-probability at this temperature (before top_p). Temperature 0: the
-    likeliest."""
+    """One token per row (temperature 0: the likeliest) and its log-probability before top_p."""
     logprobs = temper(logits_B_V, temperature or 1.0).log_softmax(-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
@@ -138,8 +137,7 @@ def check_sampling(policy: Policy) -> None:
 
 def rollout_vllm(servers, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids,
                  rollout_batch_size, on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
-    """As rollout_hf, on a PolicyServers: one request per sample, token ids in, token ids and
-    log-probabilities out.
+    """As rollout_hf, on a PolicyServers: a request per sample, ids in, ids and log-probabilities out.
 
     rollout_batch_size: requests at once per server. With top_p the log-probabilities are those within the
     nucleus. No request has a seed, which vLLM's CPU engine does not survive: the same call twice gives

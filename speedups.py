@@ -21,8 +21,7 @@ SHARE_FROM = 0.25
 
 
 def shared_states(model, sequences, counts):
-    """As policy.response_states, each distinct prompt computed once; None where that is not possible or not
-    worth it.
+    """As policy.response_states, each distinct prompt computed once; None where it is not worth it.
 
     Keys and values of a prompt, and so their gradients, are shared by its responses.
     """
@@ -54,8 +53,7 @@ def worth_sharing(prompts, counts) -> bool:
 
 @torch.no_grad()
 def can_share_prompts(model) -> bool:
-    """Whether sharing leaves this model's log-probabilities as they are: it is tried, on caches of full
-    attention."""
+    """Whether sharing leaves this model's log-probabilities as they are: it is tried."""
     if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
         return False
     size = model.config.get_text_config().vocab_size
@@ -80,8 +78,7 @@ def roomy(cache):
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer in buffers with room behind them: new ones are written there, nothing is
-    copied."""
+    """Keys and values of one layer in buffers with room: new ones are written there, nothing is copied."""
 
     room, buffers = 16, None
 

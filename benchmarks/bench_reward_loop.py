@@ -40,7 +40,10 @@ sys.path.insert(0, str(ROOT))
 def sync_rule(data_source, solution_str, ground_truth, extra_info):
     """A rule as simple as GSM8K's."""
     found = re.findall(r"#### (-?[0-9.,]+)", solution_str)
-    return {"score": 1.0 if found and found[-1].replace(",", "") == ground_truth else -1.0, "acc": bool(found)}
+    return {
+        "score": 1.0 if found and found[-1].replace(",", "") == ground_truth else -1.0,
+        "acc": bool(found),
+    }
 
 
 async def waits_50_ms(data_source, solution_str, ground_truth, extra_info):
@@ -60,7 +63,9 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
     if session is None:
         import aiohttp
 
-        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
     body = {
         "model": "judge",
         "messages": [{"role": "user", "content": solution_str}],
@@ -126,7 +131,9 @@ def judges(count: int, slots: int, seconds_per_1k: float):
     ports = [free_port() for _ in range(count)]
     code = "import sys; sys.path.insert(0, {!r}); import bench_reward_loop as b; b.judge_main({}, {}, {})"
     processes = [
-        subprocess.Popen([sys.executable, "-c", code.format(str(Path(__file__).parent), port, slots, seconds_per_1k)])
+        subprocess.Popen(
+            [sys.executable, "-c", code.format(str(Path(__file__).parent), port, slots, seconds_per_1k)]
+        )
         for port in ports
     ]
     try:
@@ -134,7 +141,16 @@ def judges(count: int, slots: int, seconds_per_1k: float):
             wait_for_health(port)
         router_port = free_port()
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        command = [sys.executable, str(ROOT / "router.py"), "--port", str(router_port), "--policy", "least_loaded", "--workers", *urls]
+        command = [
+            sys.executable,
+            str(ROOT / "router.py"),
+            "--port",
+            str(router_port),
+            "--policy",
+            "least_loaded",
+            "--workers",
+            *urls,
+        ]
         processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         wait_for_health(router_port)
         yield f"127.0.0.1:{router_port}"
@@ -169,10 +185,15 @@ def our_processes():
 
     everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
     workers = [process for process in everything if "RewardLoopWorker" in " ".join(process.cmdline())]
-    raylet = workers[0].environ()["RAY_RAYLET_PID"]  # grading processes are not our descendants, but have our environment
+    raylet = workers[0].environ()[
+        "RAY_RAYLET_PID"
+    ]  # grading processes are not our descendants, but have our environment
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):
-            if "reward_worker.grade" in " ".join(process.cmdline()) and process.environ()["RAY_RAYLET_PID"] == raylet:
+            if (
+                "reward_worker.grade" in " ".join(process.cmdline())
+                and process.environ()["RAY_RAYLET_PID"] == raylet
+            ):
                 workers.append(process)
                 everything.append(process)
     return workers, everything
@@ -204,13 +225,17 @@ def speed(config) -> None:
     """Prints the table of samples per second."""
     from reward_loop import RewardLoopManager, RewardOptions
 
-    print("| function | workers | samples | batch samples/s | streamed samples/s | CPU ms/sample | memory MB | start to first score s |")
+    print(
+        "| function | workers | samples | batch samples/s | streamed samples/s | CPU ms/sample | memory MB | start to first score s |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with judges(1, 10**6, 0.0) as address:
         for function in config.functions:
             for workers in config.workers:
                 begun = time.monotonic()
-                options = RewardOptions(reward_fn=f"{__file__}:{function}", num_workers=workers, max_in_flight=2048)
+                options = RewardOptions(
+                    reward_fn=f"{__file__}:{function}", num_workers=workers, max_in_flight=2048
+                )
                 if function == "asks_judge":
                     options.router_address = (address,)
                 manager = RewardLoopManager(options)
@@ -218,7 +243,9 @@ def speed(config) -> None:
                 first = time.monotonic() - begun
                 for count in config.samples:
                     samples = make_samples(count)
-                    assert {result["status"] for result in manager.score_batch(samples)} == {"ok"}  # warms up as well
+                    assert {result["status"] for result in manager.score_batch(samples)} == {
+                        "ok"
+                    }  # warms up as well
                     members, everything = our_processes()
                     cpu, times = cpu_seconds(everything), []
                     for _ in range(config.repeats):
@@ -257,10 +284,18 @@ def overlap(config) -> None:
     samples = make_samples(config.rollouts)
     for sample in samples:
         sample["rollout_tokens"] = lognormal(rng, 1100, 0.7, 8192)
-        sample["extra_info"] |= {"right": rng.random() < 0.5, "critique_tokens": lognormal(rng, 3000, 0.7, 16384)}
+        sample["extra_info"] |= {
+            "right": rng.random() < 0.5,
+            "critique_tokens": lognormal(rng, 3000, 0.7, 16384),
+        }
     rollout_tokens = sum(sample["rollout_tokens"] for sample in samples)
-    critique_tokens = sum(sample["extra_info"]["critique_tokens"] for sample in samples if sample["extra_info"]["right"])
-    print(f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average in {config.rollout_slots} places, ", end="")
+    critique_tokens = sum(
+        sample["extra_info"]["critique_tokens"] for sample in samples if sample["extra_info"]["right"]
+    )
+    print(
+        f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average in {config.rollout_slots} places, ",
+        end="",
+    )
     print(f"{config.rollout_s_per_1k} s per 1,000 tokens; {critique_tokens:,.0f} tokens of critiques")
 
     async def roll_out(after) -> float:
@@ -280,7 +315,9 @@ def overlap(config) -> None:
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     alone = asyncio.run(roll_out(None))
     print(f"rollouts alone: {alone:.2f} s\n")
-    print("| judge: speed of a critique (x the policy's) | places | load | streamed s | x alone | rollouts, then batch s | x alone |")
+    print(
+        "| judge: speed of a critique (x the policy's) | places | load | streamed s | x alone | rollouts, then batch s | x alone |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for speedup, places in ((1, 512), (2, 256), (4, 128), (4, 32), (8, 64)):
         seconds_per_1k = config.rollout_s_per_1k / speedup

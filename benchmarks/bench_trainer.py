@@ -36,7 +36,6 @@ those).
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import random
 import re
@@ -64,7 +63,7 @@ from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from cluster.policy_group import PolicyGroup
 from rollout import rollout_hf
-from cluster.servers import WeightFolder
+from cluster.servers import WeightFolder, packs
 
 GROUP = 8
 NEVER = 1 << 30  # as an end token: no model can sample it
@@ -123,11 +122,24 @@ def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyG
     return Policy(config, model, torch.device("cpu")) if ranks == 1 else PolicyGroup(config, model)
 
 
-def with_advantages(samples: list[Sample], rewards: list[float]) -> list[Sample]:
+def hand_over(policy, folder) -> None:
+    """All weights to a folder, as before each step of sampling on servers."""
+    if isinstance(policy, PolicyGroup):
+        policy.send_weights([folder], torch.float32)
+    else:
+        for number, pack in enumerate(packs(policy.weights(torch.float32))):
+            folder.add(number, pack)
+
+
+def groups_of(samples: list[Sample]) -> list[list[Sample]]:
+    return [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
+
+
+def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sample]]:
     advantages_P_G = compute_advantages(torch.tensor(rewards).view(-1, GROUP))
     for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
         sample.advantage = advantage
-    return samples
+    return groups_of(samples)
 
 
 def run_ours(job: dict) -> list[dict]:
@@ -292,7 +304,7 @@ def run_memory(job: dict) -> dict:
         response = torch.randint(shape.vocab_size, (tokens,)).tolist()
         if not job["plain"]:  # one sample with an advantage, the rest of its group too short to matter
             samples = [Sample({}, prompt, response, [0.0] * tokens, advantage=1.0)]
-            policy.update(samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)], lr=1e-6)
+            policy.update([samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)]], lr=1e-6)
             return
         ids = torch.tensor([prompt + response])
         optimizer.zero_grad()
@@ -499,7 +511,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
     alone = our_policy(model, len(prompts))
     rollout_hf(alone.model, samples, max_response_length=64, temperature=1.0, eos_ids={NEVER}, seed=0,
                rollout_batch_size=512)  # fmt: skip
-    with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
+    groups = with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
     print(
         f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each, medians of {steps} "
         f"updates\n"
@@ -510,7 +522,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
         "| hand-over s | MB |"
     )
     print("| ---: " * 8 + "|")
-    sent = sum(math.prod(shape) for shape in alone.about()["shapes"].values()) * 4 / 2**20
+    sent = alone.about()["numel"] * 4 / 2**20
     for count in config.ranks:
         folder = WeightFolder(f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
         if count == 1:
@@ -525,17 +537,17 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
             )
             # noqa: E731
             each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])
-        policy.update(samples, lr=1e-6)  # afterwards gradients and moments exist
+        policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))
         seconds, handed, times = [], [], []
         for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both
-            seconds.append(timed(lambda: policy.update(samples, lr=1e-6)))
+            seconds.append(timed(lambda: policy.update(groups, lr=1e-6)))
             times.append(
-                seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(samples, lr=1e-6)))
+                seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(groups, lr=1e-6)))
             )
         peak = max(each(lambda policy: megabytes("VmHWM"))) - before
         for _ in range(3):
-            handed.append(timed(lambda: policy.send_weights([target], torch.float32)))
+            handed.append(timed(lambda: hand_over(policy, target)))
         held = [max(sizes) / 2**20 for sizes in zip(*each(bytes_held))]
         print(
             f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | "

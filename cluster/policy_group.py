@@ -1,5 +1,4 @@
-"""The policy on GPUs, of one or many machines: a RankedPolicy per device, each a Ray actor, behind one
-Policy's methods.
+"""The policy on the GPUs of one or many machines: RankedPolicy actors behind one Policy's methods.
 
     group = PolicyGroup(config, "PATH")            # config: the trainer's; --policy-ranks 8
     metrics = group.update(groups, lr=1e-6)        # all ranks at once, each with its share of the samples
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.placement import hold
 from cluster.ranks import RankedPolicy, Ranks
-from genrm_server import hold
 from policy import RanksLost, Sample
 
 # what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
@@ -87,8 +86,7 @@ class PolicyGroup:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
-        """New ranks in place of all, with the weights and, where there is one, the optimizer in the folder
-        `source`."""
+        """New ranks in place of all, from the weights in the folder `source`."""
         with self.lock:
             self.shutdown()
             self.start(source, RESTART_PLACE_S)
@@ -103,8 +101,7 @@ class PolicyGroup:
         self.actors, self.placement = [], None
 
     def call(self, method: str, *arguments) -> list:
-        """A method of all ranks at once -> their answers. One that dies or fails is noticed while others
-        wait."""
+        """A method of all ranks at once -> their answers. A death or a failure is noticed at once."""
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
@@ -174,8 +171,7 @@ class PolicyGroup:
 
 
 def rank_bundles(config) -> tuple[list[dict], str]:
-    """What the ranks reserve in Ray, and how it spreads them: GPUs on as few nodes as possible, as they talk
-    all the time."""
+    """What the ranks reserve in Ray, and the strategy: GPUs on as few nodes as possible."""
     on_gpu = config.device == "cuda"
     bundle = {"CPU": RANK_CPUS} | ({"GPU": config.policy_gpu_share} if on_gpu else {})
     return [bundle] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"

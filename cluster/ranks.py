@@ -1,5 +1,4 @@
-"""One rank of a policy over many devices: policy.Policy with its weights split (PyTorch's FSDP2) and its
-samples dealt out.
+"""One rank of a policy over many devices: policy.Policy, its weights split (FSDP2), its samples dealt out.
 
     ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
     policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
@@ -76,7 +75,8 @@ class RankedPolicy(Policy):
 
     def forward(self, samples: list[Sample], model=None):
         """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
-        own = len(micro_batches([sample.length for sample in samples], self.config.max_tokens_per_micro_batch))
+        limit = self.config.max_tokens_per_micro_batch
+        own = len(micro_batches([sample.length for sample in samples], limit))
         most = self.ranks.most(own)  # agreed on before the first pass
         yield from super().forward(samples, model)
         for _ in range(most - own):
@@ -115,8 +115,7 @@ class RankedPolicy(Policy):
 
 @dataclass
 class Ranks:
-    """This process among the ranks that hold the policy together. Alone, which is the default, it sends
-    nothing."""
+    """This process among the ranks that hold the policy together; by default it is alone."""
 
     rank: int = 0
     count: int = 1
@@ -177,8 +176,7 @@ def interface_of(address: str) -> str:
 
 
 def shard(model, ranks: Ranks, offload: bool = False) -> None:
-    """Splits the weights over the ranks, layer by layer; embedding, final norm and head (tied or not) are one
-    part.
+    """Splits the weights over the ranks, layer by layer; embedding, final norm and head are one part.
 
     What stays between two passes is 1/count of everything, in float32. On a GPU the layers are gathered in
     bf16, embedding and head in float32, as one device alone computes them. The gradients of the ranks are

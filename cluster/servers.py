@@ -3,8 +3,8 @@
     servers = PolicyServers(policy, tokenizer, config)     # a Policy in this process: servers of this machine
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup: servers where Ray places them
 
-rollout.rollout_vllm samples from either. Weights travel as files: from the policy, or from its rank 0 without passing
-this process, to a WeightFolder on each node that has servers.
+rollout.rollout_vllm samples from either. Weights travel as files, from the policy or from its rank 0, to a
+WeightFolder on each node that has servers; in the latter case not through this process.
 
 Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
 """
@@ -24,7 +24,8 @@ import safetensors.torch
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from genrm_server import Config, ModelServers, Slot, complete, end_servers, place_servers
+from cluster.placement import end_servers, place_servers
+from genrm_server import Config, ModelServers, Slot, complete
 from policy import RanksLost
 
 # The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in
@@ -86,8 +87,7 @@ class PolicyServers:
         return True
 
     def sync(self) -> None:
-        """The policy's weights to all servers. Nothing may be generating. One that dies of it gets them when
-        it is back."""
+        """The policy's weights to all servers, of which none may be generating."""
         with self.servers.lock:  # no server joins between the new files and the reload
             self.write_weights()
             for call in RELOAD:
@@ -112,8 +112,7 @@ class PolicyServers:
 
 
 class ClusterServers(PolicyServers):
-    """As PolicyServers. Raises RanksLost from `check` and `sync` where the ranks have died that had the
-    weights."""
+    """As PolicyServers; `check` and `sync` raise RanksLost where the ranks with the weights died."""
 
     actors, placement, lost = (), None, None
 
@@ -208,8 +207,7 @@ FOLDER, LINK = "fapo_policy_weights_", "fapo_policy_"
 
 
 class WeightFolder:
-    """The model folder of a policy in training, for the servers of one node: used directly, or as a Ray actor
-    there.
+    """The policy's model folder for the servers of one node: used directly, or as a Ray actor there.
 
     It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
     else on disk; `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name:

@@ -15,6 +15,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benc
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
+# The README says that they are not here, and nothing else names them.
+DROPPED = {"--save-rollouts", "--replay", "--max-staleness", "--weight-sync", "--rollout-shares-gpus"}
+DROPPED |= {"--genrm-gpus", "--rollout-gpus"}
 
 
 def blocks(page, *languages):
@@ -37,8 +40,8 @@ def test_there_are_commands_to_parse():
 
 
 @each_page
-def test_no_line_is_longer_than_120_characters(page):
-    assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+def test_no_line_but_a_tables_is_longer_than_120_characters(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 120 and line[0] != "|"] == []
 
 
 def anchors(page):
@@ -68,38 +71,36 @@ def test_every_page_can_be_reached_from_the_readme():
 
 def test_the_readmes_tree_has_every_script_once():
     tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+\.py)`", tree, re.M)) == sorted(
-        path.name for path in ROOT.glob("*.py")
-    )
+    scripts = [path for folder in (".", "toy", "tools", "cluster") for path in (ROOT / folder).glob("*.py")]
+    scripts = [str(path.relative_to(ROOT)) for path in scripts if path.name != "__init__.py"]
+    assert sorted(re.findall(r"^\| `([\w/]+\.py)`", tree, re.M)) == sorted(scripts)
 
 
 def test_every_flag_that_is_named_exists():
-    source = "".join(
-        path.read_text()
-        for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs")
-        for path in folder.glob("*.py")
-    )
+    folders = (ROOT / name for name in (".", "tools", "toy", "benchmarks", "docs"))
+    source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+        named -= DROPPED if page.name == "README.md" else set()
         assert named <= known, f"{page.name}: {named - known}"
+
+
+METRICS = ("grpo_trainer.py", "policy.py", "run_folder.py", "cluster/ranks.py", "cluster/policy_group.py")
 
 
 def test_every_metric_and_status_is_in_the_glossary():
     glossary = (ROOT / "docs/glossary.md").read_text()
-    source = "".join((ROOT / name).read_text() for name in ("grpo_trainer.py", "policy.py", "run_folder.py"))
+    source = "".join((ROOT / name).read_text() for name in METRICS)
     metrics = set(
         re.findall(r'"((?:reward|genrm|dynamic|response_length|actor|rollout|time|perf)/\w+)"', source)
     )
     assert len(metrics) > 25
     missing = {name for name in metrics | set(reward_loop.STATUSES) if f"`{name}`" not in glossary}
     assert not missing, f"docs/glossary.md does not explain {missing}"
-    judged = set(
-        re.findall(
-            r'"(\w+)"', (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
-        )
-    )
+    named = (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
+    judged = {"skipped", *re.findall(r'"(\w+)"', named)}
     assert len(judged) == 6 and all(f"| `{status}` |" in glossary for status in judged)
 
 

@@ -14,14 +14,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import genrm_server
 import vllm_server
-from genrm_server import Config, ModelServers, RewardModelManager, complete, http
+from cluster import placement
+from cluster.placement import RewardModelManager
+from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
 from tiny import policy_of
 from vllm_server import reserve, share
@@ -31,13 +32,21 @@ ROOT = Path(__file__).parent.parent
 # Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like vLLM it has an
 # "engine", a process of its own that would outlive it.
 STAND_IN = '''
-import json, os, subprocess, sys, time
+import json, mmap, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def told(name): return os.path.exists(os.path.join(argument("--model"), name))
 if told("die_at_start"):
     sys.exit("ValueError: these weights do not fit")
 engine = subprocess.Popen(["sleep", "1000"])
+with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed: memory and sockets
+    memory.truncate(4096)
+    mapped = mmap.mmap(memory.fileno(), 4096)
+def clean_up(*_):
+    os.unlink(memory.name)
+    os._exit(0)
+signal.signal(signal.SIGTERM, clean_up)
+open(os.environ["VLLM_RPC_BASE_PATH"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -207,11 +216,11 @@ def test_what_is_reserved_in_ray():
     def config(**changes):
         return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
 
-    assert genrm_server.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
+    assert placement.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
         ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
-    assert genrm_server.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
+    assert placement.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
+    assert placement.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
+    assert placement.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
@@ -230,7 +239,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
     (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"),
     (dict(startup_timeout=0), "--startup-timeout"), (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
     (dict(device="cuda", num_servers=2), "--num-servers 2 --tensor-parallel-size 1 --gpu-share 1: more than the GPUs 7"),
-    (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of 2 GPUs"),
+    (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server takes its 2 GPUs whole"),
     (dict(gpu_share=0), "--gpu-share 0: must be above 0"), (dict(gpu_share=1.5), "--gpu-share 1.5: must be")])
 def test_bad_settings(stand_in, changes, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -280,6 +289,16 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         assert re.search(r"GIVING UP on server 0.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
+def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
+    """As of a sample that kills the engine whenever it is asked."""
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
+    with running(settings(stand_in)) as servers:
+        for number in range(1, 4):
+            os.kill(told(servers)["pids"][0], signal.SIGKILL)
+            until(lambda: restarts_of(servers) == number and servers.slots[0].joined)
+        assert not servers.given_up()
+
+
 def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
     (stand_in / "die_at_start").touch()
     with pytest.raises(RuntimeError, match=r"(?s)server 0 died while starting.*server_0\.log.*these weights do not fit"):
@@ -295,7 +314,7 @@ def test_a_start_that_takes_too_long(stand_in):
 def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
     with running(settings(stand_in, num_servers=2)) as servers:
         address = servers.router_address
-        servers.router_process.child.kill()
+        servers.router.server.child.kill()
         until(lambda: http("GET", f"http://{address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert servers.router_address == address and ask(f"http://{address}")
@@ -305,25 +324,25 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
     with running(settings(stand_in, num_servers=2)) as servers:
-        hanging = servers.router_process.child.pid
+        hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
         until(lambda: not alive(hanging))
         until(lambda: all(worker["healthy"] for worker in router_workers(servers)) and len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}") and restarts_of(servers) == 0
-        assert "the router hangs; restarting it" in capfd.readouterr().out
+        assert "router hangs: no answer of /health for" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers:
         host, _, port = servers.router_address.partition(":")
-        servers.router_process.child.kill()
-        servers.router_process.child.wait()
+        servers.router.server.child.kill()
+        servers.router.server.child.wait()
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
             until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
-            until(lambda: "address already in use" in capfd.readouterr().out)
+            until(lambda: "router died" in capfd.readouterr().out and "address already in use" in servers.router.log.read_text())
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}")
@@ -335,16 +354,16 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
     with running(settings(stand_in, num_servers=2)) as servers:
         logs = servers.config.log_dir
         shutil.rmtree(logs)
-        victims = told(servers)["pids"][0], servers.router_process.child.pid
+        victims = told(servers)["pids"][0], servers.router.server.child.pid
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
-        until(lambda: restarts_of(servers) == 1 and all(slot.joined == servers.router_starts == 2 for slot in servers.slots))
+        until(lambda: restarts_of(servers) == 1 and all(slot.joined == servers.router.restarts + 1 == 2 for slot in servers.slots))
         assert (logs / "server_0.log").is_file() and (logs / "router.log").is_file()
         shutil.rmtree(logs)
         logs.touch()  # and now there cannot be one, which is no death of the server
         os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[1].restarts == 3)
-        assert not servers.slots[1].given_up and "cannot be run (FileExistsError" in capfd.readouterr().out
+        assert not servers.slots[1].given_up and "server 1 cannot be run (FileExistsError" in capfd.readouterr().out
         logs.unlink()
         until(lambda: servers.slots[1].joined)
 
@@ -390,18 +409,6 @@ def test_the_key_guard(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
         vllm_server.KeyGuard(None)
-
-
-def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
-    import ray
-    with running(settings(stand_in)) as servers:
-        waits = iter([False] * 5 + [True])
-        actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "reference"))
-        monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "wait", lambda references, timeout: (references if next(waits) else [], []))
-        monkeypatch.setattr(ray, "get", {"reference": "http://host:1"}.get)  # of the one call that was made
-        assert servers.call(genrm_server.Slot(actor, 7, stand_in), "start") == "http://host:1"
-        assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
 
 
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
@@ -534,15 +541,57 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
     process = start_command(stand_in, "--num-servers", "2", "--", "--max-num-seqs", "9")
     try:
         router, urls = read_addresses(process)
-        assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
+        seen = ask(router)
+        assert seen["argv"][-2:] == ["--max-num-seqs", "9"]
+        memory, sockets = Path(f"/dev/shm/psm_{seen['pids'][0]}"), Path(seen["env"]["VLLM_RPC_BASE_PATH"])
+        assert memory.exists() and sockets.exists()
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
         process.wait(30)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+        assert not memory.exists() and not sockets.exists()
     finally:
         process.kill()
+
+
+FORKS = """
+import os, sys, time
+from genrm_server import Config, ModelServers
+servers = ModelServers(Config(sys.argv[1], port=0, device="cpu", log_dir=sys.argv[1] + "/../logs"))
+if os.fork():
+    print(servers.router_address, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
+    program = subprocess.Popen([sys.executable, "-c", FORKS, str(stand_in)], stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    try:
+        address = next(line for line in program.stdout if re.match(r"[\d.]+:\d+$", line)).strip()
+        pids = ask(f"http://{address}")["pids"]
+        program.kill()
+        program.wait()
+        until(lambda: not any(map(alive, pids)), limit=10)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)  # the fork
+
+
+def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
+    log = tmp_path / "a.log"
+    log.write_text("WARNING: of an earlier run\n")
+    child = vllm_server.Process(log)
+    child.launch([sys.executable, "-c", "print('WARNING: of this one')"], dict(os.environ))
+    until(lambda: not child.alive())
+    assert child.said("WARNING") == "WARNING: of this one" == child.last_lines() and not child.said("earlier")
+    child.stop()
+
+
+def test_two_services_of_one_folder_have_two_folders_of_logs(stand_in):
+    folders = [complete(settings(stand_in, log_dir=None, port=port)).log_dir for port in (30000, 30001)]
+    assert folders == [Path("outputs/genrm_logs").absolute() / port for port in ("30000", "30001")]
 
 
 def test_under_nohup_it_outlives_its_terminal(stand_in):
@@ -593,6 +642,7 @@ def vllm(tmp_path_factory, model, tokenizer):
         monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
+            ray.init(include_dashboard=False, logging_level="warning")
             config = Config(model=str(models[1]), task="classify", port=0, device="cpu", log_dir=folder, served_model_name="rm")
             manager = RewardModelManager({"rm": config})
             yield process, *read_addresses(process), manager
@@ -641,6 +691,37 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
     assert not any(key in log.read_text() for log in manager.models["rm"].config.log_dir.iterdir())
 
 
+@pytest.mark.slow
+def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
+    """As a reward function asks that was written for SGLang: the chat template's ids to /generate, then `text`."""
+    process, router, urls, _ = vllm
+    messages, sampling = [{"role": "user", "content": "Is it so?"}], {"max_new_tokens": 12, "temperature": 0.0}
+
+    def generate(**body):
+        status, text = http("POST", router + "/generate", body, timeout=60)
+        return status, json.loads(text)
+
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    status, answer = generate(input_ids=ids, sampling_params=sampling)
+    assert status == 200 and tokenizer.decode(answer["output_ids"], skip_special_tokens=True) == answer["text"] != ""
+    meta = answer["meta_info"]
+    assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == len(answer["output_ids"]) <= 12
+    assert meta["finish_reason"]["type"] in ("stop", "length") and meta["id"]
+    body = {"model": "judge", "messages": messages, "max_tokens": 12, "temperature": 0.0}
+    chat = json.loads(http("POST", router + "/v1/chat/completions", body, timeout=60)[1])
+    assert chat["choices"][0]["message"]["content"] == answer["text"]
+    text = tokenizer.decode(ids)
+    assert generate(text=text, sampling_params=sampling)[1]["output_ids"] == answer["output_ids"]
+    status, both = generate(input_ids=[ids, ids[:-1]], sampling_params=sampling)
+    assert status == 200 and len(both) == 2 and both[0]["text"] == answer["text"]
+    assert generate(input_ids=ids, sampling_params={"max_new_tokens": 1})[1]["meta_info"]["finish_reason"]["type"] == "length"
+    for body in ({}, {"input_ids": []}, {"text": "x", "sampling_params": {"temperature": -1}}, {"text": "x", "sampling_params": 3},
+                 {"input_ids": ids * 9999}, {"text": "x", "sampling_params": {"max_new_tokens": -1}}):
+        status, error = generate(**body)
+        assert 400 <= status < 500 and error["error"]["message"], (body, status, error)
+    assert http("POST", urls[0] + "/generate", {"text": "x"})[0] == 401
+
+
 @pytest.fixture(scope="module")
 def one_killed(vllm):
     """The answers to 32 requests, 16 on each server, of which one was killed."""
@@ -676,7 +757,8 @@ DRIVER = """
 import sys, time
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
+from cluster.placement import RewardModelManager
+from genrm_server import Config
 def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
 for _ in range(2):
     manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
@@ -732,12 +814,13 @@ import sys, time
 import ray
 from ray.cluster_utils import Cluster
 import genrm_server
+from cluster import placement
 genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
 node = cluster.add_node(num_cpus=1)
 config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
-manager = genrm_server.RewardModelManager({"genrm": config})
+manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
     return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]

@@ -2,8 +2,11 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.stem != "paths")
 REASONING = dict(group_size=8, temperature=1.0, max_prompt_length=2048, val_temperature=1.0, val_top_p=0.7)
 PAPER = {  # paper Table 1
     "genrm_4b": dict(group_size=16, temperature=1.2, max_prompt_length=5120, max_response_length=8192,
@@ -72,11 +75,56 @@ def test_recipe_parses(path):
         if script == "grpo_trainer" and not path.stem.startswith("toy"):
             expected = SHARED | PAPER["genrm_4b" if "genrm" in path.stem else path.stem.split("_")[1]]
             assert {name: getattr(config, name) for name in expected} == expected
-            file, name = config.reward_fn.split(":")
             assert config.baseline == path.stem.startswith("baseline")
+            assert config.max_positions == (32768 if path.stem.endswith("7b") else 0)
+            assert config.keep_checkpoints == (0 if "genrm" in path.stem else 2)
+            gpqa = [file[-2:] for file in config.val_file if "gpqa" in file]
+            assert gpqa == ([] if "genrm" in path.stem else [":4"])
+            file, name = config.reward_fn.split(":")
             assert hasattr(importlib.import_module(file.removesuffix(".py")), name)
 
 
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
     assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
+
+
+@pytest.fixture
+def run_recipe(tmp_path):
+    """Runs a recipe with a `python` that only writes down its arguments; a job's in a copy of the folder."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$PWD" "$@" >{tmp_path}/arguments\n')
+    python.chmod(0o755)
+
+    def run(name, *arguments, job=False, **variables):
+        folder = ROOT
+        if job:
+            folder = tmp_path / "ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1"
+            shutil.copytree(ROOT / "recipes", folder / "recipes", dirs_exist_ok=True)
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "DATA": "", "OUT": "", "JUDGE": ""} | variables
+        command = ["bash", f"recipes/{name}.sh", *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr
+        where, script, *arguments = (tmp_path / "arguments").read_text().splitlines()
+        assert (where, script) == (str(folder), "grpo_trainer.py")
+        return parse("grpo_trainer", arguments)
+
+    return run
+
+
+def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
+    """From the root; told where; and as a Ray job, which runs in a copy of the folder that is deleted."""
+    config = run_recipe("fapo_7b", "--total-steps", "1")
+    assert config.train_file == f"{ROOT}/data/math-dapo_train.parquet" and config.total_steps == 1
+    assert config.out_dir == f"{ROOT}/outputs/fapo_7b" and config.genrm and not config.router_address
+    config = run_recipe("fapo_32b", DATA="/somewhere/data", OUT="elsewhere", JUDGE="h:1")
+    assert {str(Path(file).parent) for file in (config.train_file, *config.val_file)} == {"/somewhere/data"}
+    assert config.out_dir == f"{ROOT}/elsewhere/fapo_32b" and not config.genrm and config.router_address
+    for left_out in ({}, {"DATA": "/shared/data"}, {"OUT": "/shared/outputs"}):
+        assert "a Ray job needs it" in run_recipe("genrm_4b", job=True, **left_out)
+    config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
+    assert config.train_file == "/shared/data/fapo_critic_train.parquet"
+    assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0

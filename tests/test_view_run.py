@@ -208,7 +208,9 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     assert [re.findall("good|bad", style) for style, _ in tints] == [["good"], ["bad"], ["good"], [], ["bad"]]
     assert '<li class="named">65+9=64<div class="soft">← the judge and the oracle: first wrong paragraph' in sample
     assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
-    assert "score 0, length penalty 0: reward 0" in sample and "(0 − 0.25) / 0.957 = −1.5" in sample and "ok in 0.25 s" in sample
+    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
+    assert [rows[name] for name in ("rule", "judge", "length", "reward")] == ["+1", "−1", "0", "0"]
+    assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
 
 
 @in_browser
@@ -224,7 +226,7 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
 @pytest.mark.slow
 def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
     text = dom(page)
-    assert len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 2  # one a run
+    assert len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4  # one a run in accuracy and no verdict
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
     assert f"fill:{view_run.COLOURS['fapo']}" in text and f'stroke="{view_run.COLOURS["baseline"]}"' in text
     assert dom(page, hide="baseline").count("<polyline") == 2
@@ -265,3 +267,44 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
     seen = played(page, plays)
     assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]  # from step 1 to 0, which is the first
     assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]
+
+
+@in_browser
+def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
+    """Right is true or 1; of a function that says nothing of flaws there is its score alone."""
+    cases = [
+        (dict(acc=True, flawed_positive=True, score=0.25), "right answer, flawed", ["rule +1", "judge −0.75"]),
+        (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
+        (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),
+        (dict(acc=0.5, score=0.5), "wrong answer", ["score +0.5"]),
+        (dict(acc="yes", score=0.5), "wrong answer", ["score +0.5"]),
+    ]
+    lines = [line(reward=info["score"] - 0.1) | {"reward_extra_info": info | {"overlong_penalty": -0.1}} for info, *_ in cases]
+    page = view_run.write_page([write_run(tmp_path / "run", lines)])
+    samples = played(page, """document.title = JSON.stringify(RUNS[0].groups[0].samples.map(sample =>
+        [sample.verdict, termsOf(sample).map(([name, value]) => `${name} ${signed(value)}`)]))""")
+    assert samples == [[verdict, [*terms, "length −0.1"]] for _, verdict, terms in cases]
+
+
+@in_browser
+def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp_path):
+    metrics = {"reward/acc": 0.5, "reward/no_verdict": 0.1, "reward/politeness": 0.3, "actor/loss": 0.1, "reward/score": 0.2}
+    policy = write_run(tmp_path / "policy", [line(), line()], [{"step": 1} | metrics])
+    settings = dict(model="models/small", reward_fn="my.py:fapo", reward_kwargs='{"penalty": 0.5}', advantage="dr_grpo",
+                    lr=1e-6, train_batch_size=16, group_size=8, wandb_key="secret")  # fmt: skip
+    (policy / "config.json").write_text(json.dumps(settings))
+    write_run(tmp_path / "judge", [line()], [{"step": 1, "reward/acc": 0.9, "reward/exact": 0.8}])
+    page = view_run.write_page([tmp_path])
+    text = dom(page)
+    (said,) = re.findall(r"<p[^>]*>(?:(?!<p).)*?learning rate.*?</p>", part(text, "settings"))
+    words = re.sub("<.*?>", "", said)
+    for expected in ("model models/small", "reward my.py:fapo", "λ 0.5", "advantage dr_grpo", "learning rate 1e-6", "16 × 8"):
+        assert expected in words
+    assert "secret" not in page.read_text()
+    charts = re.findall(r'<figure data-key="(.*?)"><figcaption>(.*?)</figcaption>', part(text, "main-charts"))
+    assert charts == [("reward/acc", "accuracy"), ("reward/acc", "accuracy, judges in training"),
+                      ("reward/no_verdict", "samples without a verdict"), ("reward/exact", "exact, judges in training"),
+                      ("reward/politeness", "politeness")]  # fmt: skip
+    assert text.count(">step</text>") == len(charts) and text.count(">share</text>") == 3
+    group = part(dom(page, view="groups", run="policy"), "group")
+    assert "Advantage = reward − mean" in group and "standard deviation:" not in group

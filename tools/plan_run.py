@@ -19,14 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import genrm_server
 import reward_loop
+from cluster import placement as placement_file
 from cluster.policy_group import rank_bundles
 from grpo_trainer import Config, Run
 from policy import LOGITS_AT_ONCE, layers_of
 
 
 def count_parameters(config) -> tuple[int, int, int] | tuple[None, None, None]:
-    """The model's parameters, those of its largest layer, and those outside of layers, from its config.json;
-    None: not known."""
+    """Parameters of the model, its largest layer, and outside of layers; None: not known."""
     try:
         with torch.device("meta"):
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
@@ -92,29 +92,28 @@ def report(config, num_rows: int) -> str:
     phases = [sum(gb for name, gb in known.items() if name.startswith(p)) for p in ("update", "rollout")]
     peak = sum(gb for name, gb in known.items() if ":" not in name) + max(phases)
     fits = "it fits" if peak <= have else (
-        "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, take --gradient-checkpointing "
-        "or more --policy-ranks")
+        "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
+        "--gradient-checkpointing or more --policy-ranks")
     what = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
     lines.append(f"{peak:9.2f} GB  {what}, of {have:.1f} GB on {where}: {fits}")
     return "\n".join(lines)
 
 
 def placement(config) -> dict[str, list[str]]:
-    """What Ray would place on which node (its address), found out by reserving it all and giving it back at
-    once."""
+    """What Ray would place on which node: it is reserved and given back at once."""
     judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
     servers = genrm_server.Config("", num_servers=config.rollout_servers, device=config.device,
                                   tensor_parallel_size=config.rollout_tensor_parallel,
                                   gpu_share=config.rollout_gpu_share)  # fmt: skip
-    wanted = {"rank": rank_bundles(config), "judge": genrm_server.reserved(judges)}
-    wanted["policy server"] = genrm_server.reserved([servers])
+    wanted = {"rank": rank_bundles(config), "judge": placement_file.reserved(judges)}
+    wanted["policy server"] = placement_file.reserved([servers])
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     held, groups = {}, []
     try:
         for name, (bundles, strategy) in wanted.items():
             if not bundles:
                 continue
-            group, nodes = genrm_server.hold(bundles, strategy, name)
+            group, nodes = placement_file.hold(bundles, strategy, name)
             groups.append(group)
             for number, (bundle, node) in enumerate(zip(bundles, nodes)):
                 gpus = f" ({count:g} GPUs)" if (count := bundle.get("GPU", 1)) != 1 else ""

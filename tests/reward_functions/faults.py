@@ -1,11 +1,13 @@
 """Reward functions that misbehave as the response tells them to; used by test_reward_loop.py."""
 
 import asyncio
+import json
 import os
 import re
 import sys
 import threading
 import time
+from typing import Literal
 
 import helper_beside  # a file beside this one: the loop must make it importable
 
@@ -51,6 +53,8 @@ def act(response):
         time.sleep(3600)
     if response == "block_all_threads":  # a regular expression does not let go of the interpreter
         re.match(r"(a+)+$", "a" * 60 + "b")
+    if response == "library":
+        json.loads("{")
     if response == "helper":
         return helper_beside.answer()
     if response == "numpy":
@@ -82,7 +86,42 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
             time.sleep(3600)
 
         await asyncio.gather(block())
+    if solution_str == "exit_in_a_task":
+
+        async def leave():
+            sys.exit(3)
+
+        await asyncio.gather(leave())
     return act(solution_str)
+
+
+def forks(data_source, solution_str, ground_truth, extra_info):
+    """A child of its own comes back from the function, too; "noise" writes to all its sockets."""
+    if solution_str == "fork" and os.fork() == 0:
+        return 99.0
+    if solution_str == "noise":
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2].startswith("socket:"):
+                os.write(fd, b"\0\0\0\x05noise")
+    return float(ground_truth)
+
+
+def names_columns(data_source, solution_str, ground_truth, extra_info, prompt, response_length=None):
+    return {"score": 1.0, "seen": [prompt, response_length]}
+
+
+def has_settings(
+    data_source, solution_str, ground_truth, extra_info, verifier: Literal["rule", "other"] = "rule"
+):
+    return 1.0
+
+
+def of_trl(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def of_math_dapo(solution_str, ground_truth, strict_box_verify=False, pause_tokens_index=None):
+    return {"score": 1.0, "acc": True}
 
 
 def mutates(data_source, solution_str, ground_truth, extra_info):
@@ -147,7 +186,7 @@ loops = set()
 
 
 def looks_sync(*args, **kwargs):
-    """An async function behind a decorator: it may keep things, such as an HTTP session, that belong to one event loop."""
+    """An async function behind a decorator: it may keep things that belong to one event loop."""
 
     async def answer():
         loops.add(id(asyncio.get_running_loop()))

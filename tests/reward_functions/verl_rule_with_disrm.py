@@ -1,4 +1,4 @@
-"""In the style of verl's Reward Loop: a rule decides; where it says "right", a discriminative model's score is added."""
+"""In the style of verl's Reward Loop: a rule, and where it says "right" a discriminative model's score."""
 
 import aiohttp
 
@@ -14,7 +14,10 @@ async def compute_score(
     correct = solution_str.split("####")[-1].strip() == ground_truth
     if not correct:
         return {"score": 0.0, "acc": False}
-    messages = [{"role": "user", "content": extra_info["question"]}, {"role": "assistant", "content": solution_str}]
+    messages = [
+        {"role": "user", "content": extra_info["question"]},
+        {"role": "assistant", "content": solution_str},
+    ]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
     if reward_model_tokenizer.bos_token is not None and text.startswith(reward_model_tokenizer.bos_token):
         text = text[len(reward_model_tokenizer.bos_token) :]
