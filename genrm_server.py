@@ -4,16 +4,16 @@
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own
 
-A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores, and a log. One that dies leaves
-the router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
+A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
+router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
 before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
 
-The servers ask for a key on every path but /health; the router sends it along. It is the router's own, where that
-has one (ROUTER_API_KEY), else a random one. Environment variables reach the servers (VLLM_CPU_KVCACHE_SPACE, GiB).
+Servers ask for a key on every path but /health; the router sends it along. It is the router's own, if it has
+one (ROUTER_API_KEY), else a random one. Environment variables reach them, such as VLLM_CPU_KVCACHE_SPACE.
 
 cluster/placement.py does the same with servers in Ray actors, on any node of a cluster.
 
-Left out: systems other than Linux, one server over several nodes, other engines. Needs router.py, vllm_server.py.
+Left out: systems but Linux, servers over several nodes, other engines. Needs router.py, vllm_server.py
 """
 
 import contextlib
@@ -40,17 +40,15 @@ from vllm_server import Process, VllmServer, reserve
 class Config:
     """N vLLM servers of one model behind one router."""
 
-    model: str  # Folder of the model, or its name on the Hugging Face Hub (only that reaches for the network).
+    model: str  # Folder of the model, or its name on the Hugging Face Hub (only that needs the network).
     num_servers: int = 1  # How many servers.
     port: int = 30000  # Port of the router; 0 lets the system choose (it is printed).
     host: str = "127.0.0.1"  # Address of the router. 0.0.0.0 opens it to the network: set an API key then.
-    # generate: /v1/chat/completions, /v1/completions, /generate. classify: a sequence-classification model.
-    task: Literal["generate", "classify"] = "generate"
+    task: Literal["generate", "classify"] = "generate"  # classify: a discriminative model, /classify.
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where there is a GPU.
     tensor_parallel_size: int = 1  # GPUs per server (on CPU: processes per server).
-    # Share of a GPU for each server; below 1 also of its memory. 0, with --sleep-mode: in Ray it reserves none.
-    gpu_share: float = 1.0
-    cpus: str = ""  # Cores for the servers' computing threads, such as 0,1 (CPU only). Empty: all, shared evenly.
+    gpu_share: float = 1.0  # Of a GPU and its memory, for each server; 0, with --sleep-mode: none in Ray.
+    cpus: str = ""  # Cores for the servers' threads, such as 0,1 (CPU only). Empty: all, shared evenly.
     served_model_name: str = ""  # Name that clients use as "model". Empty: the value of --model.
     dtype: str = ""  # Empty: float32 on CPU (bf16 is emulated there without AVX-512), vLLM's choice on GPU.
     max_model_len: int = 0  # Tokens of prompt plus answer; 0: the model's own limit.
@@ -69,28 +67,29 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        path, size = Path(self.model).expanduser(), self.tensor_parallel_size
+        path, size, share = Path(self.model).expanduser(), self.tensor_parallel_size, self.gpu_share
         hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, startup_timeout=0.01, ray_cpus=0)
-        problems = [(not getattr(self, name) >= low, name, f"must be at least {low}") for name, low in least.items()]
+        problems = [(not getattr(self, name) >= lowest, name, f"must be at least {lowest}")
+                    for name, lowest in least.items()]
         for wrong, name, remedy in problems + [
-                (not path.exists() and not hub, "model", "no such folder (a name on the Hub is written OWNER/NAME)"),
-                (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it; give a model"),
-                (not (self.sleep_mode or self.gpu_share) or not 0 <= self.gpu_share <= 1, "gpu_share",
-                 "must be above 0 and at most 1 (0 goes with --sleep-mode)"),
-                (0 < self.gpu_share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
+                (not path.exists() and not hub, "model", "no such folder (a name on the Hub is OWNER/NAME)"),
+                (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it"),
+                (not 0 <= share <= 1, "gpu_share", "must be between 0 and 1"),
+                (share == 0 and not self.sleep_mode, "gpu_share", "must be above 0 without --sleep-mode"),
+                (0 < share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
                 (not (self.cpus or "0").replace(",", "").isdigit(), "cpus", "write numbers such as 0,1")]:
             if wrong:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
-def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout: float = 5.0) -> tuple[int, str]:
-    """One small request. Returns (status, text), and (0, what went wrong) when there was no answer."""
+def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
+    """One small request: (status, text), and (0, what went wrong) when there was no answer."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with requests.Session() as session:
         session.trust_env = False  # no proxy, and no key from ~/.netrc
         try:
-            headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
             answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
             return answer.status_code, answer.content.decode("utf-8", "replace")
         except requests.RequestException as error:
@@ -103,7 +102,7 @@ HANG_SECONDS = 180.0  # without an answer of /health: then it is killed and rest
 ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do that takes long
 MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
-CALL_SECONDS = 600.0  # for a control call: reading weights takes a while, and so do requests that end before sleep
+CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
 
 
@@ -129,8 +128,8 @@ class Router(Process):
         self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
         port = str(self.reserved.getsockname()[1])
         self.address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-        self.command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--allow-empty",
-                        "--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
+        self.command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--policy",
+                        config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
         self.env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
 
     def start(self) -> str:
@@ -141,20 +140,20 @@ class Router(Process):
 class ModelServers:
     """One model: its servers and their router, started by the constructor, which returns when all are ready.
 
-    Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError
-    with a log's name and last lines when a server fails to start. `router_address` is "host:port", the servers are
-    in `slots`. `before_starting(slot)` is called before a server starts (it has the weights of --model then),
+    Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had,
+    RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
+    servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
     `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
 
-    The router and each server have a thread of their own and do not wait for one another. A server that joins holds
-    the `lock`, and so does who calls all of them (ask_all): none joins in the middle of that.
+    The router and each server have a thread. A server that joins holds the `lock`, and so does who calls all
+    (ask_all): none joins in the middle of that.
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
         self.before_starting, self.before_joining = before_starting, before_joining
-        self.config = config = complete(config)
-        self.label = f"[{name}] " if name else ""
+        self.config, self.label = complete(config), f"[{name}] " if name else ""
+        config = self.config
         self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
                       for i, server in enumerate(servers or local_servers(config))]
         self.failure, self.asleep = "", False  # why the start failed
@@ -197,17 +196,17 @@ class ModelServers:
             print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None) -> tuple[int, str]:
-        return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, HEALTH_TIMEOUT)
+        return http(method, self.router.url + path, body, self.config.server_key, HEALTH_TIMEOUT)
 
     def keep(self, slot: Slot) -> None:
-        """A thread: runs a server or the router, and again when it has died. A server never ready is given up."""
-        tries = deaths = 0  # in a row; while the others sleep the trainer may have the memory that a start needs
+        """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
+        tries = deaths = 0  # in a row
         while not self.stopping.is_set():
             died = False
             try:
                 what = self.run(slot)
                 end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
-                died = not self.asleep and slot is not self.router
+                died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
                 what, end = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}"
             if self.stopping.is_set():
@@ -237,36 +236,38 @@ class ModelServers:
         try:
             while not self.stopping.wait(WATCH_EVERY):
                 status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                silent = time.monotonic() - seen
                 if status == 200 or status and is_router:
                     seen = time.monotonic()
-                    if is_router:
-                        slot.ready = True
-                    elif slot.joined != self.router.restarts + 1 and self.join(slot) and not slot.ready:
-                        slot.ready = True
-                        self.say(f"{slot.name} ready at {slot.url} after {seen - started:.0f} s (log: {slot.log})")
+                    slot.ready |= is_router
+                    if not is_router and slot.joined != self.router.restarts + 1:
+                        self.join(slot, seen - started)
                 elif not self.call(slot, "alive"):
                     return "died"
-                elif not slot.ready and time.monotonic() - started > self.config.startup_timeout:
-                    return f"was not ready after {self.config.startup_timeout:g} s (--startup-timeout)"
-                elif slot.ready and time.monotonic() - seen > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
-                    return f"hangs: no answer of /health for {time.monotonic() - seen:.0f} s"
+                elif not slot.ready and silent > self.config.startup_timeout:
+                    return f"was not ready after {silent:.1f} s (--startup-timeout)"
+                elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
+                    return f"hangs: no answer of /health for {silent:.0f} s"
                 if all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
         finally:
             self.leave(slot)
 
-    def join(self, slot: Slot) -> bool:
-        """Lets a healthy server into the router, and into a new router again."""
+    def join(self, slot: Slot, seconds: float) -> None:
+        """Lets a healthy server into the router, and into a new router again; else at the next look."""
         with self.lock:
-            if not slot.joined and self.asleep:  # it must not take the memory that the others left to the trainer
-                self.ask(slot, SLEEP)
-            if not slot.joined and not self.before_joining(slot):
-                return False
+            if not slot.joined:
+                if self.asleep:  # it must not take the memory that the others left to the trainer
+                    self.ask(slot, SLEEP)
+                if not self.before_joining(slot):
+                    return
             start = self.router.restarts + 1
-            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
+            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
                 slot.joined = start
-            return slot.joined == start
+        if slot.joined == start and not slot.ready:
+            slot.ready = True
+            self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
 
     def leave(self, slot: Slot) -> None:
         if slot.joined:
@@ -292,8 +293,8 @@ class ModelServers:
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
 
-        One that dies of it, or fails where others do not, is restarted and joins as they are then. RuntimeError where
-        all refuse, or none is left that could come back.
+        One that dies of it, or fails where others do not, is restarted and joins as they are then.
+        RuntimeError where all refuse, or none is left that could come back.
         """
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
@@ -336,10 +337,11 @@ def complete(config: Config) -> Config:
     config.check()
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
     api_key = router.read_key(config.api_key, "ROUTER_API_KEY")
-    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser().absolute()
-    return replace(config, device=choose_device() if config.device == "auto" else config.device, api_key=api_key,
-                   server_key=api_key or config.server_key or secrets.token_urlsafe(32), log_dir=log_dir,
-                   model=str(path) if path.exists() else config.model,
+    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser()
+    device = choose_device() if config.device == "auto" else config.device
+    return replace(config, device=device, api_key=api_key,
+                   server_key=api_key or config.server_key or secrets.token_urlsafe(32),
+                   model=str(path) if path.exists() else config.model, log_dir=log_dir.absolute(),
                    served_model_name=config.served_model_name or config.model)
 
 
@@ -350,20 +352,21 @@ def choose_device() -> str:
         return "cuda"
     with contextlib.suppress(OSError):  # no such program
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
-            raise ValueError(f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; take the "
-                             "vllm that fits the driver (requirements.txt says which), or say --device cpu")
+            raise ValueError(f"--device auto: nvidia-smi shows a GPU, torch {torch.__version__} uses none; "
+                             "take the vllm that fits the driver (see requirements.txt), or say --device cpu")
     return "cpu"
 
 
 def deal_gpus(config: Config, part: int) -> str:
-    """The GPUs of the `part`-th server on a machine, as CUDA_VISIBLE_DEVICES names them: of this process's, in order."""
+    """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
     size, first = config.tensor_parallel_size, part * config.tensor_parallel_size
     if 0 < config.gpu_share < 1:
         first = part // int(1 / config.gpu_share)  # so many share one
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
     if not visible:
         import torch
-        visible = ",".join(map(str, range(torch.cuda.device_count() or first + size)))  # of another node: by number
+        count = torch.cuda.device_count() or first + size  # of another node, where this one has none
+        visible = ",".join(map(str, range(count)))
     if len(visible.split(",")) < first + size:
         raise ValueError(f"--num-servers {config.num_servers} --tensor-parallel-size {size} --gpu-share "
                          f"{config.gpu_share:g}: more than the GPUs {visible}; lower one of them")
@@ -372,8 +375,8 @@ def deal_gpus(config: Config, part: int) -> str:
 
 def local_servers(config: Config) -> list[VllmServer]:
     """The servers of one model on this machine, each with its share of the cores or its GPUs."""
-    return [VllmServer(config, i, i, config.num_servers, deal_gpus(config, i) if config.device == "cuda" else "")
-            for i in range(config.num_servers)]
+    on_gpu, count = config.device == "cuda", config.num_servers
+    return [VllmServer(config, i, i, count, deal_gpus(config, i) if on_gpu else "") for i in range(count)]
 
 
 def main() -> None:
@@ -381,7 +384,7 @@ def main() -> None:
     try:
         config = tyro.cli(Config)
         for number in signals:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it outlives its terminal
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # as nohup wants it
                 signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config, wait=False)
         servers.wait_ready()

@@ -30,8 +30,8 @@ def share(things: list, count: int) -> list[list]:
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
-    """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it, too, and
-    hardly anybody else gets it, neither while the child starts (vLLM binds after 20 s) nor between restarts."""
+    """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it, and
+    hardly anybody else gets it, neither before that (vLLM takes 20 s) nor between restarts."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,7 +40,7 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
 
 # What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch
-# ends the group when this program has ended. Forked twice, it is not met by Ray, which kills its workers' children.
+# ends the group when this program has ended. Forked twice, it is not met by Ray, which kills such children.
 GUARD = """
 import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
@@ -72,7 +72,7 @@ def end_group(group: int, folder: str) -> None:
 
 
 class Process:
-    """A child in a process group of its own, with a log; the whole group ends with it, and with this program."""
+    """A child in a process group of its own, with a log; the group ends with it, and with this program."""
 
     def __init__(self, log: Path):
         self.log, self.log_start, self.child = log, 0, None
@@ -92,7 +92,7 @@ class Process:
         return child is not None and child.poll() is None
 
     def stop(self, patience: float = 5.0) -> None:
-        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is one process more)."""
+        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is a process, too)."""
         child, self.child = self.child, None  # at once: another thread may stop it too
         if child is None:
             return
@@ -118,8 +118,8 @@ class Process:
 
 
 class KeyGuard:
-    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key leaves
-    out what is not under /v1: /tokenize, /metrics, and the control endpoints, which can swap the weights."""
+    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key is
+    for /v1 alone, not for /tokenize, /metrics, and the control endpoints, which can swap the weights."""
 
     def __init__(self, app):
         self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
@@ -137,7 +137,7 @@ class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
 
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. No streams, no logprobs.
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams.
     """
 
     def __init__(self, app):
@@ -179,9 +179,9 @@ class Generate:
 class VllmServer(Process):
     """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
 
-    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on GPU
-    those that `gpus` names ("": those of CUDA_VISIBLE_DEVICES, which Ray has set).
-    On another node than `driver_node`, where the router is, it listens on its node's address, not the loopback.
+    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on
+    GPU those in `gpus` ("": those of CUDA_VISIBLE_DEVICES, which Ray has set). On another node than
+    `driver_node`, where the router is, it listens on its node's address instead of the loopback.
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
@@ -205,7 +205,7 @@ class VllmServer(Process):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
                    "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
-                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",  # asked first
+                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",
                    "--seed", str(config.seed + self.index),
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,

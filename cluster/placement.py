@@ -3,21 +3,23 @@
     manager = RewardModelManager({"genrm": Config(...), "rm": Config(...)})     # genrm_server.Config
     manager.router_addresses                                                    # {"genrm": "host:port", ...}
 
-ModelServers in genrm_server.py looks after them as after those of one machine; each model's router is beside the driver.
+ModelServers in genrm_server.py looks after them as after those of one machine. Each router is beside the
+the driver.
 """
 
 from collections import Counter
 from dataclasses import replace
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import Config, ModelServers, complete, deal_gpus
 from vllm_server import VllmServer
 
 
 def reserved(configs: list[Config]) -> tuple[list[dict], str]:
-    """What the servers of these models reserve in Ray, and how it deals them out: where GPUs are taken, node after
-    node, or servers of several GPUs would find a single one left on each."""
+    """What the servers of these models reserve in Ray, and how it deals them out: on GPUs node after node, or
+    servers of several GPUs would find a single one left on each."""
     bundles = []
     for config in configs:
         gpus = config.gpu_share * config.tensor_parallel_size if config.device == "cuda" else 0
@@ -26,9 +28,9 @@ def reserved(configs: list[Config]) -> tuple[list[dict], str]:
 
 
 def place_servers(configs: list[Config]) -> tuple[list, object]:
-    """An actor for each server of these models, dealt out to the nodes by a placement group with one bundle for each.
+    """An actor for each server of these models (complete()), each in a bundle of one placement group.
 
-    configs: complete(). A server may be restarted on another node. RuntimeError when the cluster has no room.
+    It may be restarted on another node. RuntimeError when the cluster has no room.
     """
     wanted = [(config, index) for config in configs for index in range(config.num_servers)]
     bundles, strategy = reserved(configs)
@@ -36,22 +38,24 @@ def place_servers(configs: list[Config]) -> tuple[list, object]:
     driver = ray.get_runtime_context().get_node_id()
     for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
         part, parts = nodes[:number].count(node), nodes.count(node)
-        gpus = deal_gpus(config, part) if config.device == "cuda" and "GPU" not in bundle else ""  # else Ray does it
-        there = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
-        actor = ray.remote(VllmServer).options(num_cpus=config.ray_cpus, num_gpus=bundle.get("GPU", 0), max_restarts=-1,
-                                               scheduling_strategy=there)
+        hidden = config.device == "cuda" and "GPU" not in bundle  # from Ray, which else deals out the GPUs
+        there = PlacementGroupSchedulingStrategy(group, number)
+        actor = ray.remote(VllmServer).options(num_cpus=config.ray_cpus, num_gpus=bundle.get("GPU", 0),
+                                               max_restarts=-1, scheduling_strategy=there)
+        gpus = deal_gpus(config, part) if hidden else ""
         actors.append(actor.remote(config, index, part, parts, gpus, driver))
     return actors, group
 
 
 def hold(bundles: list[dict], strategy: str, what: str, patience: float = 60.0) -> tuple[object, list[str]]:
-    """Reserves these bundles in Ray: the placement group, the node of each. RuntimeError naming `what` without room."""
+    """Reserves these bundles in Ray: the placement group, each one's node. RuntimeError without room."""
     group = ray.util.placement_group(bundles, strategy=strategy)
     if not group.wait(patience):
         ray.util.remove_placement_group(group)
-        free, wanted = ray.available_resources(), Counter(map(str, bundles))
-        raise RuntimeError(f"{what}: the Ray cluster has no room for {' + '.join(f'{n} x {one}' for one, n in wanted.items())}; "
-                           f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes")
+        free = ray.available_resources()
+        wanted = " + ".join(f"{number} x {one}" for one, number in Counter(map(str, bundles)).items())
+        raise RuntimeError(f"{what}: the Ray cluster has no room for {wanted}; free: {free.get('CPU', 0):g} "
+                           f"CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes")
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return group, [nodes[number] for number in range(len(bundles))]
 
@@ -66,16 +70,15 @@ def end_servers(actors: list, group) -> None:
 
 
 class RewardModelManager:
-    """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
+    """Named reward models in a Ray program, each with its servers in actors, its router beside the driver.
 
-    Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes, listen on
-    their node's address instead of 127.0.0.1: they have to reach each other. `router_addresses` maps each name to
-    "host:port"; `router_address` is that of the first. Raises what ModelServers raises, and RuntimeError when the
-    cluster has no room for the servers.
+    Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes,
+    listen on their node's address instead of 127.0.0.1: they must reach each other. `router_addresses` maps
+    each name to "host:port"; `router_address` is the first. Raises what ModelServers and place_servers raise.
     """
 
     def __init__(self, models: dict[str, Config]):
-            self.models: dict[str, ModelServers] = {}
+        self.models: dict[str, ModelServers] = {}
         self.actors, self.group, configs = [], None, []
         several = sum(node["Alive"] for node in ray.nodes()) > 1
         for name, config in models.items():

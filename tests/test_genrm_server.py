@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 # Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like vLLM it has an
 # "engine", a process of its own that would outlive it.
 STAND_IN = '''
-import json, mmap, os, subprocess, sys, time
+import json, mmap, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def told(name): return os.path.exists(os.path.join(argument("--model"), name))
@@ -42,6 +42,10 @@ engine = subprocess.Popen(["sleep", "1000"])
 with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed: memory and sockets
     memory.truncate(4096)
     mapped = mmap.mmap(memory.fileno(), 4096)
+def clean_up(*_):
+    os.unlink(memory.name)
+    os._exit(0)
+signal.signal(signal.SIGTERM, clean_up)
 open(os.environ["VLLM_RPC_BASE_PATH"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
