@@ -91,7 +91,7 @@ class RewardOptions:
     reward_fn: str | None = None  # As FILE:NAME; default: the rule, or a discriminative model's score.
     reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
     router_address: tuple[str, ...] = ()  # Running reward model, as host:port; several: NAME=host:port each.
-    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, main one first.
+    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, the main first.
     genrm_servers: int = 1  # vLLM servers for each model of --genrm.
     genrm_tensor_parallel: int = 1  # GPUs of each of them.
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
@@ -105,7 +105,7 @@ class RewardOptions:
     sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
     # Seconds for one call of the function; then its status is "timeout".
     timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
-    max_in_flight: int | None = None  # Calls at once, in the whole cluster; default: 128 for each judge's server.
+    max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
     max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
     tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
@@ -540,14 +540,15 @@ def connect_ray() -> bool:
     if ray.is_initialized():
         return False
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
-    given = os.environ.get("RAY_ADDRESS", "auto").replace("auto", "")
-    address = given or (file.read_text().strip() if file.exists() else "local")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if found := address == "auto":
+        address = file.read_text().strip() if file.exists() else "local"
     try:
         if re.fullmatch(r"[\w.-]+:\d+", address):
             try:  # Ray itself would try for minutes
-                socket.create_connection(address.split(":"), timeout=5 if given else 2).close()
+                socket.create_connection(address.split(":"), timeout=2 if found else 5).close()
             except OSError as error:
-                if given:
+                if not found:
                     raise
                 print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
