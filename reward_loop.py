@@ -91,7 +91,7 @@ class RewardOptions:
     reward_fn: str | None = None  # As FILE:NAME; default: the rule, or a discriminative model's score.
     reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
     router_address: tuple[str, ...] = ()  # Running reward model, as host:port; several: NAME=host:port each.
-    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, the main first.
+    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, main first.
     genrm_servers: int = 1  # vLLM servers for each model of --genrm.
     genrm_tensor_parallel: int = 1  # GPUs of each of them.
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
