@@ -22,6 +22,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
+INDICES = ("pred", "gt", "first_wrong")  # of answers and paragraphs: they have no mean
+
 
 def check_folder(config):
     """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
@@ -126,7 +128,7 @@ def averages(infos: list[dict]) -> dict:
     """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
     `flawed_positive` (and what ends so) is a rate among right answers, as in the paper, not among all."""
     means = {}
-    for key in {key: 0 for info in infos for key in info if key not in ("pred", "gt")}:  # no mean of answers
+    for key in {key: 0 for info in infos for key in info if key not in INDICES}:
         is_rate = key.endswith("flawed_positive")
         values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
         # Without NaN, and without integers too large for a float, which a model may write out.

@@ -61,7 +61,7 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
 
 def test_reward_metrics_by_hand():
     metrics = run_folder.reward_metrics([
-        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, extra=10**400),  # larger than a float can be
+        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=-1, extra=10**400),  # larger than a float can be
         scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0, mean=7.0),  # a name that is taken
         scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
         scored(None, acc=True, flawed_positive=None, genrm_status="timeout"),

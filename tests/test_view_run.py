@@ -31,6 +31,8 @@ CAUGHT |= {"info": {"flawed_positive": True, "critique": "0:65+9=74?6 not\n\\box
 MISSED = dict(solution=FLAWED, info={"oracle_flawed_positive": True})
 SILENT = dict(reward=None, advantage=None, status="no_verdict", info={"flawed_positive": None, "genrm_status": "timeout"})
 CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
+CUT["info"] |= {"genrm_error": "", "critique": ""}
+CUT["info"] |= {"genrm_error": "", "critique": ""}
 
 
 METRICS = ({"step": 0, "val/toy/mean@1": 0.25, "val/toy/no_verdict/mean@1": 0.0}, {"step": 1, "reward/acc": 0.5})
@@ -211,6 +213,8 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
     assert [rows[name] for name in ("rule", "judge", "length", "reward")] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
+    assert "No judge was asked." in part(dom(page, view="groups", run="fapo", step=1, group=0, sample=4), "sample")
+    assert "No judge was asked." in part(dom(page, view="groups", run="fapo", step=1, group=0, sample=4), "sample")
 
 
 @in_browser
