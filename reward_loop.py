@@ -183,8 +183,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         kwargs = dict(json.loads(options.reward_kwargs).items())
     except (ValueError, AttributeError):
-        problem = "not JSON, or not a JSON object"
-        raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: {problem}") from None
+        raise ValueError(f"reward_kwargs: {options.reward_kwargs!r} is not JSON, or no JSON object") from None
     spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
     tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
     if addresses and not options.reward_fn:
@@ -211,7 +210,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                   "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    columns = {key: takes[key].default is inspect.Parameter.empty for key in FURTHER_COLUMNS if key in takes}
+    empty = inspect.Parameter.empty
+    columns = {key: takes[key].default is empty for key in FURTHER_COLUMNS if key in takes.keys() - kwargs}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
@@ -224,7 +224,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    needs_one = wanted and wanted.default is empty  # else it can do without, which is quicker
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
@@ -547,34 +547,27 @@ def connect_ray() -> bool:
 
     if ray.is_initialized():
         return False
-    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS") or "auto"
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
+    given = os.environ.get("RAY_ADDRESS", "auto").replace("auto", "")
+    address = given or (file.read_text().strip() if file.exists() else "local")
     try:
-        if address == "auto" and file.exists():  # of a Ray that may have been killed: that would take minutes
-            try:
-                address = file.read_text().strip()
-                socket.create_connection(address.split(":"), timeout=2).close()
+        if re.fullmatch(r"[\w.-]+:\d+", address):
+            try:  # Ray itself would try for minutes
+                socket.create_connection(address.split(":"), timeout=5 if given else 2).close()
             except OSError as error:
-                print(f"Ray: nobody answers at {address}, of which {file} tells ({error})", flush=True)
+                if given:
+                    raise
+                print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
-        elif re.fullmatch(r"[\w.-]+:\d+", address):
-            socket.create_connection(address.split(":"), timeout=5).close()
-        if address != "local":
-            with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
-                ray.init(address, **quiet)
-        if started := not ray.is_initialized():
-            ray.init("local", **quiet)
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have = "({CPU:g} CPUs, {GPU:g} GPUs)".format(**{"CPU": 0, "GPU": 0} | ray.cluster_resources())
-    text = f"started a cluster for this run {have}"
-    if not started:
-        address = ray.get_runtime_context().gcs_address
-        text = f"joined the cluster at {address} {have}; RAY_ADDRESS=local starts one of your own"
-    print(f"Ray: {text}", flush=True)
-    return started
+    have, where = ray.cluster_resources(), "started a cluster for this run"
+    if address != "local":
+        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
+    return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,

@@ -329,7 +329,7 @@ class RewardLoopWorker:
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (number, alone, payload); returns at once."""
-        if not self.loop:
+        if self.job.is_async and not self.loop:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             # So that a few calls of asyncio.to_thread that hang are not the end of it.
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))

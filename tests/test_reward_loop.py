@@ -1031,7 +1031,8 @@ def test_no_node_with_cpus_is_waited_for():
             assert not said.done()
             cluster.add_node(num_cpus=1)
             said = said.result()
-        assert f"Ray: joined the cluster at {cluster.address} (0 CPUs" in said and said.endswith("ok\n")
+        assert f"Ray: joined the cluster at {cluster.address};" in said and "(0 CPUs" in said
+        assert said.endswith("ok\n")
     finally:
         cluster.shutdown()
 
