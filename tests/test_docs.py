@@ -1,5 +1,6 @@
 """The pages: commands parse, links, flags and metrics exist, examples run, numbers are current."""
 
+import ast
 import asyncio
 import json
 import re
@@ -10,6 +11,7 @@ import pytest
 import compute_score
 import grpo_trainer
 import reward_loop
+from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -71,15 +73,18 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_the_readmes_tree_has_every_script_once():
-    tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
-    scripts = [path for folder in (".", "toy", "tools", "cluster") for path in (ROOT / folder).glob("*.py")]
-    scripts = {str(path.relative_to(ROOT)): path for path in scripts if path.name != "__init__.py"}
-    listed = re.findall(r"^\| `([\w/]+\.py)`", tree, re.M)
-    assert len(listed) == len(set(listed)) and set(listed) <= scripts.keys()
-    # What none of them needs is no part of the house: a user's my_reward.py may lie beside them.
-    needed = {name for name, path in scripts.items() for other in listed
-              if re.search(rf"(from|import) [\w., ]*\b{path.stem}\b", scripts[other].read_text())}  # fmt: skip
-    assert needed <= set(listed)
+    """Those that it names and all that they import; a file of your own beside them is no part of it."""
+    assert len(SCRIPTS) == len(set(SCRIPTS)) > 15
+    for script in SCRIPTS:
+        found = {script}
+        for node in ast.walk(ast.parse((ROOT / script).read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = (node.module or "").replace(".", "/")
+                found |= {f"{module}.py", *(f"{module}/{alias.name}.py" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {f"{alias.name.replace('.', '/')}.py" for alias in node.names}
+        missing = {name for name in found - set(SCRIPTS) if (ROOT / name).is_file()}
+        assert not missing, f"README's tree does not have {missing}, which {script} imports"
 
 
 def test_every_flag_that_is_named_exists():
