@@ -88,14 +88,15 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_every_metric_and_status_is_in_the_glossary():
-    """What the code writes as "time/..." or f"dynamic/dropped_{why}" is asked of the code; {...} is any word."""
+    """Asked of the code: what stands there as "time/step" or f"val/{source}/maj@{n}"; {...} is any word."""
     glossary = (ROOT / "docs/glossary.md").read_text()
     source = "".join(path.read_text() for folder in (ROOT, ROOT / "cluster") for path in folder.glob("*.py"))
     kinds = "reward|genrm|dynamic|response_length|actor|rollout|time|perf|val"
     metrics = set(re.findall(rf'"((?:{kinds})/[\w{{}}/@]+)"', source)) - {"val/{row['data_source']}"}
     assert len(metrics) > 30
     named = re.findall(r"`([^`]+)`", glossary)
-    missing = {name for name in metrics if not any(re.fullmatch(re.sub(r"{\w+}", r"[\\w@]+", name), one) for one in named)}
+    patterns = {name: re.sub(r"{\w+}", r"[\\w@]+", name) for name in metrics}
+    missing = {name for name in metrics if not any(re.fullmatch(patterns[name], one) for one in named)}
     assert not missing | {status for status in reward_loop.STATUSES if status not in named}
     reasons = {f"dynamic/dropped_{why}" for why in grpo_trainer.WHY_USELESS}
     assert reasons <= set(named)
