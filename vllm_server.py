@@ -46,26 +46,33 @@ import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
 watched = os.pidfd_open(os.getppid())
 sys.path.insert(0, here)
-from vllm_server import end_group
+from vllm_server import end_group, shared_memory
 if os.getppid() != int(parent):
     sys.exit("the program that started this has ended")
 if os.fork() == 0:
     if os.fork() == 0:
         select.select([watched], [], [])
-        end_group(os.getpgrp(), folder)
+        end_group(os.getpgrp(), folder, shared_memory(os.getpgrp()))
     os._exit(0)
 os.wait()
 os.execv(command[0], command)
 """
 
 
-def end_group(group: int, folder: str) -> None:
-    """SIGKILL for a process group, and an end of its shared memory and of the folder of its sockets."""
+def shared_memory(group: int) -> list[str]:
+    """The files of the shared memory that the processes of this group have."""
+    found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             if os.getpgid(int(maps.parent.name)) == group:
-                for name in re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE):
-                    Path(name).unlink(missing_ok=True)
+                found += re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE)
+    return found
+
+
+def end_group(group: int, folder: str, memory: list[str]) -> None:
+    """SIGKILL for a process group, after the removal of what it would leave behind."""
+    for name in memory:
+        Path(name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -84,7 +91,7 @@ class Process:
             self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
             guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
             self.child = subprocess.Popen(
-                [*guard, *command], env=env | {"VLLM_RPC_BASE_PATH": self.folder}, start_new_session=True,
+                [*guard, *command], env=env | {"TMPDIR": self.folder}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def alive(self) -> bool:
@@ -96,10 +103,11 @@ class Process:
         child, self.child = self.child, None  # at once: another thread may stop it too
         if child is None:
             return
+        memory = shared_memory(child.pid)  # vLLM does not remove all of it
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-        end_group(child.pid, self.folder)
+        end_group(child.pid, self.folder, memory)
         child.wait()
 
     def lines(self, text: str = "") -> list[str]:
