@@ -376,11 +376,12 @@ class RewardLoopManager:
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
                     await asyncio.sleep(0.1)
-                went = "the reward loop" if self._ending else "Ray"
-                raise RuntimeError(f"{went} was shut down while it was in use: start another one")
+                raise RuntimeError("the reward loop was shut down: start another one")
         except ExceptionGroup as errors:
             error = errors.exceptions[0]
             self._closed = str(error) if type(error) is RuntimeError else f"reward loop: {describe(error)}"
+        if not self._ray.is_initialized():
+            self._closed = "Ray was shut down while the reward loop was in use: start another one"
         for future in list(self._open):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
