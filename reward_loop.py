@@ -88,36 +88,28 @@ class Overlong:
 class RewardOptions:
     """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
 
-    # Reward function as FILE:NAME; default: the rule, or a discriminative model's score.
-    reward_fn: str | None = None
+    reward_fn: str | None = None  # As FILE:NAME; default: the rule, or a discriminative model's score.
     reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
-    # Reward model that runs already, as host:port; several: NAME=host:port each, the main one first.
-    router_address: tuple[str, ...] = ()
-    # Reward model to start and stop with this run, a PATH or hub name; several: NAME=PATH each.
-    genrm: tuple[str, ...] = ()
+    router_address: tuple[str, ...] = ()  # Running reward model, as host:port; several: NAME=host:port each.
+    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, main first.
     genrm_servers: int = 1  # vLLM servers for each model of --genrm.
     genrm_tensor_parallel: int = 1  # GPUs of each of them.
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
     genrm_cpus: str = ""  # On CPU: their cores, such as 0,1; default: all, shared out evenly.
-    # Arguments for the servers of --genrm, in quotes and with a =: --genrm-vllm-args="--max-num-seqs 64".
-    genrm_vllm_args: str = ""
+    genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
     # A judge that writes, or a discriminative model (one number); for several models one each, or one.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
-    # Path of the tokenizer for functions that need one; default: that of --genrm.
-    reward_model_tokenizer: str | None = None
+    reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
     # Ray workers that call the function, spread over the nodes of the cluster.
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
-    # Grading processes per worker for a sync function; 0 shares the cluster's cores out.
-    sync_processes: int = 0
+    sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
     # Seconds for one call of the function; then its status is "timeout".
     timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
-    # Calls at once in the whole cluster, others wait without a clock; default: 128 per server of a judge.
-    max_in_flight: int | None = None
+    max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
     max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
     tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
-    # How often a call that raised a broken connection, HTTP 429 or 5xx is made again, after 1, 2, 4 ... 10 s.
-    http_retries: int = 6
+    http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
     # Stop with an error when more than this share of the samples that needed a verdict has none.
     max_no_verdict_rate: float = 0.2
 
@@ -183,8 +175,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         kwargs = dict(json.loads(options.reward_kwargs).items())
     except (ValueError, AttributeError):
-        problem = "not JSON, or not a JSON object"
-        raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: {problem}") from None
+        raise ValueError(f"reward_kwargs: {options.reward_kwargs!r} is not JSON, or no JSON object") from None
     spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
     tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
     if addresses and not options.reward_fn:
@@ -211,7 +202,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                   "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    columns = {key: takes[key].default is inspect.Parameter.empty for key in FURTHER_COLUMNS if key in takes}
+    empty = inspect.Parameter.empty
+    columns = {key: takes[key].default is empty for key in FURTHER_COLUMNS if key in takes.keys() - kwargs}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
@@ -224,7 +216,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    needs_one = wanted and wanted.default is empty  # else it can do without, which is quicker
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
@@ -547,34 +539,28 @@ def connect_ray() -> bool:
 
     if ray.is_initialized():
         return False
-    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS") or "auto"
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if found := address == "auto":
+        address = file.read_text().strip() if file.exists() else "local"
     try:
-        if address == "auto" and file.exists():  # of a Ray that may have been killed: that would take minutes
-            try:
-                address = file.read_text().strip()
-                socket.create_connection(address.split(":"), timeout=2).close()
+        if re.fullmatch(r"[\w.-]+:\d+", address):
+            try:  # Ray itself would try for minutes
+                socket.create_connection(address.split(":"), timeout=2 if found else 5).close()
             except OSError as error:
-                print(f"Ray: nobody answers at {address}, of which {file} tells ({error})", flush=True)
+                if not found:
+                    raise
+                print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
-        elif re.fullmatch(r"[\w.-]+:\d+", address):
-            socket.create_connection(address.split(":"), timeout=5).close()
-        if address != "local":
-            with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
-                ray.init(address, **quiet)
-        if started := not ray.is_initialized():
-            ray.init("local", **quiet)
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have = "({CPU:g} CPUs, {GPU:g} GPUs)".format(**{"CPU": 0, "GPU": 0} | ray.cluster_resources())
-    text = f"started a cluster for this run {have}"
-    if not started:
-        address = ray.get_runtime_context().gcs_address
-        text = f"joined the cluster at {address} {have}; RAY_ADDRESS=local starts one of your own"
-    print(f"Ray: {text}", flush=True)
-    return started
+    have, where = ray.cluster_resources(), "started a cluster for this run"
+    if address != "local":
+        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
+    return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,

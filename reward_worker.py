@@ -227,7 +227,8 @@ class Grader(threading.Thread):
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
             except (OSError, EOFError) as error:
-                complaint = failure("lost", f"the grading process died on this sample ({describe(error)})")
+                why = str(error) or "killed"
+                complaint = failure("lost", f"the grading process died on this sample ({why})")
             except Exception as error:  # such as a function that does not load any more
                 complaint = failure("error", " ".join(str(error).split()))
             self.since = math.inf
@@ -329,7 +330,7 @@ class RewardLoopWorker:
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (number, alone, payload); returns at once."""
-        if not self.loop:
+        if self.job.is_async and not self.loop:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             # So that a few calls of asyncio.to_thread that hang are not the end of it.
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))

@@ -6,8 +6,8 @@
         --n 8 --temperature 0.6 --out critiques.parquet
 
 Asks for n critiques of every row (any judge rows of prepare_data.py will do): `ask_judge` is a reward
-function, a critique is one call of it. Each goes to critiques.jsonl as it comes: a run that was stopped goes on
-where it was. Prints two tables:
+function, a critique is one call of it. Each goes to critiques.jsonl as it comes: a run that was stopped goes
+on where it was. Prints two tables:
 
     ProcessBench         per subset: share of flawed solutions whose first error is found exactly (error), of
                          correct ones that are called correct (correct), their harmonic mean (F1); mean F1
@@ -126,7 +126,7 @@ def report(rows: list[dict]) -> str:
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat) -> dict:
-    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: no answer."""
+    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: none."""
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = scores.parse_critique(text, extra_info["total_steps"]) if status == "ok" else None
     score = float(index == ground_truth) if status in ANSWERED else None
@@ -167,7 +167,7 @@ async def chat_settings(config: Config, longest: int) -> dict:
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
-    """Adds "critiques" ({"status", "text", "tokens", "index", ...}, n of them) and "prediction" to the rows."""
+    """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config, max(len(row["response"].encode()) for row in rows)))
     data = hashlib.sha256(config.data.read_bytes()).hexdigest()
     header, progress = json.dumps(chat | {"data (sha256)": data}), config.out.with_suffix(".jsonl")
