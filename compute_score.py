@@ -501,8 +501,8 @@ def compute_score_fapo_genrm(
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| /
     total_steps where both say flawed. A critique without a valid index in its last 300 characters scores -1.
     Returns score, acc (right about flawed or not), exact (right index), gt; unless on_no_verdict is "rule",
-    for verl, also pred (index or None) and three whose means are rates: recall and location (on flawed solutions,
-    else None), sound_kept (on sound ones, else None).
+    for verl, also pred (index or None) and three whose means are rates: recall and location (on flawed
+    solutions, else None), sound_kept (on sound ones, else None).
     Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
     """
     try:
