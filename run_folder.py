@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
+
 def check_folder(config):
     """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
 
@@ -53,10 +54,9 @@ def check_room(config, checkpoint: float) -> None:
     """Raises ValueError where the disk has no room for the checkpoints to come, of so many GB each."""
     kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
     needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)  # the newest is written before one goes
-    free = 1e-9 * shutil.disk_usage(config.out_dir).free
-    if free < needed:
-        there = f"{free:.1f} GB are free in {config.out_dir}"
-        raise ValueError(f"out_dir: {there}, checkpoints need {needed:.1f}; make room")
+    if (free := 1e-9 * shutil.disk_usage(config.out_dir).free) < needed:
+        raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need "
+                         f"{needed:.1f}; make room")  # fmt: skip
 
 
 def write_config(config, resumed: bool) -> None:
@@ -96,8 +96,8 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         last = next((path.name for path in checkpoints_in(folder)[::-1]), "the start")
-        text = f"could not be written ({error}); --resume auto goes on from {last}"
-        raise RuntimeError(f"{target}: {text}") from error
+        raise RuntimeError(f"{target}: could not be written ({error}); --resume auto goes on from "
+                           f"{last}") from error  # fmt: skip
     for old in checkpoints_in(folder)[: -config.keep_checkpoints] if config.keep_checkpoints else []:
         try:
             shutil.rmtree(old)
@@ -108,13 +108,11 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first; a copy by another name, such as step_20_best, is none."""
-    paths = [path.parent for path in folder.glob("step_*/trainer_state.json")]
-    steps = {int(path.name[5:]): path for path in paths if path.name[5:].isdecimal()}
-    return [steps[step] for step in sorted(steps)]
+    paths = {path.parent.name[5:]: path.parent for path in folder.glob("step_*/trainer_state.json")}
+    return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
 
 
 # ---------------------------------------------------------------------------------- means over scored samples
-
 
 def mean(values) -> float | None:
     """The mean of the values that are not None; None where there are none."""
@@ -124,9 +122,10 @@ def mean(values) -> float | None:
 
 def averages(infos: list[dict]) -> dict:
     """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
-    `flawed_positive` (and what ends so) is a rate among right answers, as in the paper, not among all."""
+    `flawed_positive` (and what ends so) is a rate among right answers, as in the paper. Answers and places
+    (`pred`, `gt`, `first_wrong`) have no mean."""
     means = {}
-    for key in {key: 0 for info in infos for key in info if key not in ("pred", "gt")}:  # no mean of answers
+    for key in {key: 0 for info in infos for key in info if key not in ("pred", "gt", "first_wrong")}:
         is_rate = key.endswith("flawed_positive")
         values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
         # Without NaN, and without integers too large for a float, which a model may write out.
@@ -186,7 +185,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
             continue
         # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
         answers = [[info for info in group if info.get("acc") is not None] for group in infos]
-        if any("pred" in info for group in answers for info in group):
+        if any("pred" in info for info in sum(answers, [])):
             metrics[f"val/{source}/maj@{n}"] = mean(majority(group) for group in answers if group)
         for k in {2**power for power in range(n.bit_length())} | {n}:
             chances = (pass_at_k(len(g), sum(i["acc"] == 1 for i in g), k) for g in answers if len(g) >= k)
@@ -195,7 +194,6 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
 
 
 # ------------------------------------------------------------------------------------ metrics, samples, plots
-
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
     """The objects of a JSONL file, and how many lines are none: a run in progress may end in half of one."""
@@ -228,11 +226,11 @@ def tensorboard_hook(config, first_step: int) -> tuple:
 def wandb_hook(config, first_step: int) -> tuple:
     """The same for Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
     import wandb
-    folder, id_file = Path(config.out_dir), Path(config.out_dir, "wandb_id")
+    id_file = Path(config.out_dir, "wandb_id")
     if not (first_step and id_file.is_file()):
         replace_file(id_file, os.urandom(4).hex())
-    run = wandb.init(project="fapo", name=folder.name, id=id_file.read_text(), resume="allow", dir=folder,
-                     config=asdict(config))  # fmt: skip
+    run = wandb.init(project="fapo", name=id_file.parent.name, dir=id_file.parent, id=id_file.read_text(),
+                     resume="allow", config=asdict(config))  # fmt: skip
     return lambda line: run.log(line, step=line["step"]), run.finish
 
 
@@ -325,7 +323,8 @@ class Interrupts:
     """Ctrl-C, SIGTERM and SIGHUP: at once while nothing can be lost; within `held` when that is done."""
 
     def __init__(self):
-        self.hold, self.asked, self.before = False, False, {}
+        self.hold = self.asked = False
+        self.before = {}
         with contextlib.suppress(ValueError):  # not in the main thread: Python allows no handlers there
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup

@@ -1,4 +1,4 @@
-"""What a run leaves: means worked out by hand, checkpoints that are whole or absent, logs that survive a torn line."""
+"""What a run leaves: means by hand, whole checkpoints, logs with torn lines; and how a run is stopped."""
 
 import fcntl
 import json
@@ -22,19 +22,34 @@ from tiny import config_of, policy_of
 
 
 def test_pass_at_k_by_hand():
-    assert run_folder.pass_at_k(4, 1, 2) == 0.5 and run_folder.pass_at_k(4, 0, 3) == 0 and run_folder.pass_at_k(4, 2, 3) == 1
+    assert (
+        run_folder.pass_at_k(4, 1, 2) == 0.5
+        and run_folder.pass_at_k(4, 0, 3) == 0
+        and run_folder.pass_at_k(4, 2, 3) == 1
+    )
 
 
 def scored(score, row=None, text="", **info):
-    result = {"reward_score": score, "reward_extra_info": info, "status": "ok" if score is not None else "no_verdict"}
+    result = {
+        "reward_score": score,
+        "reward_extra_info": info,
+        "status": "ok" if score is not None else "no_verdict",
+    }
     return Sample(row, [], response_ids=[1], text=text, result=result)
 
 
 def test_validation_metrics_by_hand():
-    answers = {"a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)], "b": [("1", 0)] * 4, "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)]}
+    answers = {
+        "a": [("4", 1), ("4", 1), ("5", 0), ("6", 0)],
+        "b": [("1", 0)] * 4,
+        "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)],
+    }
     sources = {"a": "a", "b": "b", "c": "a"}  # the third row is of the first source again
     groups = [
-        [scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc)) for pred, acc in answers[key]]
+        [
+            scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc))
+            for pred, acc in answers[key]
+        ]
         for key in "abc"
     ]
     metrics = run_folder.validation_metrics(groups)
@@ -43,14 +58,20 @@ def test_validation_metrics_by_hand():
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
         "pass@4": 1.0, "no_verdict/mean@4": 0.0,
     }  # fmt: skip
-    assert {k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")} == pytest.approx(expected)
+    assert {
+        k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")
+    } == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    plain = run_folder.validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])  # a function that does not say `acc`
+    plain = run_folder.validation_metrics(
+        [[scored(0.5, {"data_source": "a"})] * 4]
+    )  # a function that does not say `acc`
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
-    metrics = run_folder.validation_metrics([[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]])
+    metrics = run_folder.validation_metrics(
+        [[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]]
+    )
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
     log.metrics({"step": 0} | metrics)
     figures = []
@@ -61,8 +82,9 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
 
 def test_reward_metrics_by_hand():
     metrics = run_folder.reward_metrics([
-        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, extra=10**400),  # larger than a float can be
-        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0, mean=7.0),  # a name that is taken
+        # A number larger than a float can be, indices, a name that is taken.
+        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400),
+        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0, mean=7.0),
         scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
         scored(None, acc=True, flawed_positive=None, genrm_status="timeout"),
     ])  # fmt: skip
@@ -74,7 +96,9 @@ def test_reward_metrics_by_hand():
 
 
 def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew'
+    )
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n')
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=1)
@@ -82,7 +106,10 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "split": "train"}\n'
     log.metrics({"step": 2, "reward/mean": 1 / 3})
     log.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 2, "reward/mean": 0.333333}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {
+        "step": 2,
+        "reward/mean": 0.333333,
+    }
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     run_folder.Log(config, first_step=0)  # from the start
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
@@ -92,7 +119,11 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=3, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
-    rows = [truth | {"data_source": name, "prompt": [{"content": f"ask {name}{i}"}]} for i, name in enumerate("aaab") for _ in "12"]
+    rows = [
+        truth | {"data_source": name, "prompt": [{"content": f"ask {name}{i}"}]}
+        for i, name in enumerate("aaab")
+        for _ in "12"
+    ]
     samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
     for i, sample in enumerate(samples):
         sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
@@ -103,13 +134,27 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
     assert found[:6] == [  # three samples of "a" are wanted and groups have two: two groups of it
-        ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"), ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
+        ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"),
+        ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
         ("train", 3, "ask b3", "6"), ("train", 3, "ask b3", "7"),
     ]  # fmt: skip
-    assert [(group, response) for _, group, _, response in found[6:]] == [(0, "0"), (1, "2"), (2, "4"), (3, "6")]
-    assert [(line["advantage"], line["response_length"], line["clipped"]) for line in lines[:2]] == [(None, 1, True), (0.25, 2, False)]
+    assert [(group, response) for _, group, _, response in found[6:]] == [
+        (0, "0"),
+        (1, "2"),
+        (2, "4"),
+        (3, "6"),
+    ]
+    assert [(line["advantage"], line["response_length"], line["clipped"]) for line in lines[:2]] == [
+        (None, 1, True),
+        (0.25, 2, False),
+    ]
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 3 and "ask a1" in shown[1] and "line one\\nanswer 2" in shown[1] and "reward 1.0" in shown[1]
+    assert (
+        len(shown) == 3
+        and "ask a1" in shown[1]
+        and "line one\\nanswer 2" in shown[1]
+        and "reward 1.0" in shown[1]
+    )
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -117,7 +162,9 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     for step in (1, 2, 10):
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
-    shutil.copytree(tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best")  # somebody keeps it
+    shutil.copytree(
+        tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best"
+    )  # somebody keeps it
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
 
@@ -125,20 +172,27 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so(tmp_path, model, tokenizer):
     config, policy = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), policy_of(model)
     run_folder.save_checkpoint(policy, tokenizer, {"step": 1}, config)
-    with pytest.raises(RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"):
-        run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)  # a set is no JSON
+    with pytest.raises(
+        RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"
+    ):
+        run_folder.save_checkpoint(
+            policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config
+        )  # a set is no JSON
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
-    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON. Half a surrogate pair is no UTF-8, but JSON."""
+    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON; half a surrogate pair is not UTF-8."""
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
     run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], eos_ids={1})
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
-    assert json.loads(line)["response"] == "one\u2028two\x85three" and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
+    assert (
+        json.loads(line)["response"] == "one\u2028two\x85three"
+        and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
+    )
 
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
@@ -151,7 +205,12 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
     config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
     log = run_folder.Log(config, first_step=0)
-    for values in ({"step": 0}, {"step": 1, "reward/mean": 0.5}, {"step": 1, "val/a/mean@1": 0.25}, {"step": 2}):
+    for values in (
+        {"step": 0},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 1, "val/a/mean@1": 0.25},
+        {"step": 2},
+    ):
         log.metrics(values)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 0}, {"step": 1, "reward/mean": 0.5, "val/a/mean@1": 0.25}, {"step": 2}]
@@ -164,7 +223,11 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
         sample.row = {"data_source": "a"}
     metrics = run_folder.validation_metrics([samples])
     assert metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5 and metrics["val/a/pass@2"] == 1.0
-    assert metrics["val/a/maj@4"] == 1.0 and "val/a/pass@4" not in metrics and metrics["val/a/no_verdict/mean@4"] == 0.5
+    assert (
+        metrics["val/a/maj@4"] == 1.0
+        and "val/a/pass@4" not in metrics
+        and metrics["val/a/no_verdict/mean@4"] == 0.5
+    )
 
 
 def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
@@ -184,7 +247,9 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
 # ------------------------------------------------------------------------------- what is right, and who votes
 
 
-@pytest.mark.parametrize("acc, right", [(True, 1), (1, 1), (1.0, 1), (False, 0), (0, 0), (0.5, 0), ("yes", 0), (2, 0)])
+@pytest.mark.parametrize(
+    "acc, right", [(True, 1), (1, 1), (1.0, 1), (False, 0), (0, 0), (0.5, 0), ("yes", 0), (2, 0)]
+)
 def test_right_is_true_or_one_and_means_are_means(acc, right):
     other = dict(pred="5", acc=False, flawed_positive=False)
     group = [scored(1.0, {"data_source": "a"}, pred="4", acc=acc, flawed_positive=True)]
@@ -208,7 +273,9 @@ def test_what_has_no_answer_casts_no_vote(preds, expected):
     group = [scored(1.0, {"data_source": "a"}, pred=pred, acc=pred == "4") for pred in preds]
     assert run_folder.validation_metrics([group])["val/a/maj@4"] == expected
     for sample in group:
-        del sample.result["reward_extra_info"]["pred"]  # a function that does not say the answer: nothing to count
+        del sample.result["reward_extra_info"][
+            "pred"
+        ]  # a function that does not say the answer: nothing to count
     assert "val/a/maj@4" not in run_folder.validation_metrics([group])
 
 
@@ -220,7 +287,7 @@ def test_two_files_of_one_source_share_its_greedy_metric():
     assert (sampled["val/a/mean@1"], sampled["val/a/mean@4"]) == (0.5, 1.0)
 
 
-# ----------------------------------------------------------------------------------- one run, its folder, its end
+# ------------------------------------------------------------------------------- one run, its folder, its end
 
 
 def in_another_process(code, **options):

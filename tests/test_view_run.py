@@ -1,4 +1,4 @@
-"""The page of a run: its data, and in a real browser that every filter, link and view shows what it should."""
+"""The page of a run: its data, and in a real browser that filters, links and views show what they should."""
 
 import html
 import json
@@ -12,28 +12,66 @@ import pytest
 from tools import view_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine")
-PROBLEM, SOUND, FLAWED = "Ben has 65 eggs, gets 9, loses 3. Rest by 5?", ("65+9=74", "74-3=71"), ("65+9=64", "64-3=61")
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine"
+)
+PROBLEM, SOUND, FLAWED = (
+    "Ben has 65 eggs, gets 9, loses 3. Rest by 5?",
+    ("65+9=74", "74-3=71"),
+    ("65+9=64", "64-3=61"),
+)
 EVIL = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 
 
-def line(step=1, split="train", group=0, prompt=PROBLEM, solution=SOUND, advantage=0.5, reward=1.0, status="ok", **more):
+def line(
+    step=1,
+    split="train",
+    group=0,
+    prompt=PROBLEM,
+    solution=SOUND,
+    advantage=0.5,
+    reward=1.0,
+    status="ok",
+    **more,
+):
     """A line of samples.jsonl; `info` adds to what the reward function returned."""
-    info = {"score": reward, "acc": True, "flawed_positive": False, "genrm_status": "ok", "critique": "fine\n\\boxed{-1}"}
+    info = {
+        "score": reward,
+        "acc": True,
+        "flawed_positive": False,
+        "genrm_status": "ok",
+        "critique": "fine\n\\boxed{-1}",
+    }
     info |= {"oracle_flawed_positive": False} | more.pop("info", {})
-    return {"step": step, "split": split, "group": group, "data_source": "toy", "prompt": prompt, "ground_truth": "1",
-            "reward_score": reward, "reward_extra_info": info, "status": status, "seconds": 0.25, "advantage": advantage,
-            "response_length": 21, "clipped": False, "response": "\n\n".join([*solution, "Rest \\boxed{1}"])} | more  # fmt: skip
+    return {"step": step, "split": split, "group": group, "data_source": "toy", "prompt": prompt,
+            "ground_truth": "1", "reward_score": reward, "reward_extra_info": info, "status": status,
+            "seconds": 0.25, "advantage": advantage, "response_length": 21, "clipped": False,
+            "response": "\n\n".join([*solution, "Rest \\boxed{1}"])} | more  # fmt: skip
 
 
 CAUGHT = dict(solution=FLAWED, reward=0.0, advantage=-1.5)
-CAUGHT |= {"info": {"flawed_positive": True, "critique": "0:65+9=74?6 not\n\\boxed{0}", "oracle_flawed_positive": True}}
+CAUGHT |= {
+    "info": {
+        "flawed_positive": True,
+        "critique": "0:65+9=74?6 not\n\\boxed{0}",
+        "oracle_flawed_positive": True,
+    }
+}
 MISSED = dict(solution=FLAWED, info={"oracle_flawed_positive": True})
-SILENT = dict(reward=None, advantage=None, status="no_verdict", info={"flawed_positive": None, "genrm_status": "timeout"})
+SILENT = dict(
+    reward=None,
+    advantage=None,
+    status="no_verdict",
+    info={"flawed_positive": None, "genrm_status": "timeout"},
+)
 CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
+CUT["info"] |= {"genrm_error": "", "critique": ""}
 
 
-METRICS = ({"step": 0, "val/toy/mean@1": 0.25, "val/toy/no_verdict/mean@1": 0.0}, {"step": 1, "reward/acc": 0.5})
+METRICS = (
+    {"step": 0, "val/toy/mean@1": 0.25, "val/toy/no_verdict/mean@1": 0.0},
+    {"step": 1, "reward/acc": 0.5},
+)
 
 
 def write_run(folder, samples, metrics=METRICS):
@@ -45,13 +83,23 @@ def write_run(folder, samples, metrics=METRICS):
 
 def data_of(page):
     """What the page holds: its script element ends where it should."""
-    return json.loads(re.search(r'id="data">(.*?)</script>\n<script>\n"use strict"', page.read_text(), re.S)[1])
+    return json.loads(
+        re.search(r'id="data">(.*?)</script>\n<script>\n"use strict"', page.read_text(), re.S)[1]
+    )
 
 
 def dom(page, **state):
     """The page's HTML as a browser has drawn it for this state."""
     address = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom", address]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        address,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
@@ -62,7 +110,7 @@ def part(text, name):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Two runs. In "fapo" step 1 has a group of every kind of sample, step 2 a sound one; what models wrote is hostile."""
+    """Two runs. In "fapo" step 1 has a group with every kind of sample, step 2 one with hostile texts."""
     folder = tmp_path_factory.mktemp("runs")
     everything = [line(**case) for case in ({}, CAUGHT, MISSED, SILENT, CUT)]
     hostile = line(step=2, group=3, prompt=EVIL, solution=(EVIL,), info={"critique": EVIL, "pred": EVIL})
@@ -73,7 +121,7 @@ def page(tmp_path_factory):
     return view_run.write_page([folder])
 
 
-# ------------------------------------------------------------------------------------------------------ from files to data
+# ----------------------------------------------------------------------------------------- from files to data
 
 
 def test_lines_become_whole_groups_and_curves(tmp_path):
@@ -83,19 +131,27 @@ def test_lines_become_whole_groups_and_curves(tmp_path):
     groups = run_data["groups"]
     assert [(g["step"], g["group"], len(g["samples"])) for g in groups] == [(1, 0, 5), (1, 1, 1), (2, 0, 1)]
     assert [sample["oracle"] for sample in groups[0]["samples"]] == [-1, 0, 0, -1, -1]
-    assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [[1, 0.5]]
+    assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [
+        [1, 0.5]
+    ]
     assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
 
 
 def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
-    run = write_run(tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}])
+    run = write_run(
+        tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}]
+    )
     with open(run / "samples.jsonl", "ab") as file:
         file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # cut in the middle of a character
     (data,) = data_of(view_run.write_page([run]))["runs"]
     assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
-    assert data["metrics"] == {} and data["notes"] == ["run: 1 torn lines were left out (the run goes on, or was killed)"]
+    assert data["metrics"] == {} and data["notes"] == [
+        "run: 1 torn lines were left out (the run goes on, or was killed)"
+    ]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
-    assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == ["fresh: no samples (samples.jsonl is empty or missing)"]
+    assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == [
+        "fresh: no samples (samples.jsonl is empty or missing)"
+    ]
 
 
 def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
@@ -109,10 +165,22 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
     (data,) = data_of(page)["runs"]
     kept = [group["step"] for group in data["groups"] if group["split"] == "train"]
     assert all(len(group["samples"]) == 8 for group in data["groups"] if group["split"] == "train")
-    assert 40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8  # no gap, early or late
-    assert {(g["step"], g["group"]) for g in data["groups"] if g["split"] == "val"} >= {(0, 0), (100, 0), (200, 0)}
-    assert re.match(rf"run: {len(data['groups'])} of 209 groups are here.*all take 13\.\d MB .--max-mb", data["notes"][0])
-    assert len(data["metrics"]["a"]) <= 1002 and data["metrics"]["a"][-1] == [5000, 1.0] and "of 5001 steps" in data["notes"][1]
+    assert (
+        40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8
+    )  # no gap, early or late
+    assert {(g["step"], g["group"]) for g in data["groups"] if g["split"] == "val"} >= {
+        (0, 0),
+        (100, 0),
+        (200, 0),
+    }
+    assert re.match(
+        rf"run: {len(data['groups'])} of 209 groups are here.*all take 13\.\d MB .--max-mb", data["notes"][0]
+    )
+    assert (
+        len(data["metrics"]["a"]) <= 1002
+        and data["metrics"]["a"][-1] == [5000, 1.0]
+        and "of 5001 steps" in data["notes"][1]
+    )
     assert len(data_of(view_run.write_page([run], max_mb=20))["runs"][0]["groups"]) == 209
 
 
@@ -121,9 +189,14 @@ def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path)
         write_run(tmp_path / name, [line()])
     assert list(view_run.find_runs([tmp_path / "a"])) == ["baseline", "fapo"]
     assert list(view_run.find_runs([tmp_path / "b/fapo"])) == ["fapo"]
-    data = data_of(view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html"))
+    data = data_of(
+        view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html")
+    )
     colours = {run["name"]: run["colour"] for run in data["runs"]}
-    assert list(colours) == ["a/baseline", "a/fapo", "b/fapo"] and colours["a/baseline"] == view_run.COLOURS["baseline"]
+    assert (
+        list(colours) == ["a/baseline", "a/fapo", "b/fapo"]
+        and colours["a/baseline"] == view_run.COLOURS["baseline"]
+    )
     assert colours["a/fapo"] == view_run.COLOURS["fapo"] and len(set(colours.values())) == 3
     assert not (tmp_path / "a/report.html").exists()
     with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
@@ -138,7 +211,7 @@ def test_what_models_wrote_cannot_become_markup(page):
     assert group["prompt"] == sample["response"].split("\n\n")[0] == info["critique"] == info["pred"] == EVIL
 
 
-# ------------------------------------------------------------------------------------------------------ in a browser
+# ----------------------------------------------------------------------------------------------- in a browser
 
 
 def played(page, script):
@@ -175,26 +248,50 @@ def test_a_judge_in_training_is_measured_against_the_truth(tmp_path):
         (-1, 2, False): ("verdict wrong", ["oracle", "wrong"]),
         (None, -1, False): ("verdict wrong", []),
     }
-    infos = [{"acc": right, "exact": pred == truth, "pred": pred, "gt": truth} for pred, truth, right in cases]
-    page = view_run.write_page([write_run(tmp_path / "run", [line() | {"reward_extra_info": info} for info in infos])])
+    infos = [
+        {"acc": right, "exact": pred == truth, "pred": pred, "gt": truth} for pred, truth, right in cases
+    ]
+    page = view_run.write_page(
+        [write_run(tmp_path / "run", [line() | {"reward_extra_info": info} for info in infos])]
+    )
     (samples,) = understood(page)
     assert [(sample["verdict"], sample["flags"]) for sample in samples] == list(cases.values())
 
 
 @in_browser
 @pytest.mark.parametrize(
-    "name, chosen", [("", [0, 1, 2, 3, 4]), ("judge", [1]), ("oracle", [1, 2]), ("wrong", [2]), ("silent", [3]), ("cut", [4])]
+    "name, chosen",
+    [
+        ("", [0, 1, 2, 3, 4]),
+        ("judge", [1]),
+        ("oracle", [1, 2]),
+        ("wrong", [2]),
+        ("silent", [3]),
+        ("cut", [4]),
+    ],
 )
 def test_a_filter_shows_what_it_names(page, name, chosen):
     text = dom(page, view="groups", run="fapo", filter=name)
-    expected = "6 samples in 2 groups at 2 steps" if not name else f"{len(chosen)} samples in 1 groups at 1 steps"
+    expected = (
+        "6 samples in 2 groups at 2 steps" if not name else f"{len(chosen)} samples in 1 groups at 1 steps"
+    )
     assert expected in part(text, "count")
     cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
     assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
-    assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[:1]  # its sample is the one below
+    assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[
+        :1
+    ]  # its sample is the one below
     assert f"Sample {chosen[0]}, paragraph by paragraph" in text
     state = urllib.parse.parse_qs(html.unescape(cards[3][3]).lstrip("#"))
-    kept = {"view": "groups", "run": "fapo", "split": "train", "step": "1", "group": "0", "sample": "3", "filter": name}
+    kept = {
+        "view": "groups",
+        "run": "fapo",
+        "split": "train",
+        "step": "1",
+        "group": "0",
+        "sample": "3",
+        "filter": name,
+    }
     assert state == {key: [value] for key, value in kept.items() if value}
 
 
@@ -202,23 +299,43 @@ def test_a_filter_shows_what_it_names(page, name, chosen):
 def test_a_group_and_a_sample_explain_the_reward(page):
     text = dom(page, view="groups", run="fapo", step=1, group=0, sample=1)
     group, sample = part(text, "group"), part(text, "sample")
-    assert PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group  # of 1, 0, 1, -1: silence does not count
+    assert (
+        PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group
+    )  # of 1, 0, 1, -1: silence does not count
     tints = re.findall(r'class="advantage" style="(.*?)">(.*?)<', group)
-    assert [words for _, words in tints] == ["advantage +0.5", "advantage −1.5", "advantage +0.5", "no advantage", "advantage −1"]
+    assert [words for _, words in tints] == [
+        "advantage +0.5",
+        "advantage −1.5",
+        "advantage +0.5",
+        "no advantage",
+        "advantage −1",
+    ]
     assert [re.findall("good|bad", style) for style, _ in tints] == [["good"], ["bad"], ["good"], [], ["bad"]]
-    assert '<li class="named">65+9=64<div class="soft">← the judge and the oracle: first wrong paragraph' in sample
+    assert (
+        '<li class="named">65+9=64<div class="soft">← the judge and the oracle: first wrong paragraph'
+        in sample
+    )
     assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
     rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
     assert [rows[name] for name in ("rule", "judge", "length", "reward")] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
+    assert "No judge was asked." in part(
+        dom(page, view="groups", run="fapo", step=1, group=0, sample=4), "sample"
+    )
 
 
 @in_browser
 def test_what_models_wrote_is_text_also_for_the_search(page):
     text = dom(page, view="groups", run="fapo", q="onerror")
-    assert "1 samples in 1 groups at 1 steps" in part(text, "count") and "<img" not in text and text.count("<script") == 2
+    assert (
+        "1 samples in 1 groups at 1 steps" in part(text, "count")
+        and "<img" not in text
+        and text.count("<script") == 2
+    )
     escaped = html.escape(EVIL, quote=False)
-    assert escaped in part(text, "group") and part(text, "sample").count(escaped) == 3  # the solution, the critique, a value
+    assert (
+        escaped in part(text, "group") and part(text, "sample").count(escaped) == 3
+    )  # the solution, the critique, a value
     assert re.search(r"<title>(.*?)</title>", text)[1] == str(page.parent)  # and no script of theirs ran
 
 
@@ -226,23 +343,37 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
 @pytest.mark.slow
 def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
     text = dom(page)
-    assert len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4  # one a run in accuracy and no verdict
+    assert (
+        len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
+    )  # one a run in accuracy and no verdict
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
     assert f"fill:{view_run.COLOURS['fapo']}" in text and f'stroke="{view_run.COLOURS["baseline"]}"' in text
     assert dom(page, hide="baseline").count("<polyline") == 2
     answers = part(dom(page, view="changed"), "answers")
-    rows = [re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row) for row in answers.split("<tr>")[1:]]
+    rows = [
+        re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row)
+        for row in answers.split("<tr>")[1:]
+    ]
     flawed, sound = "right answer, flawed", "right answer, sound"
-    assert rows == [[("0", flawed), ("5", flawed), ("10", flawed)], [("0", flawed), ("5", flawed), ("10", sound)]]
+    assert rows == [
+        [("0", flawed), ("5", flawed), ("10", flawed)],
+        [("0", flawed), ("5", flawed), ("10", sound)],
+    ]
 
 
 @in_browser
 def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
     metrics = {f"val/openai/gsm8k/{key}mean@2": 0.5 for key in ("", "no_verdict/", "score/")}
-    page = view_run.write_page([write_run(tmp_path / "lr1,seed0", [line()], [{"step": 1, "reward/acc": 0.5} | metrics])])
+    page = view_run.write_page(
+        [write_run(tmp_path / "lr1,seed0", [line()], [{"step": 1, "reward/acc": 0.5} | metrics])]
+    )
     text = dom(page)
     (chart,) = re.findall('<figure data-key="reward/acc">.*?</figure>', text, re.S)
-    assert chart.count('class="held-out"') == 1 and chart.count("<polyline") == 2 and " (● openai/gsm8k)" in part(text, "glyphs")
+    assert (
+        chart.count('class="held-out"') == 1
+        and chart.count("<polyline") == 2
+        and " (● openai/gsm8k)" in part(text, "glyphs")
+    )
     assert "<polyline" not in dom(page, hide="lr1,seed0")
 
 
@@ -250,7 +381,9 @@ def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
 def test_slider_search_and_keys_do_what_the_mouse_does(page):
     """A script that plays the user, at the end of a copy of the page."""
     plays = """
-      const chart = document.querySelector("[data-key='reward/acc']"), readout = chart.querySelector(".readout");
+      const chart = document.querySelector("[data-key='reward/acc']");
+      const readout = chart.querySelector(".readout");
+      const set = (id, value, event) => { $(id).value = value; $(id).dispatchEvent(new Event(event)); };
       const press = key => chart.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
       press("ArrowLeft");
       const seen = [readout.textContent];
@@ -258,14 +391,17 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
       seen.push(readout.textContent);
       press("Enter");
       const steps = [
-        () => { seen.push(location.hash); $("run").value = "fapo"; $("run").dispatchEvent(new Event("change")); },
-        () => { seen.push($("at").value); $("step").value = 1; $("step").dispatchEvent(new Event("input")); },
-        () => { seen.push($("at").value); $("q").focus(); $("q").value = "onerror"; $("q").dispatchEvent(new Event("input")); },
-        () => { seen.push(document.activeElement.id, location.hash); document.title = JSON.stringify(seen); }];
+        () => { seen.push(location.hash); set("run", "fapo", "change"); },
+        () => { seen.push($("at").value); set("step", 1, "input"); },
+        () => { seen.push($("at").value); $("q").focus(); set("q", "onerror", "input"); },
+        () => { seen.push(document.activeElement.id, location.hash);
+                document.title = JSON.stringify(seen); }];
       steps.forEach((step, i) => setTimeout(step, 100 * (i + 1)));
     """
     seen = played(page, plays)
-    assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]  # from step 1 to 0, which is the first
+    assert (
+        seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]
+    )  # from step 1 to 0, which is the first
     assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]
 
 
@@ -273,37 +409,62 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
 def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
     """Right is true or 1; of a function that says nothing of flaws there is its score alone."""
     cases = [
-        (dict(acc=True, flawed_positive=True, score=0.25), "right answer, flawed", ["rule +1", "judge −0.75"]),
+        (
+            dict(acc=True, flawed_positive=True, score=0.25),
+            "right answer, flawed",
+            ["rule +1", "judge −0.75"],
+        ),
         (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
         (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),
         (dict(acc=0.5, score=0.5), "wrong answer", ["score +0.5"]),
         (dict(acc="yes", score=0.5), "wrong answer", ["score +0.5"]),
     ]
-    lines = [line(reward=info["score"] - 0.1) | {"reward_extra_info": info | {"overlong_penalty": -0.1}} for info, *_ in cases]
+    lines = [
+        line(reward=info["score"] - 0.1) | {"reward_extra_info": info | {"overlong_penalty": -0.1}}
+        for info, *_ in cases
+    ]
     page = view_run.write_page([write_run(tmp_path / "run", lines)])
-    samples = played(page, """document.title = JSON.stringify(RUNS[0].groups[0].samples.map(sample =>
-        [sample.verdict, termsOf(sample).map(([name, value]) => `${name} ${signed(value)}`)]))""")
+    samples = played(
+        page,
+        """document.title = JSON.stringify(RUNS[0].groups[0].samples.map(sample =>
+        [sample.verdict, termsOf(sample).map(([name, value]) => `${name} ${signed(value)}`)]))""",
+    )
     assert samples == [[verdict, [*terms, "length −0.1"]] for _, verdict, terms in cases]
 
 
 @in_browser
 def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp_path):
-    metrics = {"reward/acc": 0.5, "reward/no_verdict": 0.1, "reward/politeness": 0.3, "actor/loss": 0.1, "reward/score": 0.2}
+    metrics = {
+        "reward/acc": 0.5,
+        "reward/no_verdict": 0.1,
+        "reward/politeness": 0.3,
+        "actor/loss": 0.1,
+        "reward/score": 0.2,
+    }
     policy = write_run(tmp_path / "policy", [line(), line()], [{"step": 1} | metrics])
-    settings = dict(model="models/small", reward_fn="my.py:fapo", reward_kwargs='{"penalty": 0.5}', advantage="dr_grpo",
-                    lr=1e-6, train_batch_size=16, group_size=8, wandb_key="secret")  # fmt: skip
+    settings = dict(model="models/small", reward_fn="my.py:fapo", reward_kwargs='{"penalty": 0.5}',
+                    advantage="dr_grpo", lr=1e-6, train_batch_size=16, group_size=8,
+                    wandb_key="secret")  # fmt: skip
     (policy / "config.json").write_text(json.dumps(settings))
     write_run(tmp_path / "judge", [line()], [{"step": 1, "reward/acc": 0.9, "reward/exact": 0.8}])
     page = view_run.write_page([tmp_path])
     text = dom(page)
     (said,) = re.findall(r"<p[^>]*>(?:(?!<p).)*?learning rate.*?</p>", part(text, "settings"))
     words = re.sub("<.*?>", "", said)
-    for expected in ("model models/small", "reward my.py:fapo", "λ 0.5", "advantage dr_grpo", "learning rate 1e-6", "16 × 8"):
+    for expected in (
+        "model models/small",
+        "reward my.py:fapo",
+        "λ 0.5",
+        "advantage dr_grpo",
+        "learning rate 1e-6",
+        "16 × 8",
+    ):
         assert expected in words
     assert "secret" not in page.read_text()
     charts = re.findall(r'<figure data-key="(.*?)"><figcaption>(.*?)</figcaption>', part(text, "main-charts"))
     assert charts == [("reward/acc", "accuracy"), ("reward/acc", "accuracy, judges in training"),
-                      ("reward/no_verdict", "samples without a verdict"), ("reward/exact", "exact, judges in training"),
+                      ("reward/no_verdict", "samples without a verdict"),
+                      ("reward/exact", "exact, judges in training"),
                       ("reward/politeness", "politeness")]  # fmt: skip
     assert text.count(">step</text>") == len(charts) and text.count(">share</text>") == 3
     group = part(dom(page, view="groups", run="policy"), "group")
