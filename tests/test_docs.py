@@ -99,7 +99,7 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_every_metric_and_status_is_in_the_glossary():
-    """What the code writes as "time/..." or f"dynamic/dropped_{why}" is asked of the code; {...} is any word."""
+    """What the code writes as "time/..." or f"dynamic/dropped_{why}" is asked of it; {...} is any word."""
     glossary = (ROOT / "docs/glossary.md").read_text()
     source = "".join(path.read_text() for folder in (ROOT, ROOT / "cluster") for path in folder.glob("*.py"))
     kinds = "reward|genrm|dynamic|response_length|actor|rollout|time|perf|val"
