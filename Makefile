@@ -32,6 +32,11 @@ setup: .venv/.ready
 	done; true
 	@$(BIN)/python -c 'import torch, transformers, ray, vllm' 2>/dev/null || \
 		{ echo "error: the packages in .venv do not load together; see: $(BIN)/python -c 'import torch, transformers, ray, vllm'"; exit 2; }
+	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ $(BIN)/python -c 'import torch; print("error: torch", torch.__version__, "of CUDA", torch.version.cuda, "cannot use the GPU")'; \
+		echo "driver: $$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1), CUDA 13 needs 580 or newer."; \
+		echo "Update the driver, or install into .venv the vllm that was built for its torch and CUDA (0.32: torch 2.13,"; \
+		echo "0.24: torch 2.11, both CUDA 13; others: https://docs.vllm.ai/en/stable/getting_started/installation/gpu.html)"; exit 2; }
 	@touch $@
 
 demo: setup

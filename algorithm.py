@@ -41,17 +41,18 @@ def compute_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
     return torch.where((count >= 2) & (highest > lowest), centred / (std + 1e-6), 0.0)
 
 
-def compute_process_aware_advantages(outcome_P_G: torch.Tensor, process_P_G: torch.Tensor) -> torch.Tensor:
+def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
     """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
 
     outcome_P_G: 1 where the answer is right, else -1 (plus a length penalty, if any), normalised over the
-    whole group; NaN: no verdict, advantage 0. process_P_G: quality of the reasoning of a right answer, here 1
-    sound and 0 flawed, normalised among the group's right answers only; NaN for a wrong answer, whose part is
-    0: however good its steps look, it gains nothing, and in a group that is all right the steps still tell
-    the samples apart. Returns advantages_P_G.
+    whole group. process_P_G: quality of the reasoning, here 1 sound and 0 flawed, normalised among the right
+    answers (right_P_G, bool) only and 0 for the others: however good its steps look, a wrong answer gains
+    nothing, and in a group that is all right the steps still tell the samples apart. NaN in the outcome, or
+    in the process of a right answer: no verdict, advantage 0, left out of both. Returns advantages_P_G.
     """
-    process_P_G = torch.where(outcome_P_G.isnan(), math.nan, process_P_G)
-    return compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
+    known = ~(outcome_P_G.isnan() | right_P_G & process_P_G.isnan())
+    outcome = compute_advantages(torch.where(known, outcome_P_G, math.nan))
+    return outcome + compute_advantages(torch.where(known & right_P_G, process_P_G, math.nan))
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:

@@ -60,8 +60,8 @@ def remove_boxed(boxed: str) -> str:
     return boxed[len("\\boxed{") : -1]
 
 
-# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1) as in DAPO, made wider and
-# stricter; each departure is a row of docs/answers.md. The rules work in this order; TYPE is \text{...} and its
+# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1) as in DAPO, made wider
+# and stricter; each departure is a row of docs/answers.md. The rules work in this order; TYPE is \text{} and its
 # like, BARE an argument without braces, "~" white space.
 _RULES = r"""
 characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\times→\\cdot~  \\[lc]?dots|\.\.\.→\\ldots~
@@ -136,8 +136,8 @@ def compute_score(
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
-        what = f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer"
-        raise ValueError(f"{what}: this data source needs a reward function of its own")
+        raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
+                         "this data source needs a reward function of its own")  # fmt: skip
     tail = solution_str[-TAIL_CHARS:]
     boxed = last_boxed_only_string(tail)
     answer = remove_boxed(boxed) if boxed else None
@@ -239,7 +239,7 @@ _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
 # style -> (template, format of one paragraph and the white space after it; "": the solution goes in unsplit).
 # Add your own.
-PROMPT_STYLES: dict[str, tuple[str, str]] = {
+PROMPT_STYLES = {
     "tagged": (_TAGGED, _TAGS),
     "no_truth": (_NO_TRUTH, _TAGS),
     "raw": (_RAW, ""),
@@ -289,11 +289,11 @@ DEATH = (  # a connection that was cut after the request was sent, told by us or
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 
-_loop_state: dict[asyncio.AbstractEventLoop, tuple] = {}  # what `_state` returns
+_loop_state = {}  # event loop -> what `_state` returns
 
 
-async def _state() -> tuple[aiohttp.ClientSession, dict[str, asyncio.Lock], dict[str, dict]]:
-    """This event loop's one session (loops cannot share one), and by address: locks for look-ups, models."""
+async def _state() -> tuple:
+    """This event loop's (session, {address: lock for looking its model up}, {address: model})."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
@@ -320,8 +320,9 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            told = dict(status=response.status, message=text, headers=response.headers)
-            raise aiohttp.ClientResponseError(response.request_info, (), **told)
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=text, headers=response.headers
+            )
         return await response.json(content_type=None)
 
 
@@ -359,10 +360,10 @@ async def chat(
                 try:
                     body["model"] = model or (await served_model(address))["id"]
                     reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
-                    choice, usage = reply["choices"][0], reply.get("usage") or {}
+                    choice = reply["choices"][0]
                     status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
                     text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
-                    return status, text, usage.get("completion_tokens") or 0
+                    return status, text, (reply.get("usage") or {}).get("completion_tokens") or 0
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
                 except aiohttp.ClientResponseError as error:
@@ -399,19 +400,18 @@ async def judge_solution(
     index = parse_critique(text, count) if status == "ok" else None
     failed = status in ("http_error", "timeout")
     status = "unparsable" if status == "ok" and index is None else status
-    verdict = {"first_wrong": index, "genrm_status": status}
-    return verdict | {"genrm_error": text if failed else "", "critique": "" if failed else text}
+    return {"first_wrong": index, "genrm_status": status, "genrm_error": text if failed else "",
+            "critique": "" if failed else text}  # fmt: skip
 
 
 async def compute_score_discriminative(
     data_source, solution_str, ground_truth, extra_info=None, *, prompt, reward_router_address,
-    reward_model_tokenizer,
-) -> dict:  # fmt: skip
+    reward_model_tokenizer) -> dict:  # fmt: skip
     """Score of a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
 
     prompt: the row's messages. The chat template of the model's own tokenizer makes the text; it writes BOS
     itself where there is one. Returns score, and the rule's acc and pred (None where ground_truth is "").
-    Raises aiohttp.ClientError for a server that fails, ValueError for a model with more than one label.
+    Raises aiohttp.ClientError where the server fails, ValueError for a model with more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -420,9 +420,8 @@ async def compute_score_discriminative(
     scores = reply["data"][0]["probs"]
     if len(scores) != 1:
         raise ValueError(f"the reward model gives {len(scores)} labels: choose one in a function of your own")
-    rule = {"acc": None, "pred": None}
-    if ground_truth != "":
-        rule = compute_score(data_source, solution_str, ground_truth)
+    unknown = {"acc": None, "pred": None}
+    rule = compute_score(data_source, solution_str, ground_truth) if ground_truth != "" else unknown
     return rule | {"score": scores[0]}
 
 
@@ -433,8 +432,8 @@ async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
     judge_test=False, keep_critique=False, verifier: Literal["rule", "math_verify"] = "rule",
-    prompt_style: Literal[*PROMPT_STYLES] = "tagged", genrm_model=None, genrm_temperature=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
+    prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
 ) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
@@ -452,28 +451,24 @@ async def compute_score_fapo(
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    rule = functools.partial(compute_score, data_source, solution_str, ground_truth)
-    if verifier == "rule":
-        result = rule()
-    else:  # blocks: in threads of its own, as those of asyncio.to_thread also look up host names
-        verified = functools.partial(rule, verifier=verifier)
-        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, verified)
-    if result["acc"] is None and on_no_verdict == "rule":
-        result = rule()
-    extra_info, address = extra_info or {}, reward_router_address
+    result = compute_score(data_source, solution_str, ground_truth)
+    if verifier != "rule":  # blocks: in threads of its own, as asyncio.to_thread's also look up host names
+        grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+        graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
+        result = result if graded["acc"] is None and on_no_verdict == "rule" else graded
+    extra_info = extra_info or {}
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
     verdict = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", "critique": ""}
-    if result["acc"] and (judge_test or not is_test) and not (only_measures and address is None):
-        if address is None:
+    if result["acc"] and (judge_test or not is_test) and (reward_router_address or not only_measures):
+        if reward_router_address is None:
             raise ValueError("reward_router_address: missing; start a GenRM (--genrm or --router-address)")
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question']: missing; the judge needs the problem's text")
         verdict = await judge_solution(
-            extra_info["question"], str(ground_truth), solution_str, address, prompt_style, model=genrm_model,
-            temperature=genrm_temperature, max_tokens=genrm_max_tokens, timeout_s=genrm_timeout_s,
-            chat_kwargs=genrm_chat_kwargs,
-        )  # fmt: skip
+            extra_info["question"], str(ground_truth), solution_str, reward_router_address, prompt_style,
+            model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
+            timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
     first_wrong = verdict["first_wrong"]
     flawed = False if result["acc"] is False else None if first_wrong is None else first_wrong != -1
     if flawed and not only_measures:
@@ -500,15 +495,13 @@ compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
 
 def compute_score_fapo_genrm(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
-    reward_model_tokenizer=None,
-) -> dict:  # fmt: skip
+    reward_model_tokenizer=None) -> dict:  # fmt: skip
     """Score of one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| /
     total_steps where both say flawed. A critique without a valid index in its last 300 characters scores -1.
-    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt, and three
-    whose means over many critiques are rates: recall and location (on flawed solutions, else None), and
-    sound_kept (on sound ones, else None).
+    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt, and three with
+    rates as means: recall, location (on flawed solutions, else None), sound_kept (on sound ones, else None).
     Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
     """
     try:

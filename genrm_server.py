@@ -4,35 +4,26 @@
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own
 
-Each server has its GPUs (those of CUDA_VISIBLE_DEVICES, dealt out in order) or its share of the CPU cores, and a log.
-One that dies leaves the router, is restarted with back-off and comes back when it is healthy; one that never becomes
-ready MAX_DEATHS times in a row is given up. A router that dies or hangs is restarted at its address. When this process
-ends, however it ends, no process and no port of its servers stays behind (see GUARD in vllm_server.py).
+A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
+router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
+before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
 
-The servers ask for a key on every path but /health; the router sends it along. It is the router's own key, where one
-is set (ROUTER_API_KEY), else a random one that only router and manager know.
+Servers ask for a key on every path but /health; the router sends it along. It is the router's own, if it has
+one (ROUTER_API_KEY), else a random one. Environment variables reach them, such as VLLM_CPU_KVCACHE_SPACE.
 
-Inside a Ray program `RewardModelManager({"genrm": Config(...), "rm": Config(...)})` does the same with each server in
-an actor, placed over the nodes of the cluster, and each model's router beside the driver.
+cluster/placement.py does the same with servers in Ray actors, on any node of a cluster.
 
-Sleep and wake (vLLM: on GPU only), for servers that share their GPU with a trainer: --sleep-mode, then sleep() and
-wake_up() of the manager. Environment variables reach the servers, such as VLLM_CPU_KVCACHE_SPACE (GiB per server).
-
-Left out: systems other than Linux, one server over several nodes, scaling up and down, other engines.
-Needs router.py and vllm_server.py.
+Left out: systems but Linux, servers over several nodes, other engines. Needs router.py, vllm_server.py
 """
 
-import atexit
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,17 +40,15 @@ from vllm_server import Process, VllmServer, reserve
 class Config:
     """N vLLM servers of one model behind one router."""
 
-    model: str  # Folder of the model, or its name on the Hugging Face Hub (only that reaches for the network).
+    model: str  # Folder of the model, or its name on the Hugging Face Hub (only that needs the network).
     num_servers: int = 1  # How many servers.
     port: int = 30000  # Port of the router; 0 lets the system choose (it is printed).
     host: str = "127.0.0.1"  # Address of the router. 0.0.0.0 opens it to the network: set an API key then.
-    # generate: /v1/chat/completions, /v1/completions, /generate. classify: a sequence-classification model.
-    task: Literal["generate", "classify"] = "generate"
+    task: Literal["generate", "classify"] = "generate"  # classify: a discriminative model, /classify.
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where there is a GPU.
     tensor_parallel_size: int = 1  # GPUs per server (on CPU: processes per server).
-    # Share of a GPU for each server; below 1 also of its memory. 0, with --sleep-mode: in Ray it reserves none.
-    gpu_share: float = 1.0
-    cpus: str = ""  # Cores for the servers' computing threads, such as 0,1 (CPU only). Empty: all, shared evenly.
+    gpu_share: float = 1.0  # Of a GPU and its memory, for each server; 0, with --sleep-mode: none in Ray.
+    cpus: str = ""  # Cores for the servers' threads, such as 0,1 (CPU only). Empty: all, shared evenly.
     served_model_name: str = ""  # Name that clients use as "model". Empty: the value of --model.
     dtype: str = ""  # Empty: float32 on CPU (bf16 is emulated there without AVX-512), vLLM's choice on GPU.
     max_model_len: int = 0  # Tokens of prompt plus answer; 0: the model's own limit.
@@ -78,32 +67,29 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        path = Path(self.model).expanduser()
-        if path.exists():
-            if not (path / "config.json").is_file():
-                raise ValueError(f"--model {self.model}: no config.json in it; give a Hugging Face model folder")
-        elif self.model.startswith((".", "/", "~")) or self.model.count("/") != 1:
-            raise ValueError(f"--model {self.model}: no such folder (a name on the Hub is written OWNER/NAME)")
+        path, size, share = Path(self.model).expanduser(), self.tensor_parallel_size, self.gpu_share
+        hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, startup_timeout=0.01, ray_cpus=0)
-        for name, lowest in least.items():
-            if not getattr(self, name) >= lowest:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {lowest}")
-        if not 0 <= self.gpu_share <= 1 or self.gpu_share == 0 and not self.sleep_mode:
-            raise ValueError(f"--gpu-share {self.gpu_share}: must be above 0 and at most 1 (0 goes with --sleep-mode)")
-        if 0 < self.gpu_share < 1 and self.tensor_parallel_size > 1:
-            raise ValueError(f"--gpu-share {self.gpu_share}: a server of {self.tensor_parallel_size} GPUs "
-                             "(--tensor-parallel-size) takes them whole; leave it at 1")
-        if self.cpus and not re.fullmatch(r"\d+(,\d+)*", self.cpus):
-            raise ValueError(f"--cpus {self.cpus}: write numbers separated by commas, such as 0,1")
+        problems = [(not getattr(self, name) >= lowest, name, f"must be at least {lowest}")
+                    for name, lowest in least.items()]
+        for wrong, name, remedy in problems + [
+                (not path.exists() and not hub, "model", "no such folder (a name on the Hub is OWNER/NAME)"),
+                (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it"),
+                (not 0 <= share <= 1, "gpu_share", "must be between 0 and 1"),
+                (share == 0 and not self.sleep_mode, "gpu_share", "must be above 0 without --sleep-mode"),
+                (0 < share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
+                (not (self.cpus or "0").replace(",", "").isdigit(), "cpus", "write numbers such as 0,1")]:
+            if wrong:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
 
 
-def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout: float = 5.0) -> tuple[int, str]:
-    """One small request. Returns (status, text), and (0, what went wrong) when there was no answer."""
+def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
+    """One small request: (status, text), and (0, what went wrong) when there was no answer."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with requests.Session() as session:
         session.trust_env = False  # no proxy, and no key from ~/.netrc
         try:
-            headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
             answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
             return answer.status_code, answer.content.decode("utf-8", "replace")
         except requests.RequestException as error:
@@ -116,16 +102,16 @@ HANG_SECONDS = 180.0  # without an answer of /health: then it is killed and rest
 ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do that takes long
 MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
-CALL_SECONDS = 600.0  # for a control call: reading weights takes a while, and so do requests that end before sleep
+CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
 
 
 @dataclass(eq=False)
 class Slot:
-    """One server and what its thread knows about it."""
+    """One server, or the router, and what its thread knows about it."""
 
-    server: object  # VllmServer, or the handle of an actor of it
-    number: int
+    name: str
+    server: object  # VllmServer or Router, or the handle of an actor
     log: Path
     url: str = ""
     joined: int = 0  # the start of the router that it has joined; 0: not in the router
@@ -134,42 +120,57 @@ class Slot:
     given_up: bool = False
 
 
+class Router(Process):
+    """router.py as a process of its own, at an address of its own."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.log_dir / "router.log")
+        self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
+        port = str(self.reserved.getsockname()[1])
+        self.address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        self.command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--policy",
+                        config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
+        self.env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
+
+    def start(self) -> str:
+        self.launch(self.command, self.env)
+        return f"http://{self.address}"
+
+
 class ModelServers:
     """One model: its servers and their router, started by the constructor, which returns when all are ready.
 
-    Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had, RuntimeError
-    with the name of the log and its last lines when a server fails to start. `router_address` is "host:port", the
-    servers are in `slots` (after a restart, one has the weights of --model).
-    `before_starting(slot)` is called before a server is started, `before_joining(slot)` when it is healthy and not
-    yet asked anything; it stays out while that is false.
+    Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had,
+    RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
+    servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
+    `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
 
-    The router and each server have a thread of their own and do not wait for one another. A server that joins holds
-    the `lock`, and so does who calls all of them (ask_all): none joins in the middle of that.
+    The router and each server have a thread. A server that joins holds the `lock`, and so does who calls all
+    (ask_all): none joins in the middle of that.
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
         self.before_starting, self.before_joining = before_starting, before_joining
-        self.config = config = complete(config)
-        self.label = f"[{name}] " if name else ""
-        self.slots = [Slot(server, number, config.log_dir / f"server_{number}.log")
-                      for number, server in enumerate(servers or local_servers(config))]
-        self.router_process, self.router_starts = Process(config.log_dir / "router.log"), 0
+        self.config, self.label = complete(config), f"[{name}] " if name else ""
+        config = self.config
+        self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
+                      for i, server in enumerate(servers or local_servers(config))]
         self.failure, self.asleep = "", False  # why the start failed
         self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
-            self.reserved = reserve(config.host, config.port)  # should the router die, it comes back there
+            process = Router(config)
         except OSError as error:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen there "
                           f"({error.strerror or error}); choose another one") from None
-        config.port = self.reserved.getsockname()[1]
-        self.router_address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+        self.router = Slot("router", process, process.log)
+        self.router_address = process.address
         if warning := router.warn_if_open(config.host, config.api_key):
             self.say(warning)
         if config.sleep_mode and config.device == "cpu":
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
-        self.threads = [threading.Thread(target=self.keep_router, daemon=True)]
-        self.threads += [threading.Thread(target=self.keep_server, args=(slot,), daemon=True) for slot in self.slots]
+        self.threads = [threading.Thread(target=self.keep, args=(slot,), daemon=True)
+                        for slot in (self.router, *self.slots)]
         for thread in self.threads:
             thread.start()
         if wait:
@@ -195,98 +196,78 @@ class ModelServers:
             print(self.label + text, flush=True)
 
     def call_router(self, method: str, path: str, body: dict | None = None) -> tuple[int, str]:
-        return http(method, f"http://{self.router_address}{path}", body, self.config.server_key, HEALTH_TIMEOUT)
+        return http(method, self.router.url + path, body, self.config.server_key, HEALTH_TIMEOUT)
 
-    def keep_router(self) -> None:
-        """The router's thread: starts it, and again when it dies or hangs. Servers join the new one by themselves."""
-        config, process = self.config, self.router_process
-        command = [sys.executable, router.__file__, "--host", config.host, "--port", str(config.port), "--allow-empty",
-                   "--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
-        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
-        answered = 0.0  # when it last did, or was started
-        while not self.stopping.wait(WATCH_EVERY if self.router_starts else 0):
-            alive, now = process.alive(), time.monotonic()
-            if alive and self.call_router("GET", "/health")[0]:
-                answered = now
-            elif not alive or now - answered > ROUTER_HANG_SECONDS:
-                if self.router_starts:
-                    end = process.last_lines().splitlines()[-1].removeprefix("error: ")
-                    what = f"the router {'hangs' if alive else f'died ({end})'}"
-                    if not self.all_ready.is_set():
-                        self.failure = f"{what} while starting (log: {process.log})"
-                    self.say(f"{what}; restarting it (log: {process.log})")
-                    self.stopping.wait(RESTART_DELAY)
-                try:
-                    process.launch(command, env)
-                except OSError as error:  # such as a full disk, which may have room again in an hour
-                    self.say(f"the router cannot be started: {error}")
-                self.router_starts, answered = self.router_starts + 1, time.monotonic()
-        process.stop(patience=10)
-
-    def keep_server(self, slot: Slot) -> None:
-        """A server's thread: runs it, and again when it has died. One that never gets ready is given up."""
-        tries = deaths = 0  # in a row; while the others sleep the trainer may have the memory that a start needs
+    def keep(self, slot: Slot) -> None:
+        """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
+        tries = deaths = 0  # in a row
         while not self.stopping.is_set():
             died = False
             try:
-                what = self.run_server(slot)
+                what = self.run(slot)
                 end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
-                died = not self.asleep
+                died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
                 what, end = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}"
             if self.stopping.is_set():
                 break
             if not self.all_ready.is_set():
-                self.failure = f"server {slot.number} {what} while starting; {end}"
+                self.failure = f"{slot.name} {what} while starting; {end}"
                 break
             tries, deaths = (0, 0) if slot.ready else (tries + 1, deaths + died)
             if deaths >= MAX_DEATHS:
                 slot.given_up = True
-                self.say(f"GIVING UP on server {slot.number}: it {what}, the {deaths}th time in a row; {end}")
+                self.say(f"GIVING UP on {slot.name}: it {what}, the {deaths}th time in a row; {end}")
                 break
             delay = min(60.0, RESTART_DELAY * 2**tries)
-            self.say(f"server {slot.number} {what}; restarting in {delay:g} s (log: {slot.log})")
+            self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
             slot.restarts += 1
         with contextlib.suppress(Exception):  # an actor that is gone
             self.call(slot, "stop")
 
-    def run_server(self, slot: Slot) -> str:
-        """Starts a server, has it join the router when it is healthy; returns when it is dead or hangs: in which way."""
-        slot.ready = False
-        self.before_starting(slot)
+    def run(self, slot: Slot) -> str:
+        """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
+        slot.ready, is_router = False, slot is self.router
+        if not is_router:
+            self.before_starting(slot)
         slot.url = self.call(slot, "start")
         started = seen = time.monotonic()
         try:
             while not self.stopping.wait(WATCH_EVERY):
-                if http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)[0] == 200:
+                status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                silent = time.monotonic() - seen
+                if status == 200 or status and is_router:
                     seen = time.monotonic()
-                    if slot.joined != self.router_starts and self.join(slot) and not slot.ready:
-                        slot.ready = True
-                        self.say(f"server {slot.number} ready at {slot.url} after {seen - started:.0f} s (log: {slot.log})")
+                    slot.ready |= is_router
+                    if not is_router and slot.joined != self.router.restarts + 1:
+                        self.join(slot, seen - started)
                 elif not self.call(slot, "alive"):
                     return "died"
-                elif not slot.ready and time.monotonic() - started > self.config.startup_timeout:
-                    return f"was not ready after {self.config.startup_timeout:g} s (--startup-timeout)"
-                elif slot.ready and time.monotonic() - seen > HANG_SECONDS:
-                    return f"did not answer /health for {HANG_SECONDS:g} s"
+                elif not slot.ready and silent > self.config.startup_timeout:
+                    return f"was not ready after {silent:.1f} s (--startup-timeout)"
+                elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
+                    return f"hangs: no answer of /health for {silent:.0f} s"
                 if all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
         finally:
             self.leave(slot)
 
-    def join(self, slot: Slot) -> bool:
-        """Lets a healthy server into the router, and into a new router again."""
+    def join(self, slot: Slot, seconds: float) -> None:
+        """Lets a healthy server into the router, and into a new router again; else at the next look."""
         with self.lock:
-            if not slot.joined and self.asleep:  # it must not take the memory that the others left to the trainer
-                self.ask(slot, SLEEP)
-            if not slot.joined and not self.before_joining(slot):
-                return False
-            start = self.router_starts
-            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:  # else at the next look
+            if not slot.joined:
+                if self.asleep:  # it must not take the memory that the others left to the trainer
+                    self.ask(slot, SLEEP)
+                if not self.before_joining(slot):
+                    return
+            start = self.router.restarts + 1
+            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
                 slot.joined = start
-            return slot.joined == start
+        if slot.joined == start and not slot.ready:
+            slot.ready = True
+            self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
 
     def leave(self, slot: Slot) -> None:
         if slot.joined:
@@ -294,30 +275,26 @@ class ModelServers:
             self.call_router("DELETE", f"/workers?url={slot.url}")
 
     def call(self, slot: Slot, method: str, *args):
-        """A method of the server, here or in its actor. An actor may take minutes: no node has room, or it is set up."""
-        if isinstance(slot.server, VllmServer):
-            return getattr(slot.server, method)(*args)
+        """A method of the server, here or in its actor; it waits until Ray has found a place for that."""
+        call = getattr(slot.server, method)
+        if isinstance(slot.server, Process):
+            return call(*args)
         import ray
-        if not ray.is_initialized():  # ray.get would start a new Ray; the old one took its actors along
+        if not ray.is_initialized():  # or a new Ray would start; the old one took its actors along
             raise RuntimeError("Ray was shut down")
-        answer = getattr(slot.server, method).remote(*args)
-        while not ray.wait([answer], timeout=20)[0]:
-            if self.stopping.is_set():
-                raise RuntimeError("stopped while Ray set up its actor")
-            self.say(f"server {slot.number} waits for Ray to place its actor or set it up")
-        return ray.get(answer)
+        return ray.get(call.remote(*args))
 
     def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
         """A control call to one server. RuntimeError where it does not say 200."""
         status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
         if status != 200:
-            raise RuntimeError(f"{self.label}server {slot.number}: POST {path} failed ({status}): {text[:300]}")
+            raise RuntimeError(f"{self.label}{slot.name}: POST {path} failed ({status}): {text[:300]}")
 
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
 
-        One that dies of it, or fails where others do not, is restarted and joins as they are then. RuntimeError where
-        all refuse, or none is left that could come back.
+        One that dies of it, or fails where others do not, is restarted and joins as they are then.
+        RuntimeError where all refuse, or none is left that could come back.
         """
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
@@ -352,7 +329,7 @@ class ModelServers:
         self.stopping.set()
         for thread in self.threads:
             thread.join(20)
-        self.reserved.close()
+        self.router.server.reserved.close()
 
 
 def complete(config: Config) -> Config:
@@ -360,10 +337,11 @@ def complete(config: Config) -> Config:
     config.check()
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
     api_key = router.read_key(config.api_key, "ROUTER_API_KEY")
-    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser().absolute()
-    return replace(config, device=choose_device() if config.device == "auto" else config.device, api_key=api_key,
-                   server_key=api_key or config.server_key or secrets.token_urlsafe(32), log_dir=log_dir,
-                   model=str(path) if path.exists() else config.model,
+    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser()
+    device = choose_device() if config.device == "auto" else config.device
+    return replace(config, device=device, api_key=api_key,
+                   server_key=api_key or config.server_key or secrets.token_urlsafe(32),
+                   model=str(path) if path.exists() else config.model, log_dir=log_dir.absolute(),
                    served_model_name=config.served_model_name or config.model)
 
 
@@ -374,20 +352,21 @@ def choose_device() -> str:
         return "cuda"
     with contextlib.suppress(OSError):  # no such program
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
-            raise ValueError(f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; take the "
-                             "vllm that fits the driver (requirements.txt says which), or say --device cpu")
+            raise ValueError(f"--device auto: nvidia-smi shows a GPU, torch {torch.__version__} uses none; "
+                             "take the vllm that fits the driver (see requirements.txt), or say --device cpu")
     return "cpu"
 
 
 def deal_gpus(config: Config, part: int) -> str:
-    """The GPUs of the `part`-th server on a machine, as CUDA_VISIBLE_DEVICES names them: of this process's, in order."""
+    """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
     size, first = config.tensor_parallel_size, part * config.tensor_parallel_size
     if 0 < config.gpu_share < 1:
         first = part // int(1 / config.gpu_share)  # so many share one
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
     if not visible:
         import torch
-        visible = ",".join(map(str, range(torch.cuda.device_count() or first + size)))  # of another node: by number
+        count = torch.cuda.device_count() or first + size  # of another node, where this one has none
+        visible = ",".join(map(str, range(count)))
     if len(visible.split(",")) < first + size:
         raise ValueError(f"--num-servers {config.num_servers} --tensor-parallel-size {size} --gpu-share "
                          f"{config.gpu_share:g}: more than the GPUs {visible}; lower one of them")
@@ -396,122 +375,8 @@ def deal_gpus(config: Config, part: int) -> str:
 
 def local_servers(config: Config) -> list[VllmServer]:
     """The servers of one model on this machine, each with its share of the cores or its GPUs."""
-    return [VllmServer(config, i, i, config.num_servers, deal_gpus(config, i) if config.device == "cuda" else "")
-            for i in range(config.num_servers)]
-
-
-def reserved(configs: list[Config]) -> tuple[list[dict], str]:
-    """What the servers of these models reserve in Ray, and how it deals them out: where GPUs are taken, node after
-    node, or servers of several GPUs would find a single one left on each."""
-    bundles = []
-    for config in configs:
-        gpus = config.gpu_share * config.tensor_parallel_size if config.device == "cuda" else 0
-        bundles += [{"CPU": config.ray_cpus} | ({"GPU": gpus} if gpus else {})] * config.num_servers
-    return bundles, "PACK" if any(config.device == "cuda" for config in configs) else "SPREAD"
-
-
-def place_servers(configs: list[Config]) -> tuple[list, object]:
-    """An actor for each server of these models, dealt out to the nodes by a placement group with one bundle for each.
-
-    configs: complete(). A server may be restarted on another node. RuntimeError when the cluster has no room.
-    """
-    import ray
-    wanted = [(config, index) for config in configs for index in range(config.num_servers)]
-    bundles, strategy = reserved(configs)
-    (group, nodes), actors = hold(bundles, strategy, "vLLM servers"), []
-    driver = ray.get_runtime_context().get_node_id()
-    for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
-        part, parts = nodes[:number].count(node), nodes.count(node)
-        gpus = deal_gpus(config, part) if config.device == "cuda" and "GPU" not in bundle else ""  # else Ray does it
-        there = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
-        actor = ray.remote(VllmServer).options(num_cpus=config.ray_cpus, num_gpus=bundle.get("GPU", 0), max_restarts=-1,
-                                               scheduling_strategy=there)
-        actors.append(actor.remote(config, index, part, parts, gpus, driver))
-    return actors, group
-
-
-def hold(bundles: list[dict], strategy: str, what: str, patience: float = 60.0) -> tuple[object, list[str]]:
-    """Reserves these bundles in Ray: the placement group, the node of each. RuntimeError naming `what` without room."""
-    import ray
-    group = ray.util.placement_group(bundles, strategy=strategy)
-    if not group.wait(patience):
-        ray.util.remove_placement_group(group)
-        free, wanted = ray.available_resources(), Counter(map(str, bundles))
-        raise RuntimeError(f"{what}: the Ray cluster has no room for {' + '.join(f'{n} x {one}' for one, n in wanted.items())}; "
-                           f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes")
-    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return group, [nodes[number] for number in range(len(bundles))]
-
-
-def end_servers(actors: list, group) -> None:
-    """Ends what place_servers started; a server ends with its actor."""
-    import ray
-    if ray.is_initialized():
-        for actor in actors:
-            ray.kill(actor)
-        if group is not None:
-            ray.util.remove_placement_group(group)
-
-
-class RewardModelManager:
-    """Named reward models inside a Ray program, each with its servers in actors and its router beside the driver.
-
-    Blocks until all are ready; initialises Ray if that has not been done. In a cluster of several nodes the routers, and
-    the servers on other nodes, listen on their node's address instead of 127.0.0.1: they have to reach each other.
-
-    `router_addresses` maps each name to "host:port"; `router_address` is that of the first. Raises what ModelServers
-    raises, and RuntimeError when the cluster has no room for the servers.
-    """
-
-    def __init__(self, models: dict[str, Config]):
-        import ray
-        if not models:
-            raise ValueError("models: name at least one reward model")
-        self.models: dict[str, ModelServers] = {}
-        self.actors, self.group = [], None
-        atexit.register(self.shutdown)
-        try:
-            if not ray.is_initialized():
-                cluster = ray.init(include_dashboard=False, logging_level="warning").address_info["gcs_address"]
-                print(f"Ray: the cluster at {cluster}; RAY_ADDRESS=local starts one of your own", flush=True)
-            on_gpu = ray.cluster_resources().get("GPU")
-            unreachable = ("127.0.0.1", "0.0.0.0") if sum(node["Alive"] for node in ray.nodes()) > 1 else ()
-            configs = []
-            for name, config in models.items():
-                device = "cuda" if config.device == "auto" and on_gpu else config.device
-                host = ray.util.get_node_ip_address() if config.host in unreachable else config.host
-                config = complete(replace(config, device=device, host=host))
-                configs.append(replace(config, log_dir=config.log_dir / name))
-            self.actors, self.group = place_servers(configs)
-            actors = iter(self.actors)
-            for name, config in zip(models, configs):  # all start at the same time
-                servers = [next(actors) for _ in range(config.num_servers)]
-                self.models[name] = ModelServers(config, name, servers, wait=False)
-            for servers in self.models.values():
-                servers.wait_ready()
-        except BaseException:
-            self.shutdown()
-            raise
-        self.router_addresses = {name: servers.router_address for name, servers in self.models.items()}
-        self.router_address = next(iter(self.router_addresses.values()))
-
-    def sleep(self) -> bool:
-        """Frees the GPU memory of all models. False where some cannot."""
-        return all([servers.sleep() for servers in self.models.values()])
-
-    def wake_up(self) -> bool:
-        """The opposite of sleep()."""
-        return all([servers.wake_up() for servers in self.models.values()])
-
-    def shutdown(self) -> None:
-        """Ends everything. Idempotent; also runs at the end of the program."""
-        for servers in self.models.values():
-            servers.stopping.set()
-        end_servers(self.actors, self.group)  # no thread waits any more for one that is on no node
-        for servers in self.models.values():
-            servers.shutdown()
-        self.actors, self.group = [], None
-        atexit.unregister(self.shutdown)
+    on_gpu, count = config.device == "cuda", config.num_servers
+    return [VllmServer(config, i, i, count, deal_gpus(config, i) if on_gpu else "") for i in range(count)]
 
 
 def main() -> None:
@@ -519,7 +384,7 @@ def main() -> None:
     try:
         config = tyro.cli(Config)
         for number in signals:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it outlives its terminal
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # as nohup wants it
                 signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config, wait=False)
         servers.wait_ready()

@@ -56,14 +56,12 @@ class Config(reward_loop.RewardOptions):
     model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
     train_file: str  # File of training rows, parquet or JSONL (prepare_data.py writes them).
     out_dir: str  # Folder of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
-    # Files of validation rows; none: no evaluation. gpqa.parquet:4 takes 4 samples of each row instead of
-    # --val-n.
+    # Files of validation rows; none: no evaluation. gpqa.parquet:4 takes 4 samples of each row, not --val-n.
     val_file: tuple[str, ...] = ()
 
     # Take compute_score_baseline of --reward-fn's FILE: the rule alone pays, the reward model only measures.
     baseline: bool = False
-    # standalone: score each sample the moment its rollout ends. colocate: first all rollouts, then all
-    # scores.
+    # standalone: each sample is scored the moment it ends. colocate: first all rollouts, then all scores.
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     max_no_verdict_rate: float = 0.5  # Stop when more of the samples that needed a verdict have none.
 
@@ -81,21 +79,16 @@ class Config(reward_loop.RewardOptions):
     rollout: Literal["auto", "hf", "vllm"] = "auto"
     rollout_servers: int = 1  # Number of vLLM servers for --rollout vllm.
     rollout_tensor_parallel: int = 1  # GPUs of each of them.
-    # Share of a GPU that each of them takes (below 1: to share it with others).
-    rollout_gpu_share: float = 1.0
+    rollout_gpu_share: float = 1.0  # Share of a GPU that each of them takes; below 1 others can use the rest.
     rollout_cpus: str = ""  # On CPU: cores for those servers, such as "1"; default: all, shared out evenly.
     rollout_vllm_args: str = ""  # Their vLLM arguments: --rollout-vllm-args="--max-num-seqs 64".
     rollout_batch_size: int = 512  # Sequences generated at once, by each server.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    # Stop when sampler and trainer differ by more (rollout/logprob_diff): the sampler has old weights. With
-    # --overlap twice as much is allowed, as the samples are one update old.
+    # Stop when rollout/logprob_diff is larger: the sampler has old weights. Twice as much with --overlap.
     max_logprob_diff: float = 0.2
-    # Roll out and judge the next step during the update, with weights that are one update old (--rollout
-    # vllm).
-    overlap: bool = False
+    overlap: bool = False  # Roll out and judge the next step during the update, from weights one update old.
 
-    # fapo: the reward, normalised within its group. papo: answer and reasoning normalised apart, from the
-    # function's acc and flawed_positive.
+    # fapo: the reward within its group. papo: answer and reasoning apart, from acc and flawed_positive.
     advantage: Literal["fapo", "papo"] = "fapo"
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
@@ -112,8 +105,7 @@ class Config(reward_loop.RewardOptions):
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
     overlong_factor: float = 1.0  # Penalty of a response of full length.
 
-    # Steps between evaluations, beside those before and after training; 0: only these two.
-    val_every: int = 10
+    val_every: int = 10  # Steps between evaluations; 0: only those before and after training.
     val_n: int = 1  # Samples per validation row (k of mean@k, maj@k, pass@k).
     val_temperature: float = 1.0  # Sampling temperature in evaluation; 0: greedy.
     val_top_p: float = 0.7  # Nucleus of sampling in evaluation.
@@ -124,11 +116,9 @@ class Config(reward_loop.RewardOptions):
     policy_gpu_share: float = 1.0  # Share of a GPU that each of them takes.
     policy_offload: bool = False  # Keep the ranks' weights and Adam in the host's memory: slower.
     max_restarts: int = 3  # How often ranks are started anew from the newest checkpoint when one dies.
-    # CPU threads of torch; 0: its own choice. 1 is fastest for a few million parameters.
-    num_threads: int = 0
+    num_threads: int = 0  # CPU threads of torch; 0: its own choice, 1 is fastest for tiny models.
     max_tokens_per_micro_batch: int = 0  # Tokens of one pass, with padding; 0: 16384 on a GPU, 2048 on CPU.
-    # Compute activations again in the backward pass: slower, less memory.
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # Compute activations again in the backward pass: less memory.
     seed: int = 0  # Seed of data order and sampling.
 
     save_every: int = 20  # Steps between checkpoints; 0: only the last, and where the run stops or fails.
@@ -220,6 +210,9 @@ def train(config: Config) -> Path | None:
         stack.enter_context(run.lock)
         if config.dry_run:
             return print(json.dumps(dataclasses.asdict(config), indent=2))
+        if run.is_done():
+            print(f"nothing to do: {run.source} is step {run.step} of {config.total_steps}")
+            return Path(run.source)
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():
@@ -238,7 +231,7 @@ def train(config: Config) -> Path | None:
                     log.samples(step, "train", batch.groups, run.eos_ids)
                     rewarded = time.perf_counter()
 
-                    # 3. The update. A Ctrl-C from here on waits until the step is whole and logged.
+                    # 3. The update. A Ctrl-C from here on waits until the step is whole, logged and saved.
                     with run.interrupts.held():
                         lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                         allowed = config.max_logprob_diff * (1 + batch.metrics.get("rollout/staleness", 0))
@@ -253,9 +246,9 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | run.restarts())
-                    show(metrics, config.total_steps)
-                    if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                        run.save()
+                        show(metrics, config.total_steps)
+                        if step == config.total_steps or config.save_every and step % config.save_every == 0:
+                            run.save()
                     if step % 10 == 0:
                         log.plot()
         print(f"page: {write_page(config.out_dir)}")
@@ -456,7 +449,8 @@ def set_advantages(groups: list[list[Sample]], advantage: str = "fapo") -> None:
         return torch.tensor(values)
 
     if advantage == "papo":
-        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process))
+        right_P_G = tensor_P_G(lambda result: float(is_right(result["reward_extra_info"]))) == 1
+        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process), right_P_G)
     else:
         advantages_P_G = compute_advantages(tensor_P_G(lambda result: result["reward_score"]))
     for group, advantages in zip(groups, advantages_P_G.tolist()):
@@ -476,9 +470,9 @@ def outcome(result: dict) -> float:
 
 
 def process(result: dict) -> float:
-    """PAPO's quality of a right answer's reasoning: 1 sound, 0 with a wrong step; else NaN."""
-    info = result["reward_extra_info"]
-    return 1.0 - info["flawed_positive"] if is_right(info) else math.nan
+    """PAPO's quality of the reasoning: 1 sound, 0 with a wrong step, NaN where nobody says."""
+    flawed = result["reward_extra_info"]["flawed_positive"]
+    return math.nan if flawed is None else 1.0 - flawed
 
 
 def hand_over_weights(run: Run) -> dict:

@@ -72,8 +72,7 @@ def _check(value, kind: pa.DataType, where: str, name: str) -> None:
             _check(item, kind.value_type, where, name)
     else:
         fine = type(value) is {TEXT: str, INT: int}.get(kind)  # a bool is no int
-        blank = kind == TEXT and not str(value).strip() and name != "extra_info.question"
-        if not fine or blank or value not in ONE_OF.get(name, (value,)):
+        if not fine or not str(value).strip() or value not in ONE_OF.get(name, (value,)):
             expected = " or ".join(ONE_OF.get(name, [f"{kind}, not empty"]))
             raise ValueError(f"{where}: {name} is {value!r:.80}; expected {expected}")
 
@@ -87,10 +86,9 @@ def validate_row(row: dict, where: str) -> None:
     _check(row, CRITIC if is_critic else REASONING, where, "")
     if is_critic:
         truth, steps = row["reward_model"]["ground_truth"], row["extra_info"]["total_steps"]
-        if steps < 1:
-            raise ValueError(f"{where}: extra_info.total_steps is {steps}; expected 1 or more")
-        if not -1 <= truth < steps:
-            raise ValueError(f"{where}: reward_model.ground_truth is {truth}; expected -1 .. {steps - 1}")
+        if steps < 1 or not -1 <= truth < steps:
+            what = f"reward_model.ground_truth is {truth}, extra_info.total_steps {steps}"
+            raise ValueError(f"{where}: {what}; expected -1 .. total_steps - 1")
 
 
 def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict]:
@@ -111,7 +109,7 @@ def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict
                 if kind == ".csv":
                     rows = list(csv.DictReader(file))
                 elif (text := file.read()).lstrip().startswith("["):
-                    rows = json.loads(text)
+                    rows = list(map(dict, json.loads(text)))
                 else:
                     for number, line in enumerate(text.split("\n"), 1):
                         place = f", line {number}"
@@ -127,8 +125,8 @@ def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict
                 raise ValueError(f"{where}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
         truth = row.get("reward_model")
         if needed and (type(truth) is not dict or truth.get("ground_truth") is None):
-            what = '"" where the reward function needs none'
-            raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth ({what})")
+            raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth "
+                             '("" where the reward function needs none)')  # fmt: skip
         if type(row.get("response", "")) is not str:
             raise ValueError(f"{where}: response is {row['response']!r}; it must be a string")
     return rows
@@ -188,7 +186,7 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     prompt = messages[0]["content"]
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
     return _row(
-        source, problem[1] if problem else "", prompt, int(_pick(reward_model, "ground_truth")),
+        source, problem[1] if problem else prompt, prompt, int(_pick(reward_model, "ground_truth")),
         "math_critic",
         total_steps=int(extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))),
         question_index=extra.get("question_index"), subset=[*name.split("/"), None][1],

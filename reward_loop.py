@@ -7,22 +7,22 @@ You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md
         manager = start_rewards(options, stack)
         future = manager.submit(sample)           # as each rollout ends, from any thread; never waits
         result = await manager.score_one(sample)  # the same for an event loop
-        results = manager.score_batch(samples)    # colocate: the reward models wake up before, and sleep after it
+        results = manager.score_batch(samples)    # colocate: the reward models are awake while it scores
 
 (`score_file.py` does it for a file.) A result is {"reward_score": float | None, "reward_extra_info": dict,
 "status": "ok" | "no_verdict" | "timeout" | "error", "seconds": float}. A failure is a status, never a number:
-whatever the function does (raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and
-no other sample is touched.
+whatever the function does (raise, hang, return NaN, kill its process), its sample has `reward_score: None`,
+and no other sample is touched.
 
 RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
-standing `collect` call brings what has been scored since the last one. Ray restarts a worker that has died; the
-manager ends one that hangs, and knows one rule for all that goes wrong: what fails in company is tried again, in
-the end alone, and what fails alone is its own fault.
+standing `collect` call brings what has been scored since the last one. Ray restarts a worker that has died;
+the manager ends one that hangs, and has one rule for all that goes wrong: what fails in company is tried
+again, in the end alone, and what fails alone is its own fault.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
-container (a grading process has the rights of the user who started it). The function's file and this folder must
-be readable under the same path on every node (a shared file system, or Ray's `runtime_env` working directory).
+container (a grading process has the rights of the user who started it). The function's file and this folder
+must have the same path on every node (a shared file system, or Ray's `runtime_env` working directory).
 Needs reward_worker.py, for models of its own genrm_server.py, for overlong shaping algorithm.py.
 """
 
@@ -59,6 +59,7 @@ STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
 GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
+MAY_BE_0 = ("genrm_gpu_share", "sync_processes", "http_retries", "max_no_verdict_rate")
 FURTHER_COLUMNS = ("prompt", "response_length", "step")  # of a row: a function gets those that it names
 
 # Or a call after ray.shutdown() quietly starts another cluster.
@@ -68,7 +69,7 @@ log = logging.getLogger("reward_loop")
 
 
 class Overlong:
-    """Overlong shaping: from `max_length - buffer` tokens on, a response loses up to `factor`, in a straight line.
+    """Overlong shaping: over the last `buffer` tokens before `max_length` a response loses up to `factor`.
 
     `penalty(length)` is what a response of `length` tokens loses (<= 0). ValueError for a senseless buffer.
     """
@@ -85,19 +86,19 @@ class Overlong:
 
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
-    """How samples are scored: flags of every command line that scores (its configuration inherits from this)."""
+    """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
 
     # Reward function as FILE:NAME; default: the rule, or a discriminative model's score.
     reward_fn: str | None = None
-    reward_kwargs: str = "{}"  # JSON object of further keyword arguments for every call, as '{"penalty": 0.5}'.
+    reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
     # Reward model that runs already, as host:port; several: NAME=host:port each, the main one first.
     router_address: tuple[str, ...] = ()
-    # Reward model to start and stop with this run, as PATH or hub name; several: NAME=PATH each, the main one first.
+    # Reward model to start and stop with this run, a PATH or hub name; several: NAME=PATH each.
     genrm: tuple[str, ...] = ()
     genrm_servers: int = 1  # vLLM servers for each model of --genrm.
     genrm_tensor_parallel: int = 1  # GPUs of each of them.
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
-    genrm_cpus: str = ""  # On CPU: cores for the servers of --genrm, such as 0,1; default: all, shared out evenly.
+    genrm_cpus: str = ""  # On CPU: their cores, such as 0,1; default: all, shared out evenly.
     # Arguments for the servers of --genrm, in quotes and with a =: --genrm-vllm-args="--max-num-seqs 64".
     genrm_vllm_args: str = ""
     # A judge that writes, or a discriminative model (one number); for several models one each, or one.
@@ -106,12 +107,12 @@ class RewardOptions:
     reward_model_tokenizer: str | None = None
     # Ray workers that call the function, spread over the nodes of the cluster.
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
-    sync_processes: int = 0  # Grading processes per worker for a sync function; 0 shares the cluster's cores out.
+    # Grading processes per worker for a sync function; 0 shares the cluster's cores out.
+    sync_processes: int = 0
     # Seconds for one call of the function; then its status is "timeout".
     timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
-    # Samples in the workers' hands at once, others wait without a clock; default: 128 per server of the main model.
+    # Calls at once in the whole cluster, others wait without a clock; default: 128 per server of a judge.
     max_in_flight: int | None = None
-    max_concurrency: int | None = None  # Calls of the function at once in the whole cluster.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
     max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
     tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
@@ -121,17 +122,17 @@ class RewardOptions:
     max_no_verdict_rate: float = 0.2
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
-        """Refuses what cannot work before anything starts: ValueError naming the field, the value, the remedy.
+        """Refuses what cannot work before anything starts: ValueError naming field, value and remedy.
 
-        started: {name: "host:port"} of the models of `genrm` that are up. Returns what the workers need to know.
+        started: {name: "host:port"} of the models of `genrm` that are up. Returns what workers need to know.
         """
         for name in (field.name for field in dataclasses.fields(RewardOptions)):
-            value, may_be_0 = getattr(self, name), name in ("sync_processes", "http_retries", "max_no_verdict_rate")
-            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_0):
-                raise ValueError(f"{name} is {value}: it must be {'at least' if may_be_0 else 'greater than'} 0")
+            value, least = getattr(self, name), "at least" if name in MAY_BE_0 else "greater than"
+            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and name in MAY_BE_0):
+                raise ValueError(f"{name} is {value}: it must be {least} 0")
         models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
         if models and addresses:
-            raise ValueError("genrm starts a reward model, router_address names a running one: give one of them")
+            raise ValueError("genrm starts a reward model, router_address names a running one: give one")
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
@@ -139,7 +140,7 @@ class RewardOptions:
             if not models and (value := getattr(self, f"genrm_{name}")) not in (1, ""):
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
-            raise ValueError(f"reward_model_task is {self.reward_model_task}: give one for all models, or one for each")
+            raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
         for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
@@ -158,13 +159,13 @@ class RewardOptions:
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; without a name "genrm", and "genrm1" ... behind others."""
+    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; without a name number i is "genrm{i}"."""
     found = {}
     for number, value in enumerate(values):
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups()
         name = name or f"genrm{number or ''}"
         if name in found:
-            raise ValueError(f"{field}: two models have the name {name!r}; write NAME=... with different names")
+            raise ValueError(f"{field}: two models are named {name!r}; write NAME=... with different names")
         found[name] = text
     return found
 
@@ -178,24 +179,24 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """How samples will be scored, with these reward models. Loads the function; ValueError where it does not fit."""
+    """How samples will be scored with these reward models. ValueError where the function does not fit."""
     try:
         kwargs = dict(json.loads(options.reward_kwargs).items())
     except (ValueError, AttributeError):
-        raise ValueError(f"reward_kwargs is {options.reward_kwargs!r}: not JSON, or not a JSON object") from None
+        raise ValueError(f"reward_kwargs: {options.reward_kwargs!r} is not JSON, or no JSON object") from None
     spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
     tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
     if addresses and not options.reward_fn:
         spec += "_discriminative"
         if options.reward_model_task[0] != "classify":
-            raise ValueError("a generative reward model needs a function that asks it: give reward_fn as FILE:NAME")
+            raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
         if not tokenizer:
             raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not (name and path.suffix == ".py" and path.is_file()):
-        raise ValueError(f"reward_fn is {spec!r}: it must be FILE:NAME, as compute_score.py:compute_score, and "
-                         f"there is no file {path}" + " with Python" * path.exists())  # fmt: skip
+        raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, such as "
+                         "compute_score.py:compute_score")  # fmt: skip
     import_path = sys.path.copy()
     try:
         function = load_function(f"{path}:{name}")
@@ -203,24 +204,27 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         sys.path[:] = import_path  # the driver has modules of its own to import
     signature = inspect.signature(function)
     takes = signature.parameters
-    models = {"reward_router_address": next(iter(addresses.values()), None), "reward_router_addresses": addresses,
-              "reward_model_tokenizer": None} if addresses else {}  # fmt: skip
+    models = {}
+    if addresses:
+        models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None,
+                  "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    columns = {key: takes[key].default is inspect.Parameter.empty for key in FURTHER_COLUMNS if key in takes}
+    empty = inspect.Parameter.empty
+    columns = {key: takes[key].default is empty for key in FURTHER_COLUMNS if key in takes.keys() - kwargs}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
     except TypeError as error:
-        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one; for functions "
-        remedy += "of other frameworks see docs/reward_functions.md"
+        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one; for "
+        remedy += "functions of other frameworks there are adapters in docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
     for key in kwargs.keys() & takes:
         kind = takes[key].annotation
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is wanted.empty  # else it can do without, which is quicker
+    needs_one = wanted and wanted.default is empty  # else it can do without, which is quicker
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
@@ -254,9 +258,9 @@ class Slot:
 class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
-    Raises ValueError (a missing function, an option that makes no sense) before anything is scored, RuntimeError
-    where a worker cannot start. `start_rewards` makes one from options alone; here come the models of options.genrm:
-    reward_models: a genrm_server.RewardModelManager: the addresses; score_batch wakes it and puts it to sleep.
+    ValueError for an option that makes no sense, before anything starts; RuntimeError where no worker starts.
+    `start_rewards` makes one from options alone; here come the models of options.genrm, as
+    reward_models: cluster.placement.RewardModelManager, which score_batch wakes and puts to sleep again.
     overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
     """
 
@@ -274,9 +278,8 @@ class RewardLoopManager:
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
         self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
-        self._ending = asyncio.Event()
+        self._ending, self._said = False, set()
         self._numbers = itertools.count()
-        self._said, self._warnings_left = set(), 3
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -290,37 +293,36 @@ class RewardLoopManager:
         machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         for name, address in addresses:
             if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
-                raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes cannot reach: "
-                                 "start it with --host 0.0.0.0 (and a ROUTER_API_KEY) and give this machine's address")
+                raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes "
+                                 "cannot reach; start it with --host 0.0.0.0 and a key")  # fmt: skip
         processes = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
         job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, processes))
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python needs no import path to it
-        placed = dict(num_cpus=0.01, max_restarts=-1, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
-        actor = ray.remote(**placed)(reward_worker.RewardLoopWorker)
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
+        spread = dict(num_cpus=0.01, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
+        actor = ray.remote(max_restarts=-1, **spread)(reward_worker.RewardLoopWorker)
         # The key goes as an argument: a cluster that was started in another shell does not have it.
         key = os.environ.get("ROUTER_API_KEY", "").strip()
         workers = [actor.remote(job, key) for _ in range(self.options.num_workers)]
         calls = [worker.begin.options(max_task_retries=-1).remote() for worker in workers]
         try:
             return list(map(Slot, workers, ray.get(calls, timeout=START_S + WEDGED_S)))
-        except ray.exceptions.GetTimeoutError:
-            raise RuntimeError(f"the reward workers were not ready within {START_S + WEDGED_S:g} s") from None
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise start_error(error) from None
 
     # ---- for callers, in their own threads
 
     def submit(self, sample: dict) -> concurrent.futures.Future:
-        """Takes one row of the schema plus `response` [and `response_length`, `step`] -> its result's future."""
+        """Takes a row of the schema plus `response` [, `response_length`, `step`] -> its result's future."""
         try:
-            arguments = {name: sample[name] for name, needed in self.job.columns.items() if needed or name in sample}
+            columns = self.job.columns.items()
+            arguments = {name: sample[name] for name, needed in columns if needed or name in sample}
             step = {"step": sample["step"]} if "step" in sample else {}
             arguments |= dict(data_source=sample["data_source"], solution_str=sample["response"],
                               ground_truth=sample["reward_model"]["ground_truth"],
                               extra_info=(sample.get("extra_info") or {}) | step)  # fmt: skip
             penalty = self.overlong.penalty(sample["response_length"]) if self.overlong else 0.0
         except KeyError as error:
-            raise ValueError(f"the sample has no {error}: a sample is a row of the schema plus `response`") from None
+            raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
         future = concurrent.futures.Future()
         self._open.add(future)
         future.add_done_callback(self._open.discard)
@@ -334,9 +336,9 @@ class RewardLoopManager:
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
-        """Scores any number of samples -> results in their order, all with the same keys of extra info (missing ones: None).
+        """Scores samples -> results in their order, all with the same keys of extra info (None: missing).
 
-        Wakes the reward models first and puts them to sleep afterwards. A batch that takes long shows a progress bar.
+        Wakes the reward models first and puts them to sleep afterwards. A long batch shows a progress bar.
         on_result(index, result) is called as each result arrives; what it raises ends the batch.
         """
         from tqdm import tqdm
@@ -347,8 +349,8 @@ class RewardLoopManager:
         try:
             for index, sample in enumerate(samples):
                 futures[self.submit(sample)] = index
-            arriving = concurrent.futures.as_completed(futures)
-            for future in tqdm(arriving, "scoring", len(futures), unit="sample", delay=3, leave=False, disable=None):
+            look = dict(unit="sample", delay=3, leave=False, disable=None)
+            for future in tqdm(concurrent.futures.as_completed(futures), "scoring", len(futures), **look):
                 result = future.result()
                 if on_result:
                     on_result(futures[future], result)
@@ -363,7 +365,7 @@ class RewardLoopManager:
         """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ending.set)
+            self._ending = True
             self._thread.join()
 
     def _put(self, ticket: Ticket) -> None:
@@ -378,20 +380,15 @@ class RewardLoopManager:
         """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                work = [self._deal_out(), *map(self._serve, self._slots)]
-                if self._main_router and not self.options.max_in_flight:
-                    work.append(self._follow_servers())
-                for each in work:
-                    self._tasks.create_task(each)
-                while not self._ending.is_set():
-                    if not self._ray.is_initialized():  # no answer of an actor comes then
-                        raise RuntimeError("Ray was shut down while the reward loop was in use: start another one")
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._ending.wait(), 1)
-                raise RuntimeError("the reward loop was shut down")
+                for work in (self._deal_out(), self._follow_servers(), *map(self._serve, self._slots)):
+                    self._tasks.create_task(work)
+                while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
+                    await asyncio.sleep(0.1)
+                went = "the reward loop" if self._ending else "Ray"
+                raise RuntimeError(f"{went} was shut down while it was in use: start another one")
         except ExceptionGroup as errors:
             error = errors.exceptions[0]
-            self._closed = str(error) if type(error) is RuntimeError else f"the reward loop failed: {describe(error)}"
+            self._closed = str(error) if type(error) is RuntimeError else f"reward loop: {describe(error)}"
         for future in list(self._open):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
@@ -407,8 +404,7 @@ class RewardLoopManager:
             self._wake.clear()
             self._wake_is_due = False  # first: a sample from now on wakes this again
             ready = [slot for slot in self._slots if slot.ready]
-            limit = min(self.max_in_flight, options.max_concurrency or math.inf)
-            free = limit - sum(len(slot.pending) for slot in self._slots)
+            free = self.max_in_flight - sum(len(slot.pending) for slot in self._slots)
             outgoing, pause = collections.defaultdict(list), 0.0
             while self._queue and ready and free > 0 and (pause := next_call - time.monotonic()) <= 0:
                 ticket = self._queue.popleft()
@@ -433,7 +429,7 @@ class RewardLoopManager:
             self._lose(slot, [number for number, *_ in batch])
 
     async def _serve(self, slot: Slot) -> None:
-        """Takes the results of one worker for as long as the manager lives, and sees that it has died or hangs."""
+        """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
         arrived = []
         while True:
             call = slot.worker.collect.options(concurrency_group="collect").remote(arrived)
@@ -453,8 +449,8 @@ class RewardLoopManager:
                 if ticket := slot.pending.pop(number, None):  # else the hand-over was thought lost
                     self._finish(ticket, *results[number])
             if place:
-                self._say(f"an async function blocks the event loop of its worker at {place}, where nothing else is "
-                          "scored meanwhile: `await` what waits, or write `def` instead of `async def`")  # fmt: skip
+                self._say(f"an async function blocks the event loop of its worker at {place}, where nothing "
+                          "is scored meanwhile: `await` what waits, or write `def`")  # fmt: skip
             if stuck:
                 self._ray.kill(slot.worker, no_restart=False)
             if stuck or slot.life != life:
@@ -485,9 +481,8 @@ class RewardLoopManager:
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
             return
-        if status in ("error", "timeout") and self._warnings_left:
-            self._warnings_left -= 1
-            log.warning("a sample got no score (%s): %s", status, extra.get("error"))
+        if status in ("error", "timeout"):
+            self._say(f"a sample got no score ({status}): {extra['error']}")
         if self.overlong:
             extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
         reward = None if score is None else score + ticket.penalty
@@ -496,17 +491,19 @@ class RewardLoopManager:
             ticket.future.set_result(values)
 
     def _say(self, text: str) -> None:
-        """Warns, once with the same words."""
-        if text and text not in self._said:
+        """Warns, once with the same words and not for ever."""
+        if text not in self._said and len(self._said) < 10:
             self._said.add(text)
             log.warning(text)
 
     async def _follow_servers(self) -> None:
-        """Keeps `max_in_flight` in step with the servers behind the main router: a slow judge is to be slow, not overdue."""
+        """Keeps `max_in_flight` in step with the servers of the main router: a slow judge is not overdue."""
+        if self.options.max_in_flight or not self._main_router:
+            return
         import aiohttp
 
-        count = 1  # an address that is no router of ours
-        async with aiohttp.ClientSession(headers=bearer(), timeout=aiohttp.ClientTimeout(total=10)) as session:
+        count, limit = 1, aiohttp.ClientTimeout(total=10)  # 1: an address that is no router of ours
+        async with aiohttp.ClientSession(headers=bearer(), timeout=limit) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
                     async with session.get(f"http://{self._main_router}/workers") as response:
@@ -528,20 +525,21 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
 
 
 def needed_verdict(result: dict) -> bool:
-    """False for a sample that has a score and whose function says that the judge was not asked (`genrm_status` "skipped")."""
+    """False for a sample with a score whose function says that the judge was not asked."""
     return result["reward_score"] is None or result["reward_extra_info"].get("genrm_status") != "skipped"
 
 
 def no_verdict_rate(results: list[dict]) -> float:
     """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
-    return sum(result["reward_score"] is None for result in results) / max(sum(map(needed_verdict, results)), 1)
+    missing = sum(result["reward_score"] is None for result in results)
+    return missing / max(sum(map(needed_verdict, results)), 1)
 
 
 # ---- Ray
 
 
 def connect_ray() -> bool:
-    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, else starts one -> started one?
+    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, or starts one: True then.
 
     Says which in one line. RuntimeError where it cannot be joined.
     """
@@ -549,11 +547,9 @@ def connect_ray() -> bool:
 
     if ray.is_initialized():
         return False
-    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    file, given = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster"), os.environ.get("RAY_ADDRESS")
-    address = given or "auto"
-    if address == "auto" and file.exists():
-        address = file.read_text().strip()  # of a Ray that may have been killed
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
+    given = os.environ.get("RAY_ADDRESS", "auto").replace("auto", "")
+    address = given or (file.read_text().strip() if file.exists() else "local")
     try:
         if re.fullmatch(r"[\w.-]+:\d+", address):
             try:  # Ray itself would try for minutes
@@ -561,43 +557,34 @@ def connect_ray() -> bool:
             except OSError as error:
                 if given:
                     raise
-                print(f"Ray: nobody answers at {address}, of which {file} tells ({error})", flush=True)
+                print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
-        if address != "local":
-            with contextlib.suppress(*[ConnectionError] * (address == "auto")):  # there is none
-                ray.init(address, **quiet)
-        if started := not ray.is_initialized():
-            ray.init("local", **quiet)
-    except Exception as error:  # another version of Ray or Python, another key: of many types, some a page of text
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
     have, where = ray.cluster_resources(), "started a cluster for this run"
-    where = where if started else f"joined the cluster at {ray.get_runtime_context().gcs_address}"
-    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)"
-          + "; RAY_ADDRESS=local starts one of your own" * (not started), flush=True)  # fmt: skip
-    return started
+    if address != "local":
+        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
+    return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,
                   overlong: Overlong | None = None) -> RewardLoopManager:  # fmt: skip
-    """Starts the reward models that the options name, and the loop -> RewardLoopManager. All of it ends with `stack`.
+    """Starts the reward models that the options name, and the loop. All of it ends with `stack`.
 
-    sleep_mode: the models' servers can be put to sleep, for a GPU that they share with a trainer (score_batch does it).
+    sleep_mode: the models' servers can sleep, for a GPU that they share with a trainer (score_batch does it).
     """
     options.check_rewards()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)
     models = None
     if options.genrm:
-        import genrm_server
+        from cluster import placement
 
-        models = genrm_server.RewardModelManager(options.server_configs(sleep_mode))
+        models = placement.RewardModelManager(options.server_configs(sleep_mode))
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)
     return manager
-
-
-if __name__ == "__main__":
-    print("scoring a file is a command of its own: python score_file.py, with the same flags", file=sys.stderr)
-    sys.exit(2)

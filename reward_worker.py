@@ -9,9 +9,9 @@ A sample of a sync function passes three processes, one of an async function tur
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no other
-sample is touched. Used by reward_loop.py, which deals the samples out; it needs no other file of ours. It is sent
-to the workers by value and loaded by grading processes, which must stay small: its imports are Python's own.
+Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no
+other sample is touched. Used by reward_loop.py, which deals the samples out; needs no other file of ours. It
+is sent to the workers by value, and grading processes load it, so that its imports are Python's own.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ class Job:
 
 
 def load_function(spec: str):
-    """The function named by "FILE:NAME"; its file may import others beside it. Raises ValueError, one line."""
+    """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
     file, _, name = spec.rpartition(":")
-    path = Path(file)
+    path, wrong = Path(file), f"reward function {spec!r}: "
     sys.path.insert(0, str(path.parent))
     if str(HERE) not in sys.path:  # a file of toy/ imports compute_score.py
         sys.path.append(str(HERE))
@@ -78,28 +78,30 @@ def load_function(spec: str):
         sys.modules[module_name] = module  # its dataclasses need the entry
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"reward function {spec!r}: loading the file failed: {describe(error, file)}") from error
+        raise ValueError(f"{wrong}loading the file failed: {describe(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"reward function {spec!r}: {path.name} has no function {name!r}")
+        raise ValueError(f"{wrong}{path.name} has no function {name!r}")
     return function
 
 
 class Scorer:
-    """The function of a run with all that is the same for every sample: a pickled sample in, a JSON result out.
+    """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
-    A result is [score or None, extra info, status, retry delay or None]. It is JSON because an object of the user's
-    could break the message that carries others' results, too. The constructor raises ValueError.
+    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None].
+    An object of the user's could break the message that carries others' results, too.
     """
 
     def __init__(self, job: Job):
-        function, common, self.file = load_function(job.function), dict(job.kwargs), job.function.rpartition(":")[0]
+        function, common = load_function(job.function), dict(job.kwargs)
+        self.file = job.function.rpartition(":")[0]
         if job.tokenizer:
             from transformers import AutoTokenizer
 
             common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-            # Transformers 5 returns a dict where 4 returned token ids, which functions written for verl expect.
-            tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+            # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
+            as_ids = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+            tokenizer.apply_chat_template = as_ids
         self.function = functools.partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
@@ -118,7 +120,7 @@ class Scorer:
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
         finally:
-            if os.getpid() != pid:  # the function has forked, and its child came back, too: it would answer for us
+            if os.getpid() != pid:  # a child of the function's came back, too: it would answer for us
                 os._exit(0)
 
 
@@ -133,7 +135,7 @@ def outcome(value) -> bytes:
     score, wrong = extra.get("score"), None
     if "score" not in extra:
         wrong = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1", which is a mistake
+    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1": a mistake
         wrong = f"the score is {score!r:.80}, not a number"
     elif score is not None and not math.isfinite(score):
         wrong = f"the score is {score}"
@@ -145,7 +147,7 @@ def outcome(value) -> bytes:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line: the kind of error, its message, and its place: the last line of `file`, else the last of all."""
+    """One line: the kind of error, its message, and its place: the last one in `file`, or else of all."""
     told = traceback.TracebackException.from_exception(error, lookup_lines=False)  # knows a message even
     frames = [frame for frame in told.stack if frame.filename == file] or told.stack  # where str(error) fails
     place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in frames[-1:])
@@ -153,18 +155,19 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def retry_delay(error: BaseException) -> float | None:
-    """Seconds (0, or the server's Retry-After) where a second try makes sense: broken connection, HTTP 429, 5xx.
+    """Seconds (0, or Retry-After) where a second try makes sense (broken connection, HTTP 429, 5xx), or None.
 
-    Knows the errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by their shape.
+    Knows errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by shape.
     """
     response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(error if response is None else response, "status_code", None)
+    answer = error if response is None else response
+    status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
         return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
     if status not in RETRIED_HTTP_STATUS:
         return None
-    headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
+    headers = getattr(answer, "headers", None) or {}
     with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
         return min(float(headers["Retry-After"]), 60.0)
     return 0.0
@@ -185,7 +188,7 @@ def grade(fd: int) -> None:
     Back go what is wrong with the job (or null) and then results.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
-    if os.fork() == 0:  # when the worker or we end, however it happens, so does all that the function has started
+    if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
         os.close(fd)
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
@@ -203,7 +206,7 @@ def grade(fd: int) -> None:
 
 
 class Grader(threading.Thread):
-    """A thread of the worker that has samples graded, by a process that is replaced when it dies or is overdue."""
+    """A thread of the worker that has samples graded by a process, replaced when it dies or is overdue."""
 
     def __init__(self, worker):
         super().__init__(daemon=True)
@@ -235,16 +238,18 @@ class Grader(threading.Thread):
         self.close()
 
     def open(self) -> None:
-        """Starts the process; it has loaded the function then. ValueError if that fails, EOFError if it gets nowhere."""
+        """Starts the process, which has loaded the function then. ValueError, EOFError if it gets nowhere."""
         self.pipe, its = Pipe()
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import reward_worker; reward_worker.grade({its.fileno()})"
-        rest = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)  # prints go to the worker's log
+        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); "
+        code += f"import reward_worker; reward_worker.grade({its.fileno()})"
+        rest = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)  # prints: to our log
         self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], **rest)
         its.close()
         self.answer = select.poll()
         self.answer.register(self.pipe, select.POLLIN)
         try:
-            complaint = json.loads(self.ask(b":", json.dumps(dataclasses.asdict(self.worker.job)).encode(), START_S))
+            job = json.dumps(dataclasses.asdict(self.worker.job)).encode()
+            complaint = json.loads(self.ask(b":", job, START_S))
         except (OSError, EOFError) as error:
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
             raise EOFError(f"it {why} while it loaded the function; see the worker's log") from None
@@ -252,7 +257,7 @@ class Grader(threading.Thread):
             raise ValueError(complaint)
 
     def ask(self, ticket: bytes, message: bytes, timeout: float) -> bytes:
-        """The answer to a message. OSError or EOFError when the process dies, TimeoutError when it is overdue."""
+        """The answer to a message. OSError or EOFError when the process dies, TimeoutError when overdue."""
         self.pipe.send_bytes(ticket + message)
         if not self.answer.poll(timeout * 1000):
             raise TimeoutError
@@ -271,10 +276,10 @@ class Grader(threading.Thread):
             self.process = None
 
     def only_waits(self) -> bool:
-        """Whether the process has been on one sample for SLOW_S and leaves its core to others: it hangs, or waits."""
+        """Whether the process has been on a sample for SLOW_S without using its core: it hangs, or waits."""
         with contextlib.suppress(OSError, AttributeError):  # it has just ended
-            if time.monotonic() - self.since > SLOW_S:
-                return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "S" and time.monotonic() - self.since > SLOW_S
         return False
 
 
@@ -282,12 +287,12 @@ class Grader(threading.Thread):
 
 
 def contained_task(loop, coroutine, **options) -> asyncio.Task:
-    """Task factory: sys.exit() in a task of the function's own fails that task, and does not end the event loop."""
+    """Task factory: sys.exit() in a task of the function's own fails that task, not the event loop."""
 
     async def contained():
         try:
             return await coroutine
-        except (SystemExit, KeyboardInterrupt) as error:
+        except SystemExit as error:
             raise RuntimeError(describe(error)) from error
 
     return asyncio.Task(contained(), loop=loop, **options)
@@ -306,7 +311,7 @@ class RewardLoopWorker:
         os.environ |= {"ROUTER_API_KEY": api_key} if api_key else {}
         sys.setswitchinterval(0.0005)  # `collect` shall not wait long for its turn
         self.job, self.life = job, os.urandom(8).hex()
-        self.done, self.news = {}, threading.Event()  # number -> (result, seconds), until the manager has them
+        self.done, self.news = {}, threading.Event()  # number -> (result, seconds) till the manager has them
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
         self.loop, self.tick = None, math.inf  # when the event loop was last seen moving
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
@@ -324,7 +329,7 @@ class RewardLoopWorker:
 
     async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
         """Takes samples (number, alone, payload); returns at once."""
-        if not self.loop:
+        if self.job.is_async and not self.loop:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             # So that a few calls of asyncio.to_thread that hang are not the end of it.
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))
@@ -340,10 +345,10 @@ class RewardLoopWorker:
         self._add_graders()
 
     def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, bool]:
-        """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether for too long).
+        """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether too long).
 
-        Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they have
-        `arrived`. Runs in a thread of its own (a concurrency group of Ray's), which sees who blocks the event loop.
+        Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they
+        have `arrived`. Runs in a thread of its own (a concurrency group), and so sees what blocks the loop.
         """
         for number in arrived:
             self.done.pop(number, None)
@@ -351,7 +356,9 @@ class RewardLoopWorker:
             time.sleep(GATHER_S)
         self.news.clear()
         self._add_graders()
-        return self.life, self.done.copy(), self._blocked_at(), time.monotonic() - self.tick > SLOW_S + self.job.timeout
+        stood_still = time.monotonic() - self.tick - SLOW_S
+        place = self._where() if stood_still > BLOCKED_S else ""
+        return self.life, self.done.copy(), place, stood_still > self.job.timeout
 
     def _add_graders(self) -> None:
         graders, cores = self.graders.copy(), self.job.sync_processes
@@ -360,13 +367,11 @@ class RewardLoopWorker:
         for _ in range(min(self.samples.qsize() - idle, self.allowed - len(graders))):
             Grader(self).start()
 
-    def _blocked_at(self) -> str:
-        """Where in the function's file the event loop stands still; "" if it does not."""
-        if time.monotonic() - self.tick < SLOW_S + BLOCKED_S:
-            return ""
+    def _where(self) -> str:
+        """The place in the function's file where the event loop is."""
         stack = traceback.extract_stack(sys._current_frames()[self.thread])
-        frames = [frame for frame in stack if frame.filename == self.scorer.file] or stack
-        return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
+        *_, frame = [frame for frame in stack if frame.filename == self.scorer.file] or stack
+        return f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.name})"
 
     def _tick(self) -> None:
         self.tick = time.monotonic()
@@ -389,4 +394,5 @@ class RewardLoopWorker:
         task.cancel()  # it may refuse: nobody waits for it
         # Where a neighbour has blocked the event loop, the time was not its own: it is tried again.
         status, timeout = "lost" if self.loop.time() - due > 0.1 else "timeout", self.job.timeout
-        self.report(number, failure(status, f"no result within {timeout:g} s"), time.monotonic() - timeout)
+        late = failure(status, f"no result within {timeout:g} s")
+        self.report(number, late, time.monotonic() - timeout)

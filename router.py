@@ -17,8 +17,8 @@ How an attempt is judged:
     500, a cut connection       one more server is asked, no third: the request may be what kills them. It
                                 counts against the first if the second answers, else against nobody
     any other answer            is passed on
-No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. If part of
-an answer is out, its connection is cut: no retry. While no server is healthy requests wait in line.
+No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. If part
+of an answer is out, its connection is cut: no retry. While no server is healthy requests wait in line.
 
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware routing,
 systems other than Linux. Needs none of our other files.

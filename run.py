@@ -26,8 +26,8 @@ import reward_loop
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import check_sampling
-from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in
-from run_folder import save_checkpoint, write_config
+from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, has_evaluation
+from run_folder import read_lines, save_checkpoint, write_config
 
 
 class Run:
@@ -86,6 +86,12 @@ class Run:
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
+
+    def is_done(self) -> bool:
+        """Whether a resumed run has neither a step nor an evaluation left."""
+        lines, _ = read_lines(Path(self.config.out_dir, "metrics.jsonl"))
+        evaluated = any(line["step"] == self.step and has_evaluation(line) for line in lines)
+        return self.step >= self.config.total_steps and (evaluated or not self.val_rows)
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """Models, reward workers and servers; `stack` ends them in the opposite order."""
@@ -157,9 +163,8 @@ class Run:
     def save(self) -> None:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
         try:
-            with self.interrupts.held():  # ranks that were left alone would go on writing
-                self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
-                self.saved = self.step
+            self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
+            self.saved = self.step
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
 

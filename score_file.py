@@ -1,12 +1,13 @@
-"""Scores a file of responses with a reward function: rows of the schema plus `response` in, the same rows with rewards out.
+"""Scores a file of responses with a reward function: rows of the schema plus `response` in, with rewards out.
 
     python score_file.py --data responses.parquet --out scored.parquet \\
         --reward-fn compute_score.py:compute_score_fapo --router-address 127.0.0.1:30000 --num-workers 2
 
-Parquet or JSONL, both ways. A line per result goes to OUT.partial.jsonl at once: a run that was stopped, killed, or
-stopped by --max-no-verdict-rate goes on with --resume, which keeps what has a score and scores the rest.
+Parquet or JSONL, both ways. A line per result goes to OUT.partial.jsonl at once: a run that was killed, or
+stopped by --max-no-verdict-rate, goes on with --resume, which keeps what has a score and scores the rest.
 
-Left out: files that do not fit into memory. Needs prepare_data.py (the reader of rows) and reward_loop.py with its own.
+Left out: files that do not fit into memory. Needs prepare_data.py (the reader of rows), reward_loop.py
+and run_folder.py (means).
 """
 
 import collections
@@ -24,14 +25,15 @@ import tyro
 
 from prepare_data import read_rows
 from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, start_rewards, with_equal_keys
+from run_folder import averages
 
 
 @dataclasses.dataclass
 class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
 
-    data: Path  # Parquet or JSONL file to score; its rows have data_source, reward_model, extra_info and response.
-    # Parquet or JSONL file to write: the input's columns plus reward_score, status and reward_extra_info (JSON text).
+    data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
+    # Parquet or JSONL file to write: these columns plus reward_score, status, reward_extra_info (JSON text).
     out: Path
     # Longest response in tokens; given, overlong shaping is on and rows need a column response_length.
     max_response_length: int | None = None
@@ -46,15 +48,15 @@ CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "r
 
 
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
-    """{row: result} of an interrupted run, from the file `partial`, whose first line says what was being scored."""
+    """{row: result} of an interrupted run, from the file `partial`, whose first line says of what."""
     if not partial.exists():
         return {}
     if not resume:
-        raise ValueError(f"{partial} is left from an interrupted run: add --resume to go on with it, or delete it")
+        raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
     first, *lines = partial.read_text(encoding="utf-8").split("\n")
     if first != header:
-        raise ValueError(f"{partial} belongs to another run (other data, settings, or another version of the reward "
-                         "function's file): delete it, or use the same ones")  # fmt: skip
+        raise ValueError(f"{partial} belongs to another run (other data, other settings, or another version "
+                         "of the reward function's file): delete it")  # fmt: skip
     done = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off
@@ -92,56 +94,52 @@ def as_table(rows: list[dict]):
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # has fewer types than a table
+        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
     except (pyarrow.ArrowException, UnicodeError) as error:
-        raise ValueError(f"data: its rows do not fit into a parquet file ({error}); write .jsonl instead") from None
+        raise ValueError(f"data: its rows do not fit into a parquet file ({error}); write .jsonl") from None
     return table
 
 
 def write_rows(rows: list[dict], table, results: list[dict], out: Path) -> None:
-    """Writes the input's columns plus the results, to a temporary file that then takes the name `out`.
-
-    table: the rows for parquet, None for JSONL.
-    """
-    added = {name: [result[name] for result in results] for name in ("reward_score", "status", "reward_extra_info")}
+    """Writes rows with results; `out` appears when it is complete. table: the rows, for parquet."""
+    names = ("reward_score", "status", "reward_extra_info")
+    added = {name: [result[name] for result in results] for name in names}
     added["reward_extra_info"] = list(map(json.dumps, added["reward_extra_info"]))
     temporary = out.with_name(out.name + ".tmp")
     if table is None:
-        lines = (json.dumps(row | dict(zip(added, values)), default=str) for row, *values in zip(rows, *added.values()))
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = (row | dict(zip(added, values)) for row, *values in zip(rows, *added.values()))
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        temporary.write_text(text, encoding="utf-8")
     else:
-        added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also where there is none
-        pyarrow.parquet.write_table(pyarrow.table(dict(zip(table.column_names, table.columns)) | added), temporary)
+        added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also without any
+        columns = dict(zip(table.column_names, table.columns)) | added
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
     temporary.replace(out)
 
 
 def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     """What the run prints at its end."""
     extras = [result["reward_extra_info"] for result in results]
-    scores = [result["reward_score"] for result in results if result["reward_score"] is not None]
+    took = [result["seconds"] for result in results]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    took = [result["seconds"] for result in results]
+    rewards = [{"mean reward": result["reward_score"]} for result in results]
+    means = averages(rewards) | averages(extras)
     lines = [
         f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / seconds:,.0f} samples/s)",
         f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
         "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
-        f"mean reward: {sum(scores) / len(scores):.4f}" if scores else "mean reward: none, no sample has a score",
+        *(f"{name}: {value:.4f}" for name, value in means.items() if value is not None),
+        *(f"judge: {status} {count:,}" for status, count in judge.most_common()),
     ]
-    flawed = [extra.get("flawed_positive") for extra in extras if extra.get("acc")]
-    shares = {"accuracy": [extra.get("acc") for extra in extras], "flawed positives among right answers": flawed}
-    for name, values in shares.items():
-        if known := [value == 1 for value in values if value is not None]:
-            lines.append(f"{name}: {sum(known) / len(known):.4f} of {len(known):,}")
-    if judge:
-        lines.append("judge: " + ", ".join(f"{status} {count:,}" for status, count in judge.most_common()))
     return "\n".join(lines)
 
 
 def run(config: Config) -> None:
-    """The command line's work. ValueError and OSError for what the user gave, RuntimeError when the run has to stop."""
+    """The command line's work. ValueError, OSError for what the user gave, RuntimeError if it must stop."""
     job, table, overlong = config.check_rewards(), None, None
-    needed = ["data_source", "reward_model", "response", *(name for name, needed in job.columns.items() if needed)]
+    needed = ["data_source", "reward_model", "response"]
+    needed += [name for name, needs_it in job.columns.items() if needs_it]
     needed += ["response_length"] * (config.max_response_length is not None)
     rows = read_rows(config.data, needed)
     if config.max_response_length is not None:
@@ -149,7 +147,8 @@ def run(config: Config) -> None:
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
     if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
-        table = pyarrow.parquet.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
+        same = config.data.suffix == ".parquet"
+        table = pyarrow.parquet.read_table(config.data) if same else as_table(rows)
     files = (config.data, Path(job.function.rpartition(":")[0]))
     settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
     header = json.dumps([hashlib.sha256(file.read_bytes()).hexdigest() for file in files] + [settings])
@@ -160,12 +159,12 @@ def run(config: Config) -> None:
         print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
 
     def on_result(result: dict) -> None:
-        extra = result["reward_extra_info"]
         counts.update(done=1, needed=needed_verdict(result), failed=result["reward_score"] is None)
-        # Failures tend to come first (a refused connection is quicker than a critique): wait for a fair share.
+        # Failures tend to come first (a refused connection is quicker than a critique): wait for a share.
         share = min(len(rows), 1000) if counts["done"] < left else 0
         if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], share):
-            why = extra.get("error") or extra.get("genrm_error") or extra.get("genrm_status") or result["status"]
+            extra = {"genrm_status": result["status"]} | result["reward_extra_info"]
+            why = extra.get("error") or extra.get("genrm_error") or extra["genrm_status"]
             text = f"{counts['failed']:,} samples have no score, more of those that needed one than "
             text += f"--max-no-verdict-rate {config.max_no_verdict_rate} allows; the last: {why}"
             raise RuntimeError(f"{text}; mend it and go on with --resume")
@@ -178,7 +177,7 @@ def run(config: Config) -> None:
 
 
 def main() -> int:
-    """Parses the command line and runs -> exit code: 0, 2 for a wrong argument or file, 1 for a run that had to stop."""
+    """Parses the command line and runs -> exit code: 2 for a wrong argument, 1 for a run that had to stop."""
     config = tyro.cli(Config)
     try:
         run(config)
@@ -186,7 +185,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume (results so far: {config.out}.partial.jsonl)", file=sys.stderr)
+        print(f"interrupted; go on with --resume (so far: {config.out}.partial.jsonl)", file=sys.stderr)
         return 130
     return 0
 

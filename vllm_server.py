@@ -1,6 +1,6 @@
-"""One vLLM server: a process that ends with this program, however that ends, and does nothing without its key.
+"""One vLLM server: a process that ends with this program, however that ends, and does nothing without a key.
 
-    VllmServer(config, ...)    builds the command line and starts it; in this process, or as a Ray actor anywhere
+    VllmServer(config, ...)    builds the command line and starts it; used directly, or as a Ray actor
     Process                    any child so kept, such as the router
     KeyGuard, Generate         inside of vLLM: the key, and SGLang's /generate
 
@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+HERE = str(Path(__file__).parent)
+
 
 def share(things: list, count: int) -> list[list]:
     """Deals `things` (cores) evenly to `count` servers; where there are fewer things, some share one."""
@@ -28,8 +30,8 @@ def share(things: list, count: int) -> list[list]:
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
-    """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it as well,
-    and hardly anybody else gets it, neither while the child starts (vLLM binds after 20 s) nor between restarts."""
+    """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it, and
+    hardly anybody else gets it, neither before that (vLLM takes 20 s) nor between restarts."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,40 +39,47 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
-# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch ends
-# the group when this program has ended. Forked twice it is not found by Ray, which kills its workers' children.
+# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch
+# ends the group when this program has ended. Forked twice, it is not met by Ray, which kills such children.
 GUARD = """
 import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
 watched = os.pidfd_open(os.getppid())
 sys.path.insert(0, here)
-from vllm_server import end_group
+from vllm_server import end_group, shared_memory
 if os.getppid() != int(parent):
     sys.exit("the program that started this has ended")
 if os.fork() == 0:
     if os.fork() == 0:
         select.select([watched], [], [])
-        end_group(os.getpgrp(), folder)
+        end_group(os.getpgrp(), folder, shared_memory(os.getpgrp()))
     os._exit(0)
 os.wait()
 os.execv(command[0], command)
 """
 
 
-def end_group(group: int, folder: str) -> None:
-    """SIGKILL for a process group, and an end of its shared memory and of the folder of its sockets."""
+def shared_memory(group: int) -> list[str]:
+    """The files of the shared memory that the processes of this group have."""
+    found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             if os.getpgid(int(maps.parent.name)) == group:
-                for name in re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE):
-                    Path(name).unlink(missing_ok=True)
+                found += re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE)
+    return found
+
+
+def end_group(group: int, folder: str, memory: list[str]) -> None:
+    """SIGKILL for a process group, after the removal of what it would leave behind."""
+    for name in memory:
+        Path(name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 class Process:
-    """A child in a process group of its own, with a log; the whole group ends with it, and with this program."""
+    """A child in a process group of its own, with a log; the group ends with it, and with this program."""
 
     def __init__(self, log: Path):
         self.log, self.log_start, self.child = log, 0, None
@@ -80,9 +89,9 @@ class Process:
         self.log.parent.mkdir(parents=True, exist_ok=True)  # again: somebody may have tidied up
         with open(self.log, "ab") as file:
             self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
-            guard = [sys.executable, "-S", "-c", GUARD, str(Path(__file__).parent), str(os.getpid()), self.folder]
+            guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
             self.child = subprocess.Popen(
-                [*guard, *command], env=env | {"VLLM_RPC_BASE_PATH": self.folder}, start_new_session=True,
+                [*guard, *command], env=env | {"TMPDIR": self.folder}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def alive(self) -> bool:
@@ -90,14 +99,15 @@ class Process:
         return child is not None and child.poll() is None
 
     def stop(self, patience: float = 5.0) -> None:
-        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is one process more)."""
+        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is a process, too)."""
         child, self.child = self.child, None  # at once: another thread may stop it too
         if child is None:
             return
+        memory = shared_memory(child.pid)  # vLLM does not remove all of it
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-        end_group(child.pid, self.folder)
+        end_group(child.pid, self.folder, memory)
         child.wait()
 
     def lines(self, text: str = "") -> list[str]:
@@ -116,8 +126,8 @@ class Process:
 
 
 class KeyGuard:
-    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key leaves
-    out what is not under /v1: /tokenize, /metrics, and the control endpoints, which can swap the weights."""
+    """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key is
+    for /v1 alone, not for /tokenize, /metrics, and the control endpoints, which can swap the weights."""
 
     def __init__(self, app):
         self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
@@ -135,7 +145,7 @@ class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
 
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. No streams, no logprobs.
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams.
     """
 
     def __init__(self, app):
@@ -145,7 +155,7 @@ class Generate:
         if scope["type"] != "http" or scope["path"] != "/generate":
             return await self.app(scope, receive, send)
         from starlette.requests import Request
-        from starlette.responses import JSONResponse
+        from starlette.responses import Response
         body, messages = await Request(scope, receive).body(), []
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # else /v1/completions refuses it
             asked = json.loads(body)
@@ -162,24 +172,24 @@ class Generate:
             messages.append(message)
 
         await self.app(scope | {"path": "/v1/completions"}, give, keep)
-        if messages[0]["status"] != 200:
-            for message in messages:
-                await send(message)
-            return
-        full = json.loads(b"".join(message.get("body", b"") for message in messages))
-        answers = [dict(text=one["text"], output_ids=one["token_ids"], meta_info=dict(
-            id=full["id"], finish_reason={"type": one["finish_reason"]}, completion_tokens=len(one["token_ids"]),
-            prompt_tokens=len(one["prompt_token_ids"]))) for one in full["choices"]]
-        many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
-        await JSONResponse(answers if many else answers[0])(scope, receive, send)
+        status, body = messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+        if status == 200:
+            full = json.loads(body)
+            answers = [dict(text=one["text"], output_ids=one["token_ids"], meta_info=dict(
+                id=full["id"], finish_reason={"type": one["finish_reason"]},
+                completion_tokens=len(one["token_ids"]), prompt_tokens=len(one["prompt_token_ids"])))
+                for one in full["choices"]]
+            many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
+            body = json.dumps(answers if many else answers[0])
+        await Response(body, status, media_type="application/json")(scope, receive, send)
 
 
 class VllmServer(Process):
     """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
 
-    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on GPU
-    those that `gpus` names ("": those of CUDA_VISIBLE_DEVICES, which Ray has set).
-    On another node than `driver_node`, where the router is, it listens on its node's address, not the loopback.
+    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on
+    GPU those in `gpus` ("": those of CUDA_VISIBLE_DEVICES, which Ray has set). On another node than
+    `driver_node`, where the router is, it listens on its node's address instead of the loopback.
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
@@ -203,11 +213,11 @@ class VllmServer(Process):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
                    "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
-                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",  # the guard first
+                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",
                    "--seed", str(config.seed + self.index),
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
-        env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key, PYTHONPATH=path)
+        env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
+                   PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
         if os.path.exists(config.model):
             env["HF_HUB_OFFLINE"] = "1"
         if config.device == "cpu":
@@ -221,10 +231,10 @@ class VllmServer(Process):
             command += ["--enable-sleep-mode"] * config.sleep_mode
             if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
+            if self.gpus:
+                env["CUDA_VISIBLE_DEVICES"] = self.gpus
         if config.control or config.sleep_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
-        if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self.gpus
         if config.task == "classify":
             command += ["--runner", "pooling"]
         if config.max_model_len:

@@ -2,19 +2,23 @@
 
     python benchmarks/bench_reward_loop.py                  both parts, about 6 minutes
     python benchmarks/bench_reward_loop.py --part speed     samples/s, CPU time and memory
-    python benchmarks/bench_reward_loop.py --part overlap   a step with rewards streamed, in a batch, and without rewards
+    python benchmarks/bench_reward_loop.py --part overlap   a step with rewards streamed or in a batch
 
-Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function that waits 50 ms, and an async function that asks
-a fake judge through router.py (one pooled HTTP session a worker), each with 1, 2 and 4 workers, on one local Ray.
+Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function that waits 50 ms, and one
+that asks a fake judge through router.py (one pooled HTTP session a worker), each with 1, 2 and 4
+workers, on one local Ray.
   batch      score_batch of all samples, best of --repeats
-  streamed   one score_one per sample from one event loop, each the moment the one before it in its lane has come back (512 lanes)
-  CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes together, and in
-             the third case also the router and the fake judge
-  memory     resident memory (RSS) of workers and grading processes (two each: one watches); shared pages count more than once
+  streamed   one score_one per sample from one event loop, in 512 lanes: each the moment the one before it in
+             its lane has come back
+  CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes
+             together, and in the third case also the router and the fake judge
+  memory     resident memory (RSS) of workers and grading processes (two each: one watches); shared pages
+             count more than once
 
-Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a rollout 1.1k tokens, a
-critique 3.0k; every second answer is right, and only those are judged), the judge is two HTTP servers behind router.py that
-each work on a limited number of critiques at once. It leaves out what a GPU shared by both would add.
+Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a
+rollout 1.1k tokens, a critique 3.0k; every second answer is right, and only those are judged), the judge is
+two HTTP servers behind router.py that each work on a limited number of critiques. It leaves out what a
+GPU shared by both would add.
 """
 
 import asyncio
@@ -56,7 +60,7 @@ session = None
 
 
 async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address):
-    """One chat completion for a right answer, none for a wrong one; extra_info says how long the fake critique is."""
+    """One chat completion for a right answer, none for a wrong one; extra_info has the critique's length."""
     global session
     if not extra_info.get("right", True):
         return -1.0
@@ -81,7 +85,7 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
 
 
 def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
-    """Serves chat completions; at most `slots` at once are worked on, each for as long as its critique takes."""
+    """Serves chat completions: at most `slots` at once, each for as long as its critique takes."""
     from aiohttp import web
 
     free = asyncio.Semaphore(slots)
@@ -225,9 +229,8 @@ def speed(config) -> None:
     """Prints the table of samples per second."""
     from reward_loop import RewardLoopManager, RewardOptions
 
-    print(
-        "| function | workers | samples | batch samples/s | streamed samples/s | CPU ms/sample | memory MB | start to first score s |"
-    )
+    print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
+    print("CPU ms/sample | memory MB | start to first score s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with judges(1, 10**6, 0.0) as address:
         for function in config.functions:
@@ -275,7 +278,7 @@ def lognormal(rng: random.Random, mean: float, sigma: float, longest: float) -> 
 
 
 def overlap(config) -> None:
-    """Prints, for judges of several speeds, the time of a step's rollouts alone, with streamed rewards, and with a batch."""
+    """Prints, for judges of several speeds, how long a step takes: no rewards, streamed, in a batch."""
     import ray
 
     from reward_loop import RewardLoopManager, RewardOptions
@@ -292,10 +295,8 @@ def overlap(config) -> None:
     critique_tokens = sum(
         sample["extra_info"]["critique_tokens"] for sample in samples if sample["extra_info"]["right"]
     )
-    print(
-        f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average in {config.rollout_slots} places, ",
-        end="",
-    )
+    print(f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average ", end="")
+    print(f"in {config.rollout_slots} places, ", end="")
     print(f"{config.rollout_s_per_1k} s per 1,000 tokens; {critique_tokens:,.0f} tokens of critiques")
 
     async def roll_out(after) -> float:
@@ -315,9 +316,8 @@ def overlap(config) -> None:
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     alone = asyncio.run(roll_out(None))
     print(f"rollouts alone: {alone:.2f} s\n")
-    print(
-        "| judge: speed of a critique (x the policy's) | places | load | streamed s | x alone | rollouts, then batch s | x alone |"
-    )
+    print("| judge: speed of a critique (x the policy's) | places | load | streamed s | x alone | ", end="")
+    print("rollouts, then batch s | x alone |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for speedup, places in ((1, 512), (2, 256), (4, 128), (4, 32), (8, 64)):
         seconds_per_1k = config.rollout_s_per_1k / speedup

@@ -1,17 +1,19 @@
 """How fast is router.py, and when does which policy win? Prints two Markdown tables.
 
-    python benchmarks/bench_router.py               # needs nginx for the upstreams: apt-get install nginx-light
+    python benchmarks/bench_router.py            # needs nginx for the upstreams: apt-get install nginx-light
     python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
 
-Table 1, proxying: --connections connections send POSTs of --body-bytes, one after the other, through each router to two
-nginx servers that answer at once; every router in turn, --rounds times, in one run, the median of the rounds. Requests/s,
-p50 and p99 latency, answers that were not 200, and CPU time per request of the router alone, the figure that drifts least.
-Besides router.py: the same load without a router, a bare aiohttp proxy (below; what the HTTP library costs without any of
-a router's duties), and the Rust routers of sglang and vllm where their paths are given or they are found on PATH.
+Table 1, proxying: --connections connections send POSTs of --body-bytes, one after the other, through each
+router to two nginx servers that answer at once; every router in turn, --rounds times, in one run, the median
+of the rounds. Requests/s, p50 and p99 latency, answers that were not 200, and CPU time per request of the
+router alone, the figure that drifts least. Besides router.py: the same load without a router, a bare aiohttp
+proxy (below; what the HTTP library costs without any of a router's duties), and the Rust routers of sglang
+and vllm where they are found.
 
-Table 2, policies: --skew-requests requests through round_robin and least_loaded to four fake servers that work on eight
-requests each at a time, with answer times from constant to heavily skewed (log-normal), and with one slow server. Both
-policies get the same answer times. Wall time until the last answer, the best of --rounds (noise only adds).
+Table 2, policies: --skew-requests requests through round_robin and least_loaded to four fake servers that
+work on eight requests each at a time, with answer times from constant to heavily skewed (log-normal), and
+with one slow server. Both get the same answer times. Wall time until the last answer, the best of --rounds
+(noise only adds).
 
 Left out: TLS, streams, real models, routers on several cores.
 """
@@ -33,12 +35,8 @@ from pathlib import Path
 
 import aiohttp
 import tyro
+import uvloop
 from aiohttp import web
-
-try:
-    import uvloop
-except ImportError:
-    uvloop = None
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,27 +46,20 @@ sys.path.insert(0, str(ROOT))
 class Config:
     """Speed of router.py and of its policies."""
 
-    connections: int = 64
-    """Connections of the load."""
-    body_bytes: int = 4096
-    """Bytes per request."""
-    seconds: float = 8.0
-    """Seconds per router and round."""
-    rounds: int = 3
-    """Rounds; the table shows the median."""
-    skew_requests: int = 2000
-    """Requests per policy and kind of answer times; 0 leaves out the second table."""
-    sglang_router: str = ""
-    """Python that can import sglang_router. Empty: this one if it can, else left out."""
-    vllm_router: str = ""
-    """The vllm-router program. Empty: that on PATH, else left out."""
+    connections: int = 64  # Connections of the load.
+    body_bytes: int = 4096  # Bytes per request.
+    seconds: float = 8.0  # Seconds per router and round.
+    rounds: int = 3  # Rounds; the table shows the median.
+    skew_requests: int = 2000  # Requests per policy and kind of answer times; 0 leaves out the second table.
+    sglang_router: str = ""  # Python that can import sglang_router. Empty: this one if it can, else left out.
+    vllm_router: str = ""  # The vllm-router program. Empty: that on PATH, else left out.
 
 
-# ---- load --------------------------------------------------------------------------------------------------------------
+# ---- load ----------------------------------------------------------------------------------------
 
 class Client(asyncio.Protocol):
-    """One connection that sends the same request again as soon as the answer is complete. Minimal, so that the load
-    generator takes little of the machine: it needs answers with a Content-Length."""
+    """One connection that sends the same request again as soon as the answer is complete. Minimal, so that
+    the load takes little of the machine: it needs answers with a Content-Length."""
 
     def __init__(self, data, latencies, bad):
         self.data, self.latencies, self.bad, self.buffer, self.stopped = data, latencies, bad, b"", False
@@ -124,7 +115,7 @@ async def load(port: int, config: Config, seconds: float) -> tuple[list[float], 
     return latencies, len(bad), time.perf_counter() - begun
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 async def bare_proxy(port: int, upstreams: list[str]) -> None:
     """The least an aiohttp proxy can be: no retries, no health, no time limits, no streams."""
@@ -134,9 +125,14 @@ async def bare_proxy(port: int, upstreams: list[str]) -> None:
             nonlocal turn
             turn += 1
             body = await request.read()
-            headers = {name: value for name, value in request.headers.items() if name not in ("Host", "Content-Length")}
-            async with session.request(request.method, upstreams[turn % len(upstreams)] + request.path_qs, data=body,
-                                       headers=headers) as answer:
+            headers = {
+                name: value
+                for name, value in request.headers.items()
+                if name not in ("Host", "Content-Length")
+            }
+            async with session.request(
+                request.method, upstreams[turn % len(upstreams)] + request.path_qs, data=body, headers=headers
+            ) as answer:
                 return web.Response(body=await answer.read(), status=answer.status,
                                     headers={"Content-Type": answer.headers["Content-Type"]})
 
@@ -156,10 +152,12 @@ def free_port() -> int:
 
 def start_nginx(folder: Path, port: int) -> subprocess.Popen:
     settings = folder / f"{port}.conf"
-    settings.write_text(f"""daemon off; worker_processes 1; pid {folder}/{port}.pid; error_log {folder}/{port}.log;
+    settings.write_text(f"""daemon off; worker_processes 1; pid {folder}/{port}.pid;
+error_log {folder}/{port}.log;
 events {{ worker_connections 4096; }}
 http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 128k; keepalive_requests 100000000;
-server {{ listen 127.0.0.1:{port}; location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} }}""")
+server {{ listen 127.0.0.1:{port};
+location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} }}""")
     return subprocess.Popen(["nginx", "-c", str(settings)])
 
 
@@ -169,13 +167,35 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
                 "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams]}
     python = config.sglang_router or sys.executable
     if subprocess.run([python, "-c", "import sglang_router"], capture_output=True).returncode == 0:
-        commands["sglang-router (Rust)"] = [python, "-m", "sglang_router.launch_router", "--policy", "round_robin", "--host",
-                                            "127.0.0.1", "--disable-circuit-breaker", "--log-level", "warn",
-                                            "--worker-urls", *upstreams, "--port"]
+        commands["sglang-router (Rust)"] = [
+            python,
+            "-m",
+            "sglang_router.launch_router",
+            "--policy",
+            "round_robin",
+            "--host",
+            "127.0.0.1",
+            "--disable-circuit-breaker",
+            "--log-level",
+            "warn",
+            "--worker-urls",
+            *upstreams,
+            "--port",
+        ]
     program = config.vllm_router or shutil.which("vllm-router")
     if program:
-        commands["vllm-router (Rust)"] = [program, "--policy", "round_robin", "--host", "127.0.0.1", "--log-level", "warning",
-                                         "--worker-urls", *upstreams, "--port"]
+        commands["vllm-router (Rust)"] = [
+            program,
+            "--policy",
+            "round_robin",
+            "--host",
+            "127.0.0.1",
+            "--log-level",
+            "warning",
+            "--worker-urls",
+            *upstreams,
+            "--port",
+        ]
     return commands
 
 
@@ -217,13 +237,17 @@ async def compare_routers(config: Config) -> None:
                 rows.setdefault("no router (nginx itself)", []).append((latencies, failures, seconds, 0.0))
                 for name, command in commands.items():
                     port = free_port()
-                    process = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    process = subprocess.Popen(
+                        [*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    )
                     try:
                         await wait_for(port, process)
                         await load(port, config, 1.0)  # warm up
                         before = cpu_seconds(process.pid)
                         latencies, failures, seconds = await load(port, config, config.seconds)
-                        rows.setdefault(name, []).append((latencies, failures, seconds, cpu_seconds(process.pid) - before))
+                        rows.setdefault(name, []).append(
+                            (latencies, failures, seconds, cpu_seconds(process.pid) - before)
+                        )
                     finally:
                         process.terminate()
                         process.wait()
@@ -231,21 +255,34 @@ async def compare_routers(config: Config) -> None:
             for server in servers:
                 server.terminate()
                 server.wait()
-    print(f"{config.connections} connections, {config.body_bytes} bytes, {config.rounds} rounds of {config.seconds:g} s, "
-          f"uvloop {'yes' if uvloop else 'no'}\n")
-    print("| router | requests/s | p50 ms | p99 ms | failures | CPU ms per request |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    print(
+        f"{config.connections} connections, {config.body_bytes} bytes, {config.rounds} rounds of "
+        f"{config.seconds:g} s, uvloop\n"
+    )
+    print(
+        "| router | requests/s | p50 ms | p99 ms | failures | CPU ms per request |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |"
+    )
     for name, rounds in rows.items():
         figures = []
         for latencies, _, seconds, cpu in rounds:
             ordered = sorted(latencies)
-            figures.append((len(ordered) / seconds, 1000 * ordered[len(ordered) // 2], 1000 * ordered[int(len(ordered) * 0.99)],
-                            1000 * cpu / len(ordered)))
+            figures.append(
+                (
+                    len(ordered) / seconds,
+                    1000 * ordered[len(ordered) // 2],
+                    1000 * ordered[int(len(ordered) * 0.99)],
+                    1000 * cpu / len(ordered),
+                )
+            )
         rate, p50, p99, cpu = (statistics.median(column) for column in zip(*figures))
         failures = sum(one[1] for one in rounds)
-        print(f"| {name} | {rate:,.0f} | {p50:.1f} | {p99:.1f} | {failures} | {f'{cpu:.3f}' if cpu else '-'} |")
+        print(
+            f"| {name} | {rate:,.0f} | {p50:.1f} | {p99:.1f} | {failures} | {f'{cpu:.3f}' if cpu else '-'} |"
+        )
 
 
-# ---- policies ----------------------------------------------------------------------------------------------------------
+# ---- policies ------------------------------------------------------------------------------------
 
 class FakeServer:
     """Works on eight requests at a time; each takes the seconds that its path names, times `slowness`."""
@@ -306,21 +343,32 @@ async def compare_policies(config: Config) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, (sigma, slownesses) in cases.items():
         times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
-        best = max(sum(times) / (8 * sum(1 / slowness for slowness in slownesses)), max(times))  # all busy; the longest one
-        rounds = [{policy: await time_policy(policy, slownesses, times) for policy in ("round_robin", "least_loaded")}
-                  for _ in range(config.rounds)]
+        best = max(
+            sum(times) / (8 * sum(1 / slowness for slowness in slownesses)), max(times)
+        )  # all busy; the longest one
+        rounds = [
+            {
+                policy: await time_policy(policy, slownesses, times)
+                for policy in ("round_robin", "least_loaded")
+            }
+            for _ in range(config.rounds)
+        ]
         spent = {policy: min(one[policy] for one in rounds) for policy in rounds[0]}
         print(f"| {name} | {best:.2f} | {spent['round_robin']:.2f} | {spent['least_loaded']:.2f} | "
               f"{spent['round_robin'] / spent['least_loaded']:.2f} |", flush=True)
 
 
 def machine() -> str:
-    """The first line of every benchmark: cores, processor, which of the vector units that decide speed here, Python, load."""
+    """The first line of every benchmark: cores, processor, vector units, Python, load."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)", text)
-    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{unit}\b", text)]
-    return f"{os.cpu_count()} cores, {name[1] if name else platform.machine()}, {' '.join(units) or 'no AVX2'}, " \
-           f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    units = [
+        unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{unit}\b", text)
+    ]
+    return (
+        f"{os.cpu_count()} cores, {name[1] if name else platform.machine()}, {' '.join(units) or 'no AVX2'}, "
+        f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    )
 
 
 async def measure(config: Config) -> None:
@@ -331,7 +379,7 @@ async def measure(config: Config) -> None:
 
 
 def main() -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1:2] == ["--bare-proxy"]:  # this script again, as one of the things it measures
             runner.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
             return

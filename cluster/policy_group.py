@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.placement import hold
 from cluster.ranks import RankedPolicy, Ranks
-from genrm_server import hold
 from policy import RanksLost, Sample
 
 # what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers

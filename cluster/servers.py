@@ -24,7 +24,8 @@ import safetensors.torch
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from genrm_server import Config, ModelServers, Slot, complete, end_servers, place_servers
+from cluster.placement import end_servers, place_servers
+from genrm_server import Config, ModelServers, Slot, complete
 from policy import RanksLost
 
 # The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in

@@ -183,7 +183,7 @@ def test_process_aware_advantages_by_hand():
     all wrong."""
     outcome = torch.tensor([[1.0, 1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, -1.0]])
     process = torch.tensor([[1.0, 0.0, 1.0, NAN], [1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
-    got = compute_process_aware_advantages(outcome, process)
+    got = compute_process_aware_advantages(outcome, process, outcome > 0)
     spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample deviations of 1, 1, -1 and of 1, 0
     right, wrong = (2 / 3) / spread, (-4 / 3) / spread
     assert torch.allclose(got[0], torch.tensor([right + 0.5 / half, right - 0.5 / half, wrong, 0.0]))
@@ -191,6 +191,8 @@ def test_process_aware_advantages_by_hand():
         got[1], torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6)
     )  # the steps still tell them apart
     assert got[2].tolist() == [0, 0, 0, 0]  # however good its steps, a wrong answer gains nothing
+    late = compute_process_aware_advantages(outcome[1:2] - 1.5, process[1:2], outcome[1:2] > 0)
+    assert torch.equal(late[0], got[1])  # a right answer that came late is a right answer
 
 
 def test_the_trainer_has_the_same_functions_under_the_same_names():

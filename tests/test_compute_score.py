@@ -350,12 +350,12 @@ class Judge:
 
     def __init__(self, *script):
         self.script, self.requests, self.model_lookups, self.address = list(script), [], 0, ""
-        self.keys = []
+        self.keys, self.card = [], {"id": "the-judge"}  # as in /v1/models
 
     async def models(self, request):
         self.model_lookups += 1
         await asyncio.sleep(0)
-        return web.json_response({"data": [{"id": "the-judge"}]})
+        return web.json_response({"data": [self.card]})
 
     async def chat(self, request):
         self.requests.append(await request.json())

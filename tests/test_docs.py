@@ -16,6 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benc
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
+# The README says that they are not here, and nothing else names them.
+DROPPED = {"--save-rollouts", "--replay", "--max-staleness", "--weight-sync", "--rollout-shares-gpus"}
+DROPPED |= {"--genrm-gpus", "--rollout-gpus"}
 
 
 def blocks(page, *languages):
@@ -38,8 +41,8 @@ def test_there_are_commands_to_parse():
 
 
 @each_page
-def test_no_line_is_longer_than_120_characters(page):
-    assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+def test_no_line_but_a_tables_is_longer_than_120_characters(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 120 and line[0] != "|"] == []
 
 
 def anchors(page):
@@ -69,21 +72,19 @@ def test_every_page_can_be_reached_from_the_readme():
 
 def test_the_readmes_tree_has_every_script_once():
     tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+\.py)`", tree, re.M)) == sorted(
-        path.name for path in ROOT.glob("*.py")
-    )
+    scripts = [path for folder in (".", "toy", "tools", "cluster") for path in (ROOT / folder).glob("*.py")]
+    scripts = [str(path.relative_to(ROOT)) for path in scripts if path.name != "__init__.py"]
+    assert sorted(re.findall(r"^\| `([\w/]+\.py)`", tree, re.M)) == sorted(scripts)
 
 
 def test_every_flag_that_is_named_exists():
-    source = "".join(
-        path.read_text()
-        for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs")
-        for path in folder.glob("*.py")
-    )
+    folders = (ROOT / name for name in (".", "tools", "toy", "benchmarks", "docs"))
+    source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+        named -= DROPPED if page.name == "README.md" else set()
         assert named <= known, f"{page.name}: {named - known}"
 
 
@@ -100,11 +101,8 @@ def test_every_metric_and_status_is_in_the_glossary():
     assert not missing | {status for status in reward_loop.STATUSES if status not in named}
     reasons = {f"dynamic/dropped_{why}" for why in grpo_trainer.WHY_USELESS}
     assert reasons <= set(named)
-    judged = set(
-        re.findall(
-            r'"(\w+)"', (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
-        )
-    )
+    listed = (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
+    judged = {"skipped", *re.findall(r'"(\w+)"', listed)}
     assert len(judged) == 6 and all(f"| `{status}` |" in glossary for status in judged)
 
 

@@ -196,6 +196,21 @@ def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, 
         run(Judge(answer), replace(config, **setting))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
+def test_no_more_tokens_than_the_server_has_and_a_corrected_command_goes_on(bench, tmp_path):
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, model="misspelt")
+    judge = Judge(lambda request: 404 if request["model"] == "misspelt" else answer(request))
+    judge.card["max_model_len"] = 16384 + 500  # the prompts are longer than 500 bytes
+    assert all(row["prediction"] is None for row in run(judge, config))
+    assert "max_tokens" not in judge.requests[0]  # the server gives all that the prompt leaves
+    judge.card["max_model_len"] = 32768
+    assert [row["prediction"] for row in run(judge, replace(config, model=None))] == [-1, 1, 2, -1, 2, None]
+    assert judge.requests[-1]["max_tokens"] == 16384
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):  # something came of that one
+        run(judge, config)
+
+
 def test_limit_and_bad_files(bench, tmp_path):
     assert len(read_judge_rows(bench, limit=2)) == 2
     prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
@@ -257,4 +272,4 @@ def test_command_line(bench, tmp_path):
     assert code == 2 and err.startswith("error: --router-address") and "names no model" in err
     rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
-    assert rows[1]["critiques"] == [{"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1}]
+    assert rows[1]["critiques"] == [{"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1, "score": 1.0}]

@@ -1,4 +1,4 @@
-"""genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server in real processes), slow ones with vLLM on CPU."""
+"""genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server), slow ones with vLLM on CPU."""
 
 import asyncio
 import copy
@@ -14,35 +14,41 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import genrm_server
 import vllm_server
-from genrm_server import Config, ModelServers, RewardModelManager, complete, http
+from cluster import placement
+from cluster.placement import RewardModelManager
+from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
 from tiny import policy_of
 from vllm_server import reserve, share
 
 ROOT = Path(__file__).parent.parent
 
-# Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like vLLM it has an
-# "engine", a process of its own that would outlive it.
-STAND_IN = '''
-import json, os, subprocess, sys, time
+# Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like
+# vLLM it has an "engine", a process of its own that would outlive it, and shared memory.
+STAND_IN = """
+import json, mmap, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def told(name): return os.path.exists(os.path.join(argument("--model"), name))
 if told("die_at_start"):
     sys.exit("ValueError: these weights do not fit")
 engine = subprocess.Popen(["sleep", "1000"])
+with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed
+    memory.truncate(4096)
+    mapped = mmap.mmap(memory.fileno(), 4096)
+open(os.environ["TMPDIR"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
-        if self.path != "/health" and self.headers.get("Authorization") != "Bearer " + os.environ["VLLM_API_KEY"]:
+        given, key = self.headers.get("Authorization"), os.environ["VLLM_API_KEY"]
+        if self.path != "/health" and given != "Bearer " + key:
             return self.answer(401, {"error": "no key"})
         calls.append(self.path)
         if told(die := "die_of" + self.path.partition("?")[0].replace("/", "_")):
@@ -58,8 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/slow":
             time.sleep(0.5)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHONPATH"))}
-        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": [os.getpid(), engine.pid], "calls": calls})
+        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR"))}
+        pids = [os.getpid(), engine.pid]
+        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls})
     def answer(self, status, body):
         body = json.dumps(body).encode()
         self.send_response(status)
@@ -71,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     request_queue_size = 128
 Server((argument("--host"), int(argument("--port"))), Handler).serve_forever()
-'''
+"""
 
 
 @pytest.fixture
@@ -154,7 +161,7 @@ def port_is_free(url):
     return True
 
 
-# ---- what the servers are started with -----------------------------------------------------------------------------------
+# ---- what the servers are started with -----------------------------------------------------------
 
 def test_cores_are_shared_out():
     assert share([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
@@ -172,18 +179,28 @@ def test_cpu_servers(stand_in, monkeypatch):
             seen = told(servers, number)
             line = " ".join(seen["argv"])
             assert f"--model {stand_in} --host 127.0.0.1" in line and "--served-model-name judge" in line
-            assert "--dtype float32 --enforce-eager" in line and "--max-model-len 512" in line and "--runner" not in line
+            assert (
+                "--dtype float32 --enforce-eager" in line
+                and "--max-model-len 512" in line
+                and "--runner" not in line
+            )
             assert line.endswith("--max-num-seqs 7") and "s3cret" not in line
             env = seen["env"]
             assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(number) and env["OMP_NUM_THREADS"] == "1"
-            assert env["VLLM_API_KEY"] == "s3cret" and env["HF_HUB_OFFLINE"] == "1" and "VLLM_SERVER_DEV_MODE" not in env
+            assert (
+                env["VLLM_API_KEY"] == "s3cret"
+                and env["HF_HUB_OFFLINE"] == "1"
+                and "VLLM_SERVER_DEV_MODE" not in env
+            )
         assert {ask(f"http://{servers.router_address}", api_key="s3cret")["pids"][0] for _ in range(2)} == \
             {told(servers, number)["pids"][0] for number in range(2)}
 
 
 def test_gpu_servers_and_a_classifier(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-6f,7")
-    config = settings(stand_in, num_servers=2, device="cuda", tensor_parallel_size=2, task="classify", sleep_mode=True)
+    config = settings(
+        stand_in, num_servers=2, device="cuda", tensor_parallel_size=2, task="classify", sleep_mode=True
+    )
     with running(config) as servers:
         seen = [told(servers, number) for number in range(2)]
         assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "GPU-6f,7"]
@@ -207,11 +224,11 @@ def test_what_is_reserved_in_ray():
     def config(**changes):
         return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
 
-    assert genrm_server.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
+    assert placement.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
         ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
-    assert genrm_server.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
-    assert genrm_server.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
+    assert placement.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
+    assert placement.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
+    assert placement.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
@@ -220,25 +237,37 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
     shows.chmod(0o755)
     assert complete(settings(stand_in, device="auto")).device == "cpu"
     monkeypatch.setenv("PATH", f"{shows.parent}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU .* or say --device cpu"):
+    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU.* or say --device cpu"):
         complete(settings(stand_in, device="auto"))
     assert complete(settings(stand_in)).device == "cpu"
 
 
-@pytest.mark.parametrize("changes, expected", [
-    (dict(model="./nowhere"), "--model ./nowhere"), (dict(model="name"), "--model name"),
-    (dict(num_servers=0), "--num-servers 0"), (dict(cpus="0;1"), "--cpus 0;1"), (dict(port=-1), "--port -1"),
-    (dict(startup_timeout=0), "--startup-timeout"), (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
-    (dict(device="cuda", num_servers=2), "--num-servers 2 --tensor-parallel-size 1 --gpu-share 1: more than the GPUs 7"),
-    (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of 2 GPUs"),
-    (dict(gpu_share=0), "--gpu-share 0: must be above 0"), (dict(gpu_share=1.5), "--gpu-share 1.5: must be")])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(model="./nowhere"), "--model ./nowhere"),
+        (dict(model="name"), "--model name"),
+        (dict(num_servers=0), "--num-servers 0"),
+        (dict(cpus="0;1"), "--cpus 0;1"),
+        (dict(port=-1), "--port -1"),
+        (dict(startup_timeout=0), "--startup-timeout"),
+        (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
+        (
+            dict(device="cuda", num_servers=2),
+            "--num-servers 2 --tensor-parallel-size 1 --gpu-share 1: more than the GPUs 7",
+        ),
+        (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server takes its 2 GPUs whole"),
+        (dict(gpu_share=0), "--gpu-share 0: must be above 0"),
+        (dict(gpu_share=1.5), "--gpu-share 1.5: must be"),
+    ],
+)
 def test_bad_settings(stand_in, changes, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ValueError, match=re.escape(expected)):
         ModelServers(settings(stand_in, **changes))
 
 
-# ---- life and death --------------------------------------------------------------------------------------------------------
+# ---- life and death ------------------------------------------------------------------------------
 
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers, ThreadPoolExecutor(32) as pool:
@@ -253,7 +282,9 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
         assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
             {new[0], told(servers, 1)["pids"][0]}
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
-    until(lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5)
+    until(
+        lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5
+    )
     servers.shutdown()  # a second time does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
@@ -280,9 +311,21 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         assert re.search(r"GIVING UP on server 0.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
+def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
+    """As of a sample that kills the engine whenever it is asked."""
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
+    with running(settings(stand_in)) as servers:
+        for number in range(1, 4):
+            os.kill(told(servers)["pids"][0], signal.SIGKILL)
+            until(lambda: restarts_of(servers) == number and servers.slots[0].joined)
+        assert not servers.given_up()
+
+
 def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
     (stand_in / "die_at_start").touch()
-    with pytest.raises(RuntimeError, match=r"(?s)server 0 died while starting.*server_0\.log.*these weights do not fit"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)server 0 died while starting.*server_0\.log.*these weights do not fit"
+    ):
         ModelServers(settings(stand_in))
 
 
@@ -295,7 +338,7 @@ def test_a_start_that_takes_too_long(stand_in):
 def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
     with running(settings(stand_in, num_servers=2)) as servers:
         address = servers.router_address
-        servers.router_process.child.kill()
+        servers.router.server.child.kill()
         until(lambda: http("GET", f"http://{address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert servers.router_address == address and ask(f"http://{address}")
@@ -305,25 +348,35 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
     with running(settings(stand_in, num_servers=2)) as servers:
-        hanging = servers.router_process.child.pid
+        hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
         until(lambda: not alive(hanging))
-        until(lambda: all(worker["healthy"] for worker in router_workers(servers)) and len(router_workers(servers)) == 2)
+        until(
+            lambda: (
+                all(worker["healthy"] for worker in router_workers(servers))
+                and len(router_workers(servers)) == 2
+            )
+        )
         assert ask(f"http://{servers.router_address}") and restarts_of(servers) == 0
-        assert "the router hangs; restarting it" in capfd.readouterr().out
+        assert "router hangs: no answer of /health for" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers:
         host, _, port = servers.router_address.partition(":")
-        servers.router_process.child.kill()
-        servers.router_process.child.wait()
+        servers.router.server.child.kill()
+        servers.router.server.child.wait()
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
             until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
-            until(lambda: "address already in use" in capfd.readouterr().out)
+            until(
+                lambda: (
+                    "router died" in capfd.readouterr().out
+                    and "address already in use" in servers.router.log.read_text()
+                )
+            )
         until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}")
@@ -335,16 +388,24 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
     with running(settings(stand_in, num_servers=2)) as servers:
         logs = servers.config.log_dir
         shutil.rmtree(logs)
-        victims = told(servers)["pids"][0], servers.router_process.child.pid
+        victims = told(servers)["pids"][0], servers.router.server.child.pid
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
-        until(lambda: restarts_of(servers) == 1 and all(slot.joined == servers.router_starts == 2 for slot in servers.slots))
+        until(
+            lambda: (
+                restarts_of(servers) == 1
+                and all(slot.joined == servers.router.restarts + 1 == 2 for slot in servers.slots)
+            )
+        )
         assert (logs / "server_0.log").is_file() and (logs / "router.log").is_file()
         shutil.rmtree(logs)
         logs.touch()  # and now there cannot be one, which is no death of the server
         os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[1].restarts == 3)
-        assert not servers.slots[1].given_up and "cannot be run (FileExistsError" in capfd.readouterr().out
+        assert (
+            not servers.slots[1].given_up
+            and "server 1 cannot be run (FileExistsError" in capfd.readouterr().out
+        )
         logs.unlink()
         until(lambda: servers.slots[1].joined)
 
@@ -355,10 +416,16 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
         assert http("GET", servers.slots[0].url + "/health")[0] == 200
         assert http("GET", servers.slots[0].url + "/v1/args")[0] == 401
-        assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200  # the router has it, its clients need none
-        assert http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
+        assert (
+            http("GET", f"http://{servers.router_address}/v1/args")[0] == 200
+        )  # the router has it, its clients need none
+        assert (
+            http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
+        )
         seen = told(servers)
-        middleware = [name for option, name in zip(seen["argv"], seen["argv"][1:]) if option == "--middleware"]
+        middleware = [
+            name for option, name in zip(seen["argv"], seen["argv"][1:]) if option == "--middleware"
+        ]
         assert middleware[-1] == "vllm_server.KeyGuard"  # vLLM asks the last one first
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
         processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
@@ -383,30 +450,30 @@ def ask_guard(scope_type, path, *headers):
 def test_the_key_guard(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "k")
     right, wrong = (b"authorization", b"Bearer k"), (b"authorization", b"Bearer kk")
-    assert ask_guard("http", "/health") == ask_guard("http", "/sleep", right) == ask_guard("websocket", "/x", right) == "in"
+    assert (
+        ask_guard("http", "/health")
+        == ask_guard("http", "/sleep", right)
+        == ask_guard("websocket", "/x", right)
+        == "in"
+    )
     for path in ("/sleep", "/v1/models", "/health/", "/Health", "", "/metrics"):
-        assert ask_guard("http", path) == ask_guard("http", path, wrong) == ask_guard("http", path, (b"x", b"Bearer k")) == 401
+        assert (
+            ask_guard("http", path)
+            == ask_guard("http", path, wrong)
+            == ask_guard("http", path, (b"x", b"Bearer k"))
+            == 401
+        )
     assert ask_guard("websocket", "/v1/realtime") == 401
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
         vllm_server.KeyGuard(None)
 
 
-def test_an_actor_that_takes_its_time_is_waited_for(stand_in, monkeypatch, capfd):
-    import ray
-    with running(settings(stand_in)) as servers:
-        waits = iter([False] * 5 + [True])
-        actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "reference"))
-        monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "wait", lambda references, timeout: (references if next(waits) else [], []))
-        monkeypatch.setattr(ray, "get", {"reference": "http://host:1"}.get)  # of the one call that was made
-        assert servers.call(genrm_server.Slot(actor, 7, stand_in), "start") == "http://host:1"
-        assert capfd.readouterr().out.count("server 7 waits for Ray") == 5
-
-
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
-        assert "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
+        assert (
+            "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
+        )
     with running(settings(stand_in, host="0.0.0.0", api_key="k")):
         assert "WARNING" not in capfd.readouterr().out
 
@@ -433,25 +500,40 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     try:
         for number in range(2):
             seen = told(servers.servers, number)
-            assert f"--seed {5 + number} " in " ".join(seen["argv"]) and seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+            assert (
+                f"--seed {5 + number} " in " ".join(seen["argv"])
+                and seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+            )
             assert not any(call.startswith("/collective_rpc") for call in seen["calls"])
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync()
         served = load_file(servers.folder.folder / "model.safetensors")
-        assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(model.state_dict())
+        assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(
+            model.state_dict()
+        )
         assert json.loads((servers.folder.folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was
         for number in range(2):
-            calls = [call for call in told(servers.servers, number)["calls"] if call.startswith(("/collective", "/reset"))]
+            calls = [
+                call
+                for call in told(servers.servers, number)["calls"]
+                if call.startswith(("/collective", "/reset"))
+            ]
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
         os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers.servers) == 1 and len(router_workers(servers.servers)) == 2)
-        assert "/collective_rpc" in told(servers.servers)["calls"]  # before it joined: weights may have changed
+        assert (
+            "/collective_rpc" in told(servers.servers)["calls"]
+        )  # before it joined: weights may have changed
         (servers.folder.folder / "die_of_collective_rpc").touch()
         servers.sync()  # one of them dies of it
-        assert len(router_workers(servers.servers)) == 1  # with the new weights; the other one has the old ones or none
-        until(lambda: restarts_of(servers.servers) == 2 and all(slot.joined for slot in servers.servers.slots))
+        assert (
+            len(router_workers(servers.servers)) == 1
+        )  # with the new weights; the other one has the old ones or none
+        until(
+            lambda: restarts_of(servers.servers) == 2 and all(slot.joined for slot in servers.servers.slots)
+        )
         assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
         (servers.folder.folder / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
@@ -477,7 +559,9 @@ def test_sleep_and_wake(stand_in, capfd, monkeypatch):
         assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
         assert servers.wake_up()
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
-        assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404  # not for whoever knows the router
+        assert (
+            http("POST", f"http://{servers.router_address}/sleep")[0] == 404
+        )  # not for whoever knows the router
 
 
 @pytest.mark.slow
@@ -509,12 +593,28 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         assert not any(slot.given_up for slot in servers.slots)
 
 
-# ---- the command line --------------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 def start_command(model, *arguments, before=()):
-    return subprocess.Popen([*before, sys.executable, str(ROOT / "genrm_server.py"), "--model", str(model), "--port", "0",
-                             "--device", "cpu", "--log-dir", str(model.parent / "logs"), *arguments],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [
+            *before,
+            sys.executable,
+            str(ROOT / "genrm_server.py"),
+            "--model",
+            str(model),
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+            "--log-dir",
+            str(model.parent / "logs"),
+            *arguments,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def read_addresses(process):
@@ -534,15 +634,61 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
     process = start_command(stand_in, "--num-servers", "2", "--", "--max-num-seqs", "9")
     try:
         router, urls = read_addresses(process)
-        assert ask(router)["argv"][-2:] == ["--max-num-seqs", "9"]
+        seen = ask(router)
+        assert seen["argv"][-2:] == ["--max-num-seqs", "9"]
+        memory, sockets = Path(f"/dev/shm/psm_{seen['pids'][0]}"), Path(seen["env"]["TMPDIR"])
+        assert memory.exists() and sockets.exists()
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
         process.wait(30)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+        assert not memory.exists() and not sockets.exists()
     finally:
         process.kill()
+
+
+FORKS = """
+import os, sys, time
+from genrm_server import Config, ModelServers
+servers = ModelServers(Config(sys.argv[1], port=0, device="cpu", log_dir=sys.argv[1] + "/../logs"))
+if os.fork():
+    print(servers.router_address, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
+    program = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(stand_in)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        address = next(line for line in program.stdout if re.match(r"[\d.]+:\d+$", line)).strip()
+        pids = ask(f"http://{address}")["pids"]
+        program.kill()
+        program.wait()
+        until(lambda: not any(map(alive, pids)), limit=10)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)  # the fork
+
+
+def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
+    log = tmp_path / "a.log"
+    log.write_text("WARNING: of an earlier run\n")
+    child = vllm_server.Process(log)
+    child.launch([sys.executable, "-c", "print('WARNING: of this one')"], dict(os.environ))
+    until(lambda: not child.alive())
+    assert child.said("WARNING") == "WARNING: of this one" == child.last_lines() and not child.said("earlier")
+    child.stop()
+
+
+def test_two_services_of_one_folder_have_two_folders_of_logs(stand_in):
+    folders = [complete(settings(stand_in, log_dir=None, port=port)).log_dir for port in (30000, 30001)]
+    assert folders == [Path("outputs/genrm_logs").absolute() / port for port in ("30000", "30001")]
 
 
 def test_under_nohup_it_outlives_its_terminal(stand_in):
@@ -563,7 +709,10 @@ def test_under_nohup_it_outlives_its_terminal(stand_in):
 @pytest.mark.slow
 def test_exit_codes(stand_in):
     process = start_command(stand_in, "--num-servers", "0")
-    assert process.communicate(timeout=30)[1] == "error: --num-servers 0: must be at least 1\n" and process.returncode == 2
+    assert (
+        process.communicate(timeout=30)[1] == "error: --num-servers 0: must be at least 1\n"
+        and process.returncode == 2
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start_command(stand_in, "--port", str(taken.getsockname()[1]))
         error = process.communicate(timeout=30)[1]
@@ -573,11 +722,11 @@ def test_exit_codes(stand_in):
     assert "these weights do not fit" in process.communicate(timeout=30)[1] and process.returncode == 1
 
 
-# ---- with the real vLLM --------------------------------------------------------------------------------------------------------
+# ---- with the real vLLM --------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, model, tokenizer):
-    """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier; started together."""
+    """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier."""
     import ray
     import torch
     from transformers import LlamaForSequenceClassification
@@ -593,7 +742,15 @@ def vllm(tmp_path_factory, model, tokenizer):
         monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
-            config = Config(model=str(models[1]), task="classify", port=0, device="cpu", log_dir=folder, served_model_name="rm")
+            ray.init(include_dashboard=False, logging_level="warning")
+            config = Config(
+                model=str(models[1]),
+                task="classify",
+                port=0,
+                device="cpu",
+                log_dir=folder,
+                served_model_name="rm",
+            )
             manager = RewardModelManager({"rm": config})
             yield process, *read_addresses(process), manager
             manager.shutdown()
@@ -626,14 +783,28 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
     classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
         assert http("GET", url + "/health")[0] == 200
-        for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/classify"), ("GET", "/metrics"),
-                             ("POST", "/collective_rpc"), ("GET", "/docs"), ("OPTIONS", "/v1/models"), ("GET", "/health/")):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("POST", "/tokenize"),
+            ("POST", "/classify"),
+            ("GET", "/metrics"),
+            ("POST", "/collective_rpc"),
+            ("GET", "/docs"),
+            ("OPTIONS", "/v1/models"),
+            ("GET", "/health/"),
+        ):
             assert http(method, url + path)[0] == 401
             assert http(method, url + path, api_key="wrong")[0] == 401
     assert http("GET", classifier + "/v1/models", api_key=key)[0] == 200
     assert http("POST", classifier + "/tokenize", {"prompt": "x"}, api_key=key)[0] == 200
     assert http("POST", router + "/tokenize", {"prompt": "x"})[0] == 200
-    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "judge",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "stream": True,
+    }
     status, text = http("POST", router + "/v1/chat/completions", body, timeout=60)
     assert status == 200 and text.count("data: ") > 2 and text.endswith("data: [DONE]\n\n")
     everything = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
@@ -641,11 +812,64 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
     assert not any(key in log.read_text() for log in manager.models["rm"].config.log_dir.iterdir())
 
 
+@pytest.mark.slow
+def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
+    """As a reward function for SGLang asks: the chat template's ids to /generate, then `text`."""
+    process, router, urls, _ = vllm
+    messages, sampling = (
+        [{"role": "user", "content": "Is it so?"}],
+        {"max_new_tokens": 12, "temperature": 0.0},
+    )
+
+    def generate(**body):
+        status, text = http("POST", router + "/generate", body, timeout=60)
+        return status, json.loads(text)
+
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    status, answer = generate(input_ids=ids, sampling_params=sampling)
+    assert (
+        status == 200
+        and tokenizer.decode(answer["output_ids"], skip_special_tokens=True) == answer["text"] != ""
+    )
+    meta = answer["meta_info"]
+    assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == len(answer["output_ids"]) <= 12
+    assert meta["finish_reason"]["type"] in ("stop", "length") and meta["id"]
+    body = {"model": "judge", "messages": messages, "max_tokens": 12, "temperature": 0.0}
+    chat = json.loads(http("POST", router + "/v1/chat/completions", body, timeout=60)[1])
+    assert chat["choices"][0]["message"]["content"] == answer["text"]
+    text = tokenizer.decode(ids)
+    assert generate(text=text, sampling_params=sampling)[1]["output_ids"] == answer["output_ids"]
+    status, both = generate(input_ids=[ids, ids[:-1]], sampling_params=sampling)
+    assert status == 200 and len(both) == 2 and both[0]["text"] == answer["text"]
+    assert (
+        generate(input_ids=ids, sampling_params={"max_new_tokens": 1})[1]["meta_info"]["finish_reason"][
+            "type"
+        ]
+        == "length"
+    )
+    for body in (
+        {},
+        {"input_ids": []},
+        {"text": "x", "sampling_params": {"temperature": -1}},
+        {"text": "x", "sampling_params": 3},
+        {"input_ids": ids * 9999},
+        {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+    ):
+        status, error = generate(**body)
+        assert 400 <= status < 500 and error["error"]["message"], (body, status, error)
+    assert http("POST", urls[0] + "/generate", {"text": "x"})[0] == 401
+
+
 @pytest.fixture(scope="module")
 def one_killed(vllm):
     """The answers to 32 requests, 16 on each server, of which one was killed."""
     process, router, urls, _ = vllm
-    body = {"model": "judge", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
+    body = {
+        "model": "judge",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 400,
+        "ignore_eos": True,
+    }
 
     def judge(_):
         return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
@@ -655,7 +879,9 @@ def one_killed(vllm):
         def busiest():
             return max(ask(router, "/workers")["workers"], key=lambda worker: worker["in_flight"])
 
-        until(lambda: busiest()["in_flight"] >= 8)  # not both: the first to be done may be so before this process gets a core
+        until(
+            lambda: busiest()["in_flight"] >= 8
+        )  # not both: the first to be done may be so before this process gets a core
         port = busiest()["url"].rpartition(":")[2]
         victim = next(pid for pid in descendants(process) if port in psutil.Process(pid).cmdline())
         os.kill(victim, signal.SIGKILL)
@@ -670,14 +896,16 @@ def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed
     assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
 
 
-# ---- in Ray, with the stand-in; meanwhile the killed server restarts ---------------------------------------------------------
+# ---- in Ray, with the stand-in; meanwhile the killed server restarts -----------------------------
 
 DRIVER = """
 import sys, time
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-from genrm_server import Config, RewardModelManager
-def config(**more): return Config(model=sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
+from cluster.placement import RewardModelManager
+from genrm_server import Config
+def config(**more):
+    return Config(sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
 for _ in range(2):
     manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
     addresses = manager.router_addresses
@@ -691,8 +919,12 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_named_models_in_ray(stand_in):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(stand_in)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(stand_in)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     def started():
         """(address of genrm, of rm, the processes of the three servers)"""
@@ -716,7 +948,9 @@ def test_named_models_in_ray(stand_in):
         driver.stdin.write("\n")
         driver.stdin.flush()
         assert next(line for line in driver.stdout if line.startswith("down"))
-        until(lambda: not any(map(alive, pids)), limit=5)  # killed in time, but the engines are nobody's children now
+        until(
+            lambda: not any(map(alive, pids)), limit=5
+        )  # killed in time, but the engines are nobody's children now
         assert http("GET", f"http://{genrm}/health")[0] == 0
         genrm, rm, pids = started()  # and now the driver crashes
         driver.kill()
@@ -732,12 +966,13 @@ import sys, time
 import ray
 from ray.cluster_utils import Cluster
 import genrm_server
+from cluster import placement
 genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
 node = cluster.add_node(num_cpus=1)
 config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_dir=sys.argv[1] + "/../logs")
-manager = genrm_server.RewardModelManager({"genrm": config})
+manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
     return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]
@@ -762,8 +997,12 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
-    driver = subprocess.run([sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=300)
-    lines = [line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))]
+    driver = subprocess.run(
+        [sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=300
+    )
+    lines = [
+        line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))
+    ]
     assert [line[0] for line in lines] == ["host", "alone", "back"], driver.stdout + driver.stderr
     (_, before, *first), (_, *alone), (_, after, *last) = lines
     assert first == ["200"] and alone == ["0", "False"] and last == ["200", "False"] and after != before

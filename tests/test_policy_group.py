@@ -349,7 +349,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
                 time.sleep(0.1)
         sender.lost = False
         end = time.monotonic() + 60
-        while not (servers.servers.restarts and servers.folders and servers.servers.slots[0].joined):
+        while not (servers.servers.slots[0].restarts and servers.folders and servers.servers.slots[0].joined):
             assert time.monotonic() < end
             time.sleep(0.1)
         assert is_served()

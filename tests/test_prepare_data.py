@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
-from prepare_data import SOURCES, Config, local_files, prepare, validate_row
+from prepare_data import SOURCES, Config, local_files, prepare, read_rows, validate_row
 
 DATA = Path(__file__).parent / "data"
 REPO = Path(__file__).parent.parent
@@ -280,7 +281,7 @@ def test_hub(tmp_path, monkeypatch):
         ("processbench.jsonl", {"problem": "?", "steps": [None], "label": 0, "id": "math-0", "final_answer_correct": True},
          r"processbench.jsonl, row 0: column 'steps' is .*expected a list"),
         ("processbench.jsonl", {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
-         r"processbench.jsonl, row 0: reward_model.ground_truth is 1; expected -1 .. 0"),
+         r"processbench.jsonl, row 0: reward_model.ground_truth is 1, extra_info.total_steps 1; expected"),
     ],
 )  # fmt: skip
 def test_bad_rows(tmp_path, file, row, message):
@@ -301,6 +302,37 @@ def test_files_that_are_not_what_they_say(tmp_path):
     (tmp_path / "math500.csv").write_text("")
     with pytest.raises(ValueError, match="math500.csv: no rows"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl, line 3: not a readable .jsonl file"),
+        ("a.jsonl", "5\n", "a.jsonl, line 1: not a readable .jsonl file"),
+        ("a.json", "[1", "a.json: not a readable .json file"),
+        ("a.parquet", "PAR1", "a.parquet: not a readable .parquet file"),
+        ("a.txt", "", "a.txt: the name must end with .parquet or .jsonl"),
+        ("a.jsonl", "\n", "a.jsonl: no rows"),
+        ("a.jsonl", '{"reward_model": {}}', "a.jsonl row 0: no 'data_source' .there are reward_model"),
+        ("a.jsonl", '{"data_source": "x", "reward_model": "5"}', "a.jsonl row 0: reward_model is '5'; it must be a dict"),
+        ("a.jsonl", '{"data_source": "x", "reward_model": {"ground_truth": ""}, "response": 5}', "a.jsonl row 0: response is 5"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_rows(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / name, ["data_source", "reward_model"])
+    with pytest.raises(ValueError, match="nowhere.jsonl: no such file"):
+        read_rows(tmp_path / "nowhere.jsonl")
+
+
+def test_the_row_of_the_docs_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "data.md").read_text(), re.S)
+    exec(compile(code, "docs/data.md", "exec"), {})
+    (row,) = read_rows(tmp_path / "my_train.jsonl", ["data_source", "prompt", "reward_model", "extra_info"])
+    validate_row(row, "docs")
+    assert row["prompt"][0]["content"].endswith("within \\boxed{}.")
 
 
 def validate_rows(rows: list[dict], source: str) -> None:
@@ -327,8 +359,8 @@ def edited(row: dict, field: str, value: object) -> dict:
         ("gsm8k_test", "reward_model.ground_truth", 5), ("gsm8k_test", "extra_info.split", "dev"),
         ("gsm8k_test", "extra_info.index", "0"), ("gsm8k_test", "extra_info.question", None),
         ("fapo_critic_train", "reward_model.ground_truth", "1"), ("fapo_critic_train", "reward_model.ground_truth", -2),
-        ("fapo_critic_train", "extra_info.total_steps", 0), ("gsm8k_test", "prompt", ["text"]), ("gsm8k_test", "extra_info", []),
-        ("gsm8k_test", "extra_info.index", True), ("gsm8k_test", "extra_info.index", 1.5),  # Arrow would write 1
+        ("fapo_critic_train", "extra_info.total_steps", "2"), ("gsm8k_test", "prompt", ["text"]), ("gsm8k_test", "extra_info", []),
+        ("fapo_critic_train", "reward_model.ground_truth", 10**6), ("gsm8k_test", "extra_info.index", True), ("gsm8k_test", "extra_info.index", 1.5),  # Arrow would write 1
     ],
 )  # fmt: skip
 def test_validate_rows(real, file, field, value):

@@ -116,7 +116,7 @@ def run_recipe(tmp_path):
 
 
 def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
-    """Called from the root; told where; and as a Ray job, which runs in a copy of the folder that is deleted."""
+    """From the root; told where; and as a Ray job, which runs in a copy of the folder that is deleted."""
     config = run_recipe("fapo_7b", "--total-steps", "1")
     assert config.train_file == f"{ROOT}/data/math-dapo_train.parquet" and config.total_steps == 1
     assert config.out_dir == f"{ROOT}/outputs/fapo_7b" and config.genrm and not config.router_address

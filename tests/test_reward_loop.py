@@ -73,7 +73,7 @@ def shared(local_ray):
 
 
 class FakeServer:
-    """A real HTTP server in a thread. handler(request) is an async function; `requests` has the JSON bodies."""
+    """A real HTTP server in a thread. handler(request) is an async function; `requests` has their JSON."""
 
     def __init__(self, handler, port=0):
         self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
@@ -396,7 +396,7 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
 def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
-    """The cluster was started without the key: it comes from the manager's environment, and is nowhere else."""
+    """The cluster was started without the key: it comes from the manager's environment, and is nowhere."""
     monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     manager = start(f"{FAULTS}:{function}")
     found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
@@ -425,7 +425,7 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
 
 
 def test_async_function_that_ends_its_worker(shared):
-    """The worker dies twice with the sample; then it is alone in a grading process. All neighbours are scored."""
+    """The worker dies twice with the sample; then that is alone in a grading process."""
     manager = shared("async_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
@@ -537,7 +537,7 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
 def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
     import contextlib
 
-    import genrm_server
+    from cluster import placement
 
     events = []
 
@@ -555,7 +555,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             return lambda: events.append(name)
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(genrm_server, "RewardModelManager", Models)
+    monkeypatch.setattr(placement, "RewardModelManager", Models)
     function = f"{ROOT}/compute_score.py:compute_score_fapo"
     options = RewardOptions(reward_fn=function, genrm=(f"judge={tmp_path}",), genrm_servers=2)
     with contextlib.ExitStack() as stack:
@@ -613,10 +613,11 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         ({"num_workers": 0}, "num_workers is 0"),
         ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate is -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
-        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "one of them"),
+        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
         ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
         ({"genrm_servers": 2}, "give genrm"),
+        ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
             "genrm_vllm_args: .* cannot be read .No closing quotation",
@@ -728,7 +729,7 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
 
     async def router(request):
         if request.path == "/workers":
-            await asyncio.sleep(1)
+            await asyncio.sleep(3)
             return web.json_response({"workers": servers})
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
@@ -818,14 +819,10 @@ def test_concurrency_is_limited_over_all_workers(start, serve, tmp_path):
         await asyncio.sleep(0.05)
         return web.Response(text="ok")
 
-    for option in ("max_concurrency", "max_in_flight"):
-        server = serve(slow)
-        manager = start(
-            write_function(tmp_path, ASK), router_address=(server.address,), num_workers=2, **{option: 3}
-        )
-        results = manager.score_batch([sample("x")] * 30)
-        assert {result["status"] for result in results} == {"ok"} and server.most == 3
-        manager.shutdown()
+    server = serve(slow)
+    options = dict(router_address=(server.address,), num_workers=2, max_in_flight=3)
+    results = start(write_function(tmp_path, ASK), **options).score_batch([sample("x")] * 30)
+    assert {result["status"] for result in results} == {"ok"} and server.most == 3
 
 
 @pytest.mark.slow
@@ -919,7 +916,7 @@ def test_nothing_is_left_running(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
-    """An async function that blocks holds up its worker: that is restarted, and its samples are tried alone."""
+    """An async function that blocks holds up its worker: it is restarted, its samples are tried alone."""
     monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
@@ -985,7 +982,7 @@ def test_a_ray_that_was_killed_holds_nobody_up():
         begun = time.monotonic()
         said = run_script(body, RAY_ADDRESS="", RAY_TMPDIR=folder)
         assert f"nobody answers at {address}" in said and "Ray: started a cluster for this run (" in said
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 90  # Ray itself gives up after minutes
     body = f"try:\n    {body}\nexcept RuntimeError as error:\n    print(error)".replace("; ", "\n    ")
     begun = time.monotonic()
     said = run_script(body, RAY_ADDRESS=address)
@@ -1034,7 +1031,8 @@ def test_no_node_with_cpus_is_waited_for():
             assert not said.done()
             cluster.add_node(num_cpus=1)
             said = said.result()
-        assert f"Ray: joined the cluster at {cluster.address} (0 CPUs" in said and said.endswith("ok\n")
+        assert f"Ray: joined the cluster at {cluster.address};" in said and "(0 CPUs" in said
+        assert said.endswith("ok\n")
     finally:
         cluster.shutdown()
 

@@ -247,7 +247,7 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         servers.sync()
         servers.servers.slots[0].server.child.kill()
         assert (
-            served_difference(servers, policy) < 1e-5 and servers.servers.restarts == 1
+            served_difference(servers, policy) < 1e-5 and servers.servers.slots[0].restarts == 1
         )  # the requests waited for the new one
     finally:
         servers.shutdown()

@@ -1,4 +1,4 @@
-"""router.py against real HTTP servers that play a script: errors, deaths, hangs, slow streams, large and broken input."""
+"""router.py against real HTTP servers that play a script: errors, deaths, hangs, streams, broken input."""
 
 import asyncio
 import contextlib
@@ -36,8 +36,12 @@ class Upstream:
 
     async def __aenter__(self):
         loop = asyncio.get_running_loop()
-        server = web.Server(self.handle, handler_cancellation=True, auto_decompress=False,
-                            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=1 << 27))
+        server = web.Server(
+            self.handle,
+            handler_cancellation=True,
+            auto_decompress=False,
+            request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=1 << 27),
+        )
         self.runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self.runner.setup()
         await self.open(0)
@@ -122,7 +126,9 @@ class Running:
     async def __aenter__(self):
         self.port = await self.router.start()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = aiohttp.ClientSession(self.url, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
+        self.client = aiohttp.ClientSession(
+            self.url, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
+        )
         return self
 
     async def __aexit__(self, *exception):
@@ -153,7 +159,7 @@ async def until(condition, limit=10):
             await asyncio.sleep(0.01)
 
 
-# ---- passing on --------------------------------------------------------------------------------------------------------
+# ---- passing on ----------------------------------------------------------------------------------
 
 @in_a_loop
 async def test_method_path_query_headers_and_body_arrive_unchanged():
@@ -167,9 +173,19 @@ async def test_method_path_query_headers_and_body_arrive_unchanged():
     async with Upstream(play) as up, Running(up) as it:
         packed = gzip.compress(b"hello")
         raw = "/a%2Fb//c?x=%20&y=1+2&y=&z=%C3%A9"
-        async with it.client.request("PATCH", aiohttp.client.URL(raw, encoded=True), data=packed, headers={
-                "Content-Encoding": "gzip", "X-One": "uno", "Authorization": "Bearer t", "Connection": "X-Drop",
-                "X-Drop": "1", "Content-Type": "text/x"}) as answer:
+        async with it.client.request(
+            "PATCH",
+            aiohttp.client.URL(raw, encoded=True),
+            data=packed,
+            headers={
+                "Content-Encoding": "gzip",
+                "X-One": "uno",
+                "Authorization": "Bearer t",
+                "Connection": "X-Drop",
+                "X-Drop": "1",
+                "Content-Type": "text/x",
+            },
+        ) as answer:
             assert (answer.status, answer.reason, await answer.read()) == (207, "Some Reason", packed[::-1])
             assert answer.headers["X-Back"] == "1" and answer.headers.getall("Set-Cookie") == ["a=1", "b=2"]
         got = up.seen[0]
@@ -190,7 +206,9 @@ async def test_any_method(method):
 @in_a_loop
 async def test_answers_without_a_body():
     async def play(request, upstream):
-        return web.Response(status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None)
+        return web.Response(
+            status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None
+        )
 
     async with Upstream(play) as up, Running(up) as it:
         status, body, headers = await it.ask("HEAD", "/200")
@@ -204,12 +222,18 @@ async def test_answers_without_a_body():
 @in_a_loop
 async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
     async with Upstream() as up, Running(up.url + "/base") as it:
-        for _ in range(3):  # as a header about this connection only, the length would be dropped, and the body a request
+        for _ in range(
+            3
+        ):  # as a header about this connection only, the length would be dropped, and the body a request
             headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
-            assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[0] == 200
+            assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[
+                0
+            ] == 200
         assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
         assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
-        assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1  # one connection did it
+        assert (
+            len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1
+        )  # one connection did it
         assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
 
 
@@ -271,12 +295,16 @@ async def test_expect_100_continue():
         writer.close()
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501])
 @in_a_loop
 async def test_answers_that_are_not_failures_pass_once(status):
-    async with Upstream(answers(status, X_Why="w")) as one, Upstream(answers(status)) as two, Running(one, two) as it:
+    async with (
+        Upstream(answers(status, X_Why="w")) as one,
+        Upstream(answers(status)) as two,
+        Running(one, two) as it,
+    ):
         assert (await it.ask("POST", "/", data=b"{}"))[:2] == (status, b"scripted")
         assert len(one.seen) + len(two.seen) == 1
         assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
@@ -298,7 +326,9 @@ async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
         assert it.worker(bad).failures == before == it.worker(good).retries
 
 
-@pytest.mark.parametrize("play, status", [(answers(500, "boom"), 500), (answers(502, "boom"), 502), (reset, 503)])
+@pytest.mark.parametrize(
+    "play, status", [(answers(500, "boom"), 500), (answers(502, "boom"), 502), (reset, 503)]
+)
 def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(play, status):
     async def poisoned(request, upstream):
         if request.raw_path == "/poison":
@@ -313,8 +343,12 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
             it = await stack.enter_async_context(Running(*upstreams, queue_timeout=20))
             paths = ["/poison" if i % 32 == 0 else "/harmless" for i in range(165)]
             results = await asyncio.gather(*(it.ask("POST", path, data=b"x") for path in paths))
-            assert [result[0] for result in results] == [status if path == "/poison" else 200 for path in paths]
-            asked = [sum(request.raw_path == "/poison" for request in upstream.seen) for upstream in upstreams]
+            assert [result[0] for result in results] == [
+                status if path == "/poison" else 200 for path in paths
+            ]
+            asked = [
+                sum(request.raw_path == "/poison" for request in upstream.seen) for upstream in upstreams
+            ]
             assert all(1 <= times <= 6 for times in asked)
             assert any(it.worker(upstream).healthy for upstream in upstreams)
             assert status != 500 or all(it.worker(upstream).healthy for upstream in upstreams)
@@ -351,7 +385,12 @@ async def test_a_500_that_two_servers_give_is_the_answer_and_counts_against_neit
 
 @in_a_loop
 async def test_after_two_cut_connections_no_third_server_is_risked():
-    async with Upstream(reset) as one, Upstream(reset) as two, Upstream(reset) as three, Running(one, two, three) as it:
+    async with (
+        Upstream(reset) as one,
+        Upstream(reset) as two,
+        Upstream(reset) as three,
+        Running(one, two, three) as it,
+    ):
         for _ in range(9):
             status, text, headers = await it.ask("POST", "/", data=b"x")
             assert status == 503 and headers["Retry-After"] == "30" and b"Server disconnected" in text
@@ -394,7 +433,11 @@ async def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_
         for _ in range(2):
             assert (await it.ask("GET", "/"))[:2] == (200, good.url.encode())
         assert len(bad.seen) == 2 == it.worker(bad).failures
-    async with Upstream(stream_that_breaks) as one, Upstream(stream_that_breaks) as two, Running(one, two) as it:
+    async with (
+        Upstream(stream_that_breaks) as one,
+        Upstream(stream_that_breaks) as two,
+        Running(one, two) as it,
+    ):
         with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
             await it.ask("GET", "/")
         assert len(one.seen) + len(two.seen) == 1
@@ -502,7 +545,9 @@ async def test_the_line_is_shared_by_the_servers_that_come_back():
             await until(lambda: up.seen)
         assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
         assert len(one.seen) > 100 and len(two.seen) > 100
-        several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))  # nobody waits while servers are healthy
+        several = asyncio.gather(
+            *(it.ask("POST", "/") for _ in range(300))
+        )  # nobody waits while servers are healthy
         await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
         await several
 
@@ -511,17 +556,21 @@ async def test_the_line_is_shared_by_the_servers_that_come_back():
 async def test_waiting_takes_no_cpu_and_ends_in_time_and_is_bounded():
     async with Running(queue_timeout=1.0, max_waiting=1000) as it:
         asked = [asyncio.create_task(it.ask("GET", "/")) for _ in range(1001)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # the one too many has its answer at once
+        await asyncio.wait(
+            asked, return_when=asyncio.FIRST_COMPLETED
+        )  # the one too many has its answer at once
         await until(lambda: it.router.waiting == 1000)
         assert (await it.ask("GET", "/metrics"))[1].startswith(b"router_waiting 1000")
         begun = time.process_time()
         await asyncio.sleep(0.2)
         assert time.process_time() - begun < 0.1
-        assert [(status, headers["Retry-After"]) for status, _, headers in await asyncio.gather(*asked)] == [(503, "30")] * 1001
+        assert [(status, headers["Retry-After"]) for status, _, headers in await asyncio.gather(*asked)] == [
+            (503, "30")
+        ] * 1001
         assert it.router.waiting == 0
 
 
-# ---- time limits -------------------------------------------------------------------------------------------------------
+# ---- time limits ---------------------------------------------------------------------------------
 
 @in_a_loop
 async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
@@ -529,11 +578,17 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
         await begin(request)
         await hang(request, upstream)
 
-    async with Upstream(hang) as up, Upstream() as other, Running(up, other, request_timeout=0.2, unhealthy_after=1) as it:
+    async with (
+        Upstream(hang) as up,
+        Upstream() as other,
+        Running(up, other, request_timeout=0.2, unhealthy_after=1) as it,
+    ):
         status, text, _ = await it.ask("POST", "/", data=b"{}")
         assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
         await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
-        assert it.worker(up).why == "1 failures in a row, the last: no answer within 0.2 s (--request-timeout)"
+        assert (
+            it.worker(up).why == "1 failures in a row, the last: no answer within 0.2 s (--request-timeout)"
+        )
     async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
         with pytest.raises(aiohttp.ClientPayloadError):
             await it.ask("GET", "/")
@@ -544,7 +599,9 @@ async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_n
     full = socket.socket()
     full.bind(("127.0.0.1", 0))
     full.listen(0)
-    waiting = [socket.socket() for _ in range(4)]  # fill its queue: from now on a connection neither comes nor fails
+    waiting = [
+        socket.socket() for _ in range(4)
+    ]  # fill its queue: from now on a connection neither comes nor fails
     for sock in waiting:
         sock.setblocking(False)
         sock.connect_ex(full.getsockname())
@@ -573,7 +630,7 @@ async def test_a_client_that_goes_away_stops_the_server():
 
 @in_a_loop
 async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again():
-    """As of a server that says 408 to a connection that it finds idle: that is not the next request's answer."""
+    """Such as a 408 for a connection that was idle: it is not the next request's answer."""
     connections = []
 
     async def serve(reader, writer):
@@ -648,7 +705,7 @@ async def test_looking_up_a_name_counts_as_connecting(monkeypatch):
         assert (await it.ask("GET", "/"))[0] == 504
 
 
-# ---- policies, own endpoints -------------------------------------------------------------------------------------------
+# ---- policies, own endpoints ---------------------------------------------------------------------
 
 def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
     async def slow_if_asked(request, upstream):
@@ -656,7 +713,11 @@ def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
         return web.Response()
 
     async def test(policy):
-        async with Upstream(slow_if_asked) as one, Upstream(slow_if_asked) as two, Running(one, two, policy=policy) as it:
+        async with (
+            Upstream(slow_if_asked) as one,
+            Upstream(slow_if_asked) as two,
+            Running(one, two, policy=policy) as it,
+        ):
             slow = asyncio.create_task(it.ask("GET", "/slow"))
             await until(lambda: one.seen or two.seen)
             for _ in range(10):
@@ -684,9 +745,26 @@ async def test_workers_can_be_listed_added_and_taken_out():
         assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 404
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"http://a"', b"\xff\xfe", b'{"url": 3}', b'{"url": "a:1"}',
-                                  b'{"url": "http://"}', b'{"url": "http://u:p@h"}', b'{"url": "http://h:99999"}', b"[" * 99999,
-                                  b'{"url": "http://h/\\n\\"x"}', b'{"url": "http://h:1?q=1"}', b'{"url": "http://[::1"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"http://a"',
+        b"\xff\xfe",
+        b'{"url": 3}',
+        b'{"url": "a:1"}',
+        b'{"url": "http://"}',
+        b'{"url": "http://u:p@h"}',
+        b'{"url": "http://h:99999"}',
+        b"[" * 99999,
+        b'{"url": "http://h/\\n\\"x"}',
+        b'{"url": "http://h:1?q=1"}',
+        b'{"url": "http://[::1"}',
+    ],
+)
 @in_a_loop
 async def test_broken_input_to_the_own_endpoint_gives_400(body):
     async with Running() as it:
@@ -720,7 +798,9 @@ async def test_metrics():
         assert 1 <= failures <= 3
         assert value("requests_total", bad) == value("failures_total", bad) == failures
         assert value("requests_total", good) == 4 and value("retries_total", good) == failures
-        assert value("in_flight", good) == 0 and value("healthy", good) == 1 and value("seconds_total", good) > 0
+        assert (
+            value("in_flight", good) == 0 and value("healthy", good) == 1 and value("seconds_total", good) > 0
+        )
 
 
 @in_a_loop
@@ -746,12 +826,30 @@ async def test_the_servers_key_is_sent_in_place_of_the_clients():
         assert [request.headers.getall("Authorization") for request in up.seen] == [["Bearer theirs"]] * 2
         for headers, status in (({}, 401), ({"Authorization": "Bearer theirs"}, 200)):
             assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
-        assert (await it.ask("DELETE", f"/workers?url={up.url}"))[0] == 401  # or anybody could have the key sent to himself
+        assert (await it.ask("DELETE", f"/workers?url={up.url}"))[
+            0
+        ] == 401  # or anybody could have the key sent to himself
         assert (await it.ask("GET", "/workers"))[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/sleep", "/wake_up?level=1", "/collective_rpc", "/pause", "/reset_prefix_cache", "/shutdown",
-                                  "//sleep", "/v1/../sleep", "/v1/%2e%2e/sleep", "/v1/..%2Fsleep", "/v11/x", "/classify.x", "/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sleep",
+        "/wake_up?level=1",
+        "/collective_rpc",
+        "/pause",
+        "/reset_prefix_cache",
+        "/shutdown",
+        "//sleep",
+        "/v1/../sleep",
+        "/v1/%2e%2e/sleep",
+        "/v1/..%2Fsleep",
+        "/v11/x",
+        "/classify.x",
+        "/",
+    ],
+)
 @in_a_loop
 async def test_what_controls_a_server_is_not_forwarded(path):
     async with Upstream() as up, Running(up, forward=Config.forward) as it:
@@ -763,21 +861,25 @@ async def test_what_controls_a_server_is_not_forwarded(path):
             assert (await it.ask("POST", fine))[0] == 200
 
 
-@pytest.mark.parametrize("host, key, warned", [("0.0.0.0", "", True), ("0.0.0.0", "k", False), ("127.0.0.1", "", False)])
+@pytest.mark.parametrize(
+    "host, key, warned", [("0.0.0.0", "", True), ("0.0.0.0", "k", False), ("127.0.0.1", "", False)]
+)
 @in_a_loop
 async def test_a_router_open_to_the_network_without_a_key_says_so(host, key, warned, capfd):
     async with Running(host=host, api_key=key):
         assert ("no key is asked for; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
 
 
-# ---- fuzz --------------------------------------------------------------------------------------------------------------
+# ---- fuzz ----------------------------------------------------------------------------------------
 
 def make_fuzzed(rng):
-    """(bytes of one request, the statuses that are right). The server answers with the status its path asks for."""
+    """(bytes of one request, the right statuses). The server answers with the status its path asks for."""
     kind = rng.random()
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
-    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"/..", b"/._")  # refused
+    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(
+        b"/..", b"/._"
+    )  # refused
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
@@ -791,12 +893,26 @@ def make_fuzzed(rng):
     if kind < 0.75:  # the router's own endpoints with rubbish
         what = rng.choice((b"/workers", b"/workers?url=" + path[1:], b"/workers?url=http://h:1"))
         method = rng.choice((b"POST", b"DELETE", b"PUT"))
-        request = b"%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (method, what, len(body), body)
+        request = b"%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
+            method,
+            what,
+            len(body),
+            body,
+        )
         return request, {400, 404, 405}
     if kind < 0.85:  # broken framing
-        broken = rng.choice((b"Content-Length: -1\r\n", b"Content-Length: x\r\n", b"Content-Length: 1\r\nContent-Length: 2\r\n",
-                             b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"No colon here\r\n", b"X: a\x00b\r\n",
-                             b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"X" * 70000 + b": 1\r\n"))
+        broken = rng.choice(
+            (
+                b"Content-Length: -1\r\n",
+                b"Content-Length: x\r\n",
+                b"Content-Length: 1\r\nContent-Length: 2\r\n",
+                b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+                b"No colon here\r\n",
+                b"X: a\x00b\r\n",
+                b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
+                b"X" * 70000 + b": 1\r\n",
+            )
+        )
         return head + broken + b"\r\n", {400}
     return rng.randbytes(rng.randint(1, 200)) + b"\r\n\r\n", {400}
 
@@ -824,7 +940,9 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
                     line = b""
                 writer.close()
                 status = int(line.split()[1]) if line.startswith(b"HTTP/1.") else None
-                if status not in right and not (status is None and right == {400}):  # hanging up on rubbish is fine
+                if status not in right and not (
+                    status is None and right == {400}
+                ):  # hanging up on rubbish is fine
                     wrong.append((data[:300], line, right))
 
         async with Upstream(play) as up, Running(up, unhealthy_after=10**9, max_attempts=2) as it:
@@ -832,13 +950,19 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
             assert not wrong, (len(wrong), wrong[:3])
             assert (await it.ask("GET", "/?status=200"))[0] == 200
             assert it.worker(up).in_flight == 0
-            await until(lambda: len(it.router.runner.server.connections) == 1)  # only this client's: no handler was left behind
+            await until(
+                lambda: len(it.router.runner.server.connections) == 1
+            )  # only this client's: no handler was left behind
             assert list(it.router.workers) == [up.url]
 
     with caplog.at_level(logging.ERROR):
         run(test(), limit=120)
-    unhandled = [record.exc_info[1] for record in caplog.records if record.name == "aiohttp.server" and record.exc_info]
-    assert all(isinstance(error, HttpProcessingError) for error in unhandled), unhandled  # reports of rubbish alone
+    unhandled = [
+        record.exc_info[1] for record in caplog.records if record.name == "aiohttp.server" and record.exc_info
+    ]
+    assert all(isinstance(error, HttpProcessingError) for error in unhandled), (
+        unhandled
+    )  # reports of rubbish alone
 
 
 @pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["stops", "breaks"])
@@ -856,7 +980,7 @@ async def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
         assert not up.seen
 
 
-# ---- the command line --------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 def command(*arguments):
     return [sys.executable, str(ROUTER), *arguments]
@@ -889,7 +1013,9 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--allow-empty", "--forward"], "--forward"),  # not: everything
             (["--allow-empty", "--forward", "v1"], "--forward ('v1',)"),
             (["--allow-empty", "--port", port], f"{port}): address already in use"))
-        started = [subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases]
+        started = [
+            subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases
+        ]
         for process, (_, expected) in zip(started, cases):
             error = process.communicate(timeout=60)[1]
             assert process.returncode == 2, error
@@ -934,7 +1060,10 @@ async def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
 @in_a_loop
 async def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
     release, few_files = asyncio.Event(), ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
-    async with Upstream(answers_after(release)) as up, started("--workers", up.url, before=few_files) as (_, url, client):
+    async with (
+        Upstream(answers_after(release)) as up,
+        started("--workers", up.url, before=few_files) as (_, url, client),
+    ):
         asked = [asyncio.create_task(client.post(url + "/v1/x")) for _ in range(100)]
         await until(lambda: len(up.seen) == 100)
         release.set()
@@ -943,8 +1072,14 @@ async def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
 
 @in_a_loop
 async def test_a_router_goes_on_when_nobody_reads_what_it_says():
-    async with Upstream() as up, \
-            started("--workers", up.url, "--health-interval", "0.05", stderr=subprocess.PIPE) as (process, url, client):
+    async with (
+        Upstream() as up,
+        started("--workers", up.url, "--health-interval", "0.05", stderr=subprocess.PIPE) as (
+            process,
+            url,
+            client,
+        ),
+    ):
         process._transport.get_pipe_transport(2).close()  # as of a terminal, or of `... | head`
         for status in (503, 200, 503):
             up.health = status
@@ -955,6 +1090,10 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
 
 @in_a_loop
 async def test_the_key_can_come_from_the_environment():
-    async with started("--allow-empty", env=dict(os.environ, ROUTER_API_KEY="k\n")) as (_, url, client):  # as of a secret's file
+    async with started("--allow-empty", env=dict(os.environ, ROUTER_API_KEY="k\n")) as (
+        _,
+        url,
+        client,
+    ):  # as of a secret's file
         assert (await client.get(url + "/workers")).status == 401
         assert (await client.get(url + "/workers", headers={"Authorization": "Bearer k"})).status == 200

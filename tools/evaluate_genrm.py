@@ -6,8 +6,8 @@
         --n 8 --temperature 0.6 --out critiques.parquet
 
 Asks for n critiques of every row (any judge rows of prepare_data.py will do): `ask_judge` is a reward
-function, a critique is one call of it. Each goes to critiques.jsonl as it comes: a run that was stopped goes on
-where it was. Prints two tables:
+function, a critique is one call of it. Each goes to critiques.jsonl as it comes: a run that was stopped goes
+on where it was. Prints two tables:
 
     ProcessBench         per subset: share of flawed solutions whose first error is found exactly (error), of
                          correct ones that are called correct (correct), their harmonic mean (F1); mean F1
@@ -24,11 +24,11 @@ What it leaves out: judges that answer True or False, and scoring by log-probabi
 import asyncio
 import hashlib
 import json
-import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import harmonic_mean, mode
 
 import aiohttp
 import pyarrow.parquet as pq
@@ -63,15 +63,11 @@ ANSWERED = ("ok", "truncated")  # final; any other status is a request that fail
 def majority_vote(indices: list[int | None]) -> int | None:
     """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
     votes = [index for index in indices if index is not None]
-    return statistics.mode(votes) if votes else None
+    return mode(votes) if votes else None
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
-
-
-def _harmonic_mean(a: float, b: float) -> float:
-    return 0.0 if a + b == 0 else 2 * a * b / (a + b)
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -81,7 +77,7 @@ def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
         own = [row for row in rows if row["subset"] == subset]
         error = _mean([row["prediction"] == row["label"] for row in own if row["label"] != -1])
         correct = _mean([row["prediction"] == -1 for row in own if row["label"] == -1])
-        f1 = _harmonic_mean(error, correct)
+        f1 = harmonic_mean([error, correct])
         metrics[subset] = {"count": len(own), "error": error, "correct": correct, "f1": f1}
     return metrics
 
@@ -92,7 +88,7 @@ def flawed_positive_metrics(rows: list[dict]) -> dict[str, float]:
     precision = _mean([label != -1 for label, index in own if index not in (None, -1)])
     recall = _mean([index not in (None, -1) for label, index in own if label != -1])
     acc = _mean([index is not None and (index == -1) == (label == -1) for label, index in own])
-    f1 = _harmonic_mean(precision, recall)
+    f1 = harmonic_mean([precision, recall])
     return {"count": len(own), "precision": precision, "recall": recall, "f1": f1, "acc": acc}
 
 
@@ -122,7 +118,7 @@ def report(rows: list[dict]) -> str:
     if failed:
         lines += [
             f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in failed))} of {len(critiques)}, "
-            f"one with: {failed[0]['text']}",
+            f"one with: {failed[0].get('error') or failed[0]['text']}",
             f"{len(rows) - len(answered)} rows are left out of the tables; run the same command again to ask "
             "for the missing answers, or accept them as missing with --max-error-rate",
         ]
@@ -130,7 +126,7 @@ def report(rows: list[dict]) -> str:
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat) -> dict:
-    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: no answer."""
+    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: none."""
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = scores.parse_critique(text, extra_info["total_steps"]) if status == "ok" else None
     score = float(index == ground_truth) if status in ANSWERED else None
@@ -151,33 +147,28 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     return rows
 
 
-async def served_model(address: str) -> dict:
-    """The judge's entry in /v1/models. Raises OSError where it gives none."""
-    try:
-        return await scores.served_model(address)
-    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-        raise OSError(f"--router-address: {address} names no model ({error!r})") from error
-    finally:
-        await scores.close_session()
-
-
-def chat_settings(config: Config, longest: int) -> dict:
+async def chat_settings(config: Config, longest: int) -> dict:
     """How `scores.chat` asks the judge; longest: bytes of the longest prompt, no fewer than its tokens."""
     try:
         chat_kwargs = dict(json.loads(config.chat_kwargs)) or None
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
-    model = asyncio.run(served_model(config.router_address))
-    too_long = config.max_tokens + longest > model.get("max_model_len", sys.maxsize)
+    try:
+        model = await scores.served_model(config.router_address)
+        fits = config.max_tokens + longest <= model.get("max_model_len", sys.maxsize)
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
+    finally:
+        await scores.close_session()
     return dict(
         model=config.model or model["id"], temperature=config.temperature, top_p=config.top_p,
-        max_tokens=None if too_long else config.max_tokens, chat_kwargs=chat_kwargs,
+        max_tokens=config.max_tokens if fits else None, chat_kwargs=chat_kwargs,
     )  # fmt: skip
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
-    """Adds "critiques" ({"status", "text", "tokens", "index"}, n of them) and "prediction" to the rows."""
-    chat = chat_settings(config, max(len(row["response"].encode()) for row in rows))
+    """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
+    chat = asyncio.run(chat_settings(config, max(len(row["response"].encode()) for row in rows)))
     data = hashlib.sha256(config.data.read_bytes()).hexdigest()
     header, progress = json.dumps(chat | {"data (sha256)": data}), config.out.with_suffix(".jsonl")
     if progress.exists() and not scored_before(progress, progress.read_text().split("\n")[0], resume=True):
@@ -190,13 +181,10 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
         max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
     )  # fmt: skip
     score_the_rest(options, samples, done, progress, header)
+    nothing = {"text": None, "tokens": 0, "index": None}
     for i, row in enumerate(rows):
-        row["critiques"] = []
-        for j in range(config.n):
-            result = done[f"{i}/{j}"]
-            extra = {"status": result["status"], "tokens": 0} | result["reward_extra_info"]
-            extra["text"] = extra.get("text", extra.get("error"))
-            row["critiques"].append({key: extra.get(key) for key in ("status", "text", "tokens", "index")})
+        results = [done[f"{i}/{j}"] for j in range(config.n)]
+        row["critiques"] = [nothing | {"status": r["status"]} | r["reward_extra_info"] for r in results]
         row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])
     return rows
 
@@ -206,8 +194,7 @@ def main() -> None:
     try:
         if config.out.with_suffix(".jsonl").resolve() in (config.out.resolve(), config.data.resolve()):
             raise ValueError(f"--out {config.out}: the progress goes to this name with .jsonl; take another")
-        rows = read_judge_rows(config.data, config.limit)
-        judged = judge_rows(rows, config)
+        judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(as_table(judged), config.out)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -216,7 +203,7 @@ def main() -> None:
         print("interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
     print(report(judged))
-    missing = _mean([critique["status"] not in ANSWERED for row in judged for critique in row["critiques"]])
+    missing = _mean([c["status"] not in ANSWERED for row in judged for c in row["critiques"]])
     sys.exit(1 if missing > config.max_error_rate else 0)
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import genrm_server
 import reward_loop
+from cluster import placement as placement_file
 from cluster.policy_group import rank_bundles
 from grpo_trainer import Config, Run
 from policy import LOGITS_AT_ONCE, layers_of
@@ -104,15 +105,15 @@ def placement(config) -> dict[str, list[str]]:
     servers = genrm_server.Config("", num_servers=config.rollout_servers, device=config.device,
                                   tensor_parallel_size=config.rollout_tensor_parallel,
                                   gpu_share=config.rollout_gpu_share)  # fmt: skip
-    wanted = {"rank": rank_bundles(config), "judge": genrm_server.reserved(judges)}
-    wanted["policy server"] = genrm_server.reserved([servers])
+    wanted = {"rank": rank_bundles(config), "judge": placement_file.reserved(judges)}
+    wanted["policy server"] = placement_file.reserved([servers])
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     held, groups = {}, []
     try:
         for name, (bundles, strategy) in wanted.items():
             if not bundles:
                 continue
-            group, nodes = genrm_server.hold(bundles, strategy, name)
+            group, nodes = placement_file.hold(bundles, strategy, name)
             groups.append(group)
             for number, (bundle, node) in enumerate(zip(bundles, nodes)):
                 gpus = f" ({count:g} GPUs)" if (count := bundle.get("GPU", 1)) != 1 else ""

@@ -96,7 +96,7 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
 
 
 def forks(data_source, solution_str, ground_truth, extra_info):
-    """A child of its own comes back from the function, too; "noise" writes to what connects it with the worker."""
+    """A child of its own comes back from the function, too; "noise" writes to all its sockets."""
     if solution_str == "fork" and os.fork() == 0:
         return 99.0
     if solution_str == "noise":
@@ -186,7 +186,7 @@ loops = set()
 
 
 def looks_sync(*args, **kwargs):
-    """An async function behind a decorator: it may keep things, such as an HTTP session, that belong to one event loop."""
+    """An async function behind a decorator: it may keep things that belong to one event loop."""
 
     async def answer():
         loops.add(id(asyncio.get_running_loop()))

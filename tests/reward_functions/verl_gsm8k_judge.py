@@ -1,8 +1,8 @@
-"""In the style of verl's Reward Loop: GSM8K graded by a chat-completion judge that writes a mark from 1 to 10."""
+"""In the style of verl's Reward Loop: GSM8K graded by a judge that writes a mark from 1 to 10."""
 
 import aiohttp
 
-PROMPT = """Here is a problem and a solution to it. Mark the solution with a whole number from 1 (wrong) to 10 (flawless).
+PROMPT = """Here is a problem and a solution to it. Mark the solution from 1 (wrong) to 10 (flawless).
 
 Problem: {problem}
 

@@ -1,4 +1,4 @@
-"""In the style of verl's Reward Loop: a rule decides; where it says "right", a discriminative model's score is added."""
+"""In the style of verl's Reward Loop: a rule, and where it says "right" a discriminative model's score."""
 
 import aiohttp
 
