@@ -268,12 +268,11 @@ class Batch:
     drawn: int  # prompts drawn in the whole run by then
 
 
-@dataclass
 class Ahead:
     """A step that is rolled out and judged in a thread, during the update of the step before."""
 
-    rolled_out: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-    batch: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    def __init__(self):
+        self.rolled_out, self.batch = concurrent.futures.Future(), concurrent.futures.Future()
 
 
 def next_batch(run: Run, step: int) -> Batch:
@@ -320,6 +319,8 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         if not refills:
             rolled_out.set_result(None)
         times["time/reward_wait"] += await_verdicts(run, samples, step)
+        if config.advantage == "papo":
+            require_reasoning(samples)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
@@ -369,9 +370,8 @@ def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, see
             sample.verdict = run.rewards.submit(to_score(sample, step))
         progress.update()
 
-    options = dict(max_response_length=config.max_response_length, temperature=temperature, top_p=top_p,
-                   eos_ids=run.eos_ids, rollout_batch_size=config.rollout_batch_size,
-                   on_finished=finished)  # fmt: skip
+    options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
+    options |= {name: getattr(config, name) for name in ("max_response_length", "rollout_batch_size")}
     with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
         if run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
@@ -398,10 +398,15 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
         results = run.rewards.score_batch([to_score(sample, step) for sample in samples])
     for sample, sample.result in zip(samples, results):
         sample.verdict = None
-        info = sample.result["reward_extra_info"]
-        if run.config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
-            sample.result = sample.result | {"reward_score": None}  # PAPO learns from both
     return time.perf_counter() - started
+
+
+def require_reasoning(samples: list[Sample]) -> None:
+    """PAPO learns from answer and reasoning: a right answer whose reasoning nobody judged has no verdict."""
+    for sample in samples:
+        info = sample.result["reward_extra_info"]
+        if is_right(info) and info.get("flawed_positive", False) is None:
+            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
 
 
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
@@ -411,11 +416,9 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
         return
     run.log.samples(step, split, groups, run.eos_ids)  # they explain it
     first = next(result for result in results if result["reward_score"] is None)
-    raise RuntimeError(
-        f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
-        f"{limit:.0%}); is the reward model up? First of them: status {first['status']!r}, "
-        f"{first['reward_extra_info']}"
-    )
+    what = f"{rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%})"
+    raise RuntimeError(f"step {step}: {what}; is the reward model up? First of them: status "
+                       f"{first['status']!r}, {first['reward_extra_info']}")  # fmt: skip
 
 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")

@@ -76,7 +76,7 @@ class Policy:
 
     Weights and optimizer are float32. On a GPU the layers compute in bf16 and the head in float32 (TF32): in
     bf16 it alone would move log-probabilities by 0.02. Always in evaluation mode: with dropout the policy
-    that learns is not the one that was sampled. ValueError for a model whose log-probabilities come out wrong.
+    that learns is not the one that was sampled. ValueError where its log-probabilities come out wrong.
     """
 
     is_first = True  # of several ranks the one that writes

@@ -368,22 +368,6 @@ def test_baseline_calls_the_function_that_only_measures(workshop):
 
 
 @pytest.mark.slow
-def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(workshop, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = run_config(
-        workshop, "watched", tensorboard=True, wandb=True, val_file=(str(workshop / "val.parquet"),)
-    )
-    grpo_trainer.train(config)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(workshop / "watched/tensorboard")).Reload()
-    means = [m["reward/mean"] for m in lines_of(workshop / "watched/metrics.jsonl") if m["step"] > 0]
-    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(means)
-    (offline,) = (workshop / "watched/wandb").glob("offline-run-*/*.wandb")
-    assert b"reward/mean" in offline.read_bytes()
-
-
-@pytest.mark.slow
 def test_stale_weights_stop_the_run(workshop):
     with pytest.raises(
         RuntimeError, match="logprob_diff .* is over max_logprob_diff 1e-12: the sampler does not use"
@@ -538,10 +522,10 @@ def test_what_counts_as_right(acc, right):
 @pytest.mark.slow
 def test_papo_without_a_judge_stops_instead_of_learning_nothing(workshop):
     """A right answer whose reasoning nobody judged has no verdict."""
-    with pytest.raises(RuntimeError, match="100% of the samples that needed a verdict have none"):
-        grpo_trainer.train(
-            run_config(workshop, "papo", advantage="papo", reward_fn=f"{workshop}/reward.py:always_right")
-        )
+    val_file = (str(workshop / "val.parquet"),)  # where nobody has to judge
+    options = dict(advantage="papo", reward_fn=f"{workshop}/reward.py:always_right", val_file=val_file)
+    with pytest.raises(RuntimeError, match="step 1: 100% of the samples that needed a verdict have none"):
+        grpo_trainer.train(run_config(workshop, "papo", **options))
 
 
 def test_what_depends_on_the_machines():
@@ -804,8 +788,8 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(mini_batch_size=3), "mini_batch_size: 3 does not divide"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
-        (dict(reward_kwargs="{1"), "reward_kwargs is '{1': not JSON, or not a JSON object"),
-        (dict(reward_kwargs="[1]"), "or not a JSON object"),
+        (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),
+        (dict(reward_kwargs="[1]"), "or no JSON object"),
         (dict(model="nowhere"), "model: 'nowhere' is neither a folder nor a hub name"),
         (
             dict(genrm=(str(Path(__file__).parent),), router_address=("y:1",)),
