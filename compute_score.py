@@ -61,8 +61,8 @@ def remove_boxed(boxed: str) -> str:
 
 
 # Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1) as in DAPO, made wider
-# and stricter; each departure is a row of docs/answers.md. The rules work in this order; TYPE is \text{} and its
-# like, BARE an argument without braces, "~" white space.
+# and stricter; each departure is a row of docs/answers.md. The rules work in this order. TYPE: \text{} and
+# its like; BARE: an argument without braces; "~": white space.
 _RULES = r"""
 characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\times→\\cdot~  \\[lc]?dots|\.\.\.→\\ldots~
 relations   ≤|<=|\\leq(slant)?→\\le~  ≥|>=|\\geq(slant)?→\\ge~  ≠|\\neq→\\ne~
@@ -331,8 +331,8 @@ async def served_model(address: str) -> dict:
     _, locks, models = await _state()
     async with locks[address]:
         if address not in models:
-            timeout = aiohttp.ClientTimeout(total=60)
-            reply = await _json_request("GET", f"http://{address}/v1/models", timeout=timeout)
+            url, limit = f"http://{address}/v1/models", aiohttp.ClientTimeout(total=60)
+            reply = await _json_request("GET", url, timeout=limit)
             models[address] = reply["data"][0]
         return models[address]
 
@@ -495,13 +495,14 @@ compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
 
 def compute_score_fapo_genrm(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
-    reward_model_tokenizer=None) -> dict:  # fmt: skip
+    reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
     """Score of one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| /
     total_steps where both say flawed. A critique without a valid index in its last 300 characters scores -1.
-    Returns score, acc (right about flawed or not), exact (right index), pred (index or None), gt, and three with
-    rates as means: recall, location (on flawed solutions, else None), sound_kept (on sound ones, else None).
+    Returns score, acc (right about flawed or not), exact (right index), gt; unless on_no_verdict is "rule",
+    for verl, also pred (index or None) and three whose means are rates: recall and location (on flawed
+    solutions, else None), sound_kept (on sound ones, else None).
     Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
     """
     try:
@@ -513,9 +514,9 @@ def compute_score_fapo_genrm(
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
-    score = 1.0 if acc else -1.0
-    if acc and flawed:
-        score -= abs(pred - truth) / total_steps
+    score = 1.0 - abs(pred - truth) / total_steps if acc else -1.0
+    result = {"score": score, "acc": acc, "exact": exact, "gt": truth}
+    if on_no_verdict == "rule":
+        return result
     on_flawed = {"recall": acc if flawed else None, "location": exact if flawed else None}
-    result = {"score": score, "acc": acc, "exact": exact, "pred": pred, "gt": truth}
-    return result | on_flawed | {"sound_kept": None if flawed else acc}
+    return result | on_flawed | {"pred": pred, "sound_kept": None if flawed else acc}

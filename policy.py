@@ -3,17 +3,11 @@
     policy = Policy(config, "PATH", torch.device("cpu"))       # config: the trainer's
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
-    Sample    one response to one prompt, from the draw to the loss
-    Policy    score (log-probabilities and entropies), update, weights, save, load
-    below     log-probabilities in chunks that never hold all logits; micro-batches by token budget
-
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides the four seams `mine`, `total`, `compute` and `forward`.
+it overrides the four seams `mine`, `total`, `compute` and `forward`. To copy it, take algorithm.py along.
 
-To copy it alone, take algorithm.py along. Left out: a critic model, images.
-
-Shapes: B sequences of a micro-batch, T tokens of the longest response, N response tokens in a row, H hidden,
-V vocabulary.
+Left out: a critic model, images. Shapes: B sequences of a micro-batch, T tokens of the longest response,
+N response tokens in a row, H hidden, V vocabulary.
 """
 
 import contextlib
@@ -81,9 +75,8 @@ class Policy:
     """A model and its optimizer. config: the trainer's; source: a folder or hub name.
 
     Weights and optimizer are float32. On a GPU the layers compute in bf16 and the head in float32 (TF32): in
-    bf16 the head alone would move log-probabilities by 0.02. The model is always in evaluation mode: with
-    dropout the policy that learns would not be the one that was sampled. Raises ValueError for a model whose
-    log-probabilities come out wrong here.
+    bf16 it alone would move log-probabilities by 0.02. Always in evaluation mode: with dropout the policy
+    that learns is not the one that was sampled. ValueError for a model whose log-probabilities come out wrong.
     """
 
     is_first = True  # of several ranks the one that writes
@@ -190,9 +183,8 @@ class Policy:
     def accumulate_gradients(self, samples: list[Sample], num_tokens: int) -> Counter:
         """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
-        num_tokens: response tokens of the whole mini-batch, so that any split of it, over calls,
-        micro-batches or ranks, adds up to the same gradient. A sample without old_logprobs is one that the
-        first update starts from: they are what the model says now.
+        num_tokens: response tokens of the whole mini-batch, so that any split of it, over micro-batches or
+        ranks, adds up to the same gradient. Without old_logprobs they are what the model says now.
         """
         config, sums = self.config, Counter()
         with checkpointed_layers(self.model) if config.gradient_checkpointing else contextlib.nullcontext():
@@ -223,11 +215,8 @@ class Policy:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         norm = whole(norm).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise RuntimeError(
-                f"loss {loss:g}, gradient norm {norm:g}: not finite; look at the last rewards in "
-                "samples.jsonl and at actor/grad_norm and rollout/logprob_diff of the steps before, then "
-                "lower --lr or --max-grad-norm"
-            )
+            raise RuntimeError(f"loss {loss:g}, gradient norm {norm:g}: not finite; look at the last rewards "
+                               "in samples.jsonl, and lower --lr or --max-grad-norm")  # fmt: skip
         self.num_updates += 1  # from here on the weights are no longer those of before
         self.optimizer.step()
         return norm
@@ -268,8 +257,7 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None):
         """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own."""
         for name, tensor in self.model.state_dict().items():
-            # cast first: less to gather
-            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))
+            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
 
     def save(self, folder: Path) -> None:
         """Writes a Hugging Face folder and the optimizer. RuntimeError where a weight is not finite."""
@@ -304,8 +292,7 @@ def whole(tensor):
 def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
     """The groups' samples in mini-batches of at most `mini_batch_size` groups, as even as can be.
 
-    A mini-batch is an optimizer update, however few groups it has: a rest of one group must not weigh as much
-    as the others.
+    A mini-batch is an optimizer update: a rest of one group must not weigh as much as the others.
     """
     count = math.ceil(len(groups) / mini_batch_size)
     bounds = [len(groups) * number // count for number in range(count + 1)]
@@ -314,9 +301,8 @@ def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]
 
 def agreement(logprobs, rollout_logprobs, entropy) -> dict:
     """Sums over response tokens, for rollout/logprob_diff and actor/entropy."""
-    difference = (logprobs.detach() - rollout_logprobs).abs().sum().item()
-    entropy_sum = entropy.detach().sum().item()
-    return {"difference_sum": difference, "entropy_sum": entropy_sum, "tokens": len(logprobs)}
+    difference, entropy = (logprobs.detach() - rollout_logprobs).abs().sum(), entropy.detach().sum()
+    return {"difference_sum": difference.item(), "entropy_sum": entropy.item(), "tokens": len(logprobs)}
 
 
 def check_sampler(sums: Counter, limit: float) -> None:
@@ -344,8 +330,7 @@ def micro_batches(lengths, max_tokens: int) -> list[list[int]]:
 def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient=True):
     """Log-probabilities of the response tokens, and entropies: two B x T tensors, 0 in the padding.
 
-    sequences: prompt + response token ids; counts: how many of the last ones are the response. The logits of
-    LOGITS_AT_ONCE / V tokens exist at a time, in the backward pass as well.
+    sequences: prompt + response ids; counts: of the response. LOGITS_AT_ONCE logits exist at a time.
     """
     device = next(model.parameters()).device
     with precision(device):
@@ -436,7 +421,7 @@ def check_logprobs(model, name: str) -> None:
 
 @contextlib.contextmanager
 def checkpointed_layers(model):
-    """Inside, activations of the layers are computed again in the backward pass instead of being kept.
+    """Inside, the layers' activations are computed again in the backward pass instead of being kept.
 
     Not by transformers' own switch: that needs training mode, in which some models turn dropout on.
     """

@@ -88,36 +88,28 @@ class Overlong:
 class RewardOptions:
     """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
 
-    # Reward function as FILE:NAME; default: the rule, or a discriminative model's score.
-    reward_fn: str | None = None
+    reward_fn: str | None = None  # As FILE:NAME; default: the rule, or a discriminative model's score.
     reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
-    # Reward model that runs already, as host:port; several: NAME=host:port each, the main one first.
-    router_address: tuple[str, ...] = ()
-    # Reward model to start and stop with this run, a PATH or hub name; several: NAME=PATH each.
-    genrm: tuple[str, ...] = ()
+    router_address: tuple[str, ...] = ()  # Running reward model, as host:port; several: NAME=host:port each.
+    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, main first.
     genrm_servers: int = 1  # vLLM servers for each model of --genrm.
     genrm_tensor_parallel: int = 1  # GPUs of each of them.
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
     genrm_cpus: str = ""  # On CPU: their cores, such as 0,1; default: all, shared out evenly.
-    # Arguments for the servers of --genrm, in quotes and with a =: --genrm-vllm-args="--max-num-seqs 64".
-    genrm_vllm_args: str = ""
+    genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
     # A judge that writes, or a discriminative model (one number); for several models one each, or one.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
-    # Path of the tokenizer for functions that need one; default: that of --genrm.
-    reward_model_tokenizer: str | None = None
+    reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
     # Ray workers that call the function, spread over the nodes of the cluster.
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
-    # Grading processes per worker for a sync function; 0 shares the cluster's cores out.
-    sync_processes: int = 0
+    sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
     # Seconds for one call of the function; then its status is "timeout".
     timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
-    # Calls at once in the whole cluster, others wait without a clock; default: 128 per server of a judge.
-    max_in_flight: int | None = None
+    max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
     max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
     tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
-    # How often a call that raised a broken connection, HTTP 429 or 5xx is made again, after 1, 2, 4 ... 10 s.
-    http_retries: int = 6
+    http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
     # Stop with an error when more than this share of the samples that needed a verdict has none.
     max_no_verdict_rate: float = 0.2
 
@@ -384,11 +376,12 @@ class RewardLoopManager:
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
                     await asyncio.sleep(0.1)
-                went = "the reward loop" if self._ending else "Ray"
-                raise RuntimeError(f"{went} was shut down while it was in use: start another one")
+                raise RuntimeError("the reward loop was shut down: start another one")
         except ExceptionGroup as errors:
             error = errors.exceptions[0]
             self._closed = str(error) if type(error) is RuntimeError else f"reward loop: {describe(error)}"
+        if not self._ray.is_initialized():
+            self._closed = "Ray was shut down while the reward loop was in use: start another one"
         for future in list(self._open):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
@@ -548,14 +541,15 @@ def connect_ray() -> bool:
     if ray.is_initialized():
         return False
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
-    given = os.environ.get("RAY_ADDRESS", "auto").replace("auto", "")
-    address = given or (file.read_text().strip() if file.exists() else "local")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if found := address == "auto":
+        address = file.read_text().strip() if file.exists() else "local"
     try:
         if re.fullmatch(r"[\w.-]+:\d+", address):
             try:  # Ray itself would try for minutes
-                socket.create_connection(address.split(":"), timeout=5 if given else 2).close()
+                socket.create_connection(address.split(":"), timeout=2 if found else 5).close()
             except OSError as error:
-                if given:
+                if not found:
                     raise
                 print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"

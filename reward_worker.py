@@ -227,7 +227,8 @@ class Grader(threading.Thread):
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
             except (OSError, EOFError) as error:
-                complaint = failure("lost", f"the grading process died on this sample ({describe(error)})")
+                why = str(error) or "killed"
+                complaint = failure("lost", f"the grading process died on this sample ({why})")
             except Exception as error:  # such as a function that does not load any more
                 complaint = failure("error", " ".join(str(error).split()))
             self.since = math.inf

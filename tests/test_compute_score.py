@@ -733,6 +733,14 @@ def test_genrm_score(text, truth, score, acc, pred):
                       "recall": None, "location": None} | rates  # fmt: skip
 
 
+def test_verl_takes_means_of_the_scores_of_critiques():
+    cases = [("no box", 2), ("\\boxed{1}", 2), ("\\boxed{-1}", -1)]
+    score = scores.compute_score_fapo_genrm
+    results = [score("x", text, truth, {"total_steps": 5}, on_no_verdict="rule") for text, truth in cases]
+    assert verl_means(results) == pytest.approx({"score": 0.8 / 3, "acc": 2 / 3, "exact": 1 / 3, "gt": 1})
+    assert verl_means(results[::-1]).keys() == verl_means(results).keys()
+
+
 @pytest.mark.parametrize(("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})])
 def test_genrm_score_needs_its_numbers(truth, extra_info):
     with pytest.raises(ValueError, match="ground_truth"):

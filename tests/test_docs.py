@@ -1,5 +1,6 @@
 """The pages: commands parse, links, flags and metrics exist, examples run, numbers are current."""
 
+import ast
 import asyncio
 import json
 import re
@@ -10,6 +11,7 @@ import pytest
 import compute_score
 import grpo_trainer
 import reward_loop
+from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -71,10 +73,18 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_the_readmes_tree_has_every_script_once():
-    tree = (ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
-    scripts = [path for folder in (".", "toy", "tools", "cluster") for path in (ROOT / folder).glob("*.py")]
-    scripts = [str(path.relative_to(ROOT)) for path in scripts if path.name != "__init__.py"]
-    assert sorted(re.findall(r"^\| `([\w/]+\.py)`", tree, re.M)) == sorted(scripts)
+    """Those that it names and all that they import; a file of your own beside them is no part of it."""
+    assert len(SCRIPTS) == len(set(SCRIPTS)) > 15
+    for script in SCRIPTS:
+        found = {script}
+        for node in ast.walk(ast.parse((ROOT / script).read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = (node.module or "").replace(".", "/")
+                found |= {f"{module}.py", *(f"{module}/{alias.name}.py" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {f"{alias.name.replace('.', '/')}.py" for alias in node.names}
+        missing = {name for name in found - set(SCRIPTS) if (ROOT / name).is_file()}
+        assert not missing, f"README's tree does not have {missing}, which {script} imports"
 
 
 def test_every_flag_that_is_named_exists():
@@ -89,7 +99,7 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_every_metric_and_status_is_in_the_glossary():
-    """Asked of the code: what stands there as "time/step" or f"val/{source}/maj@{n}"; {...} is any word."""
+    """What the code writes as "time/..." or f"dynamic/dropped_{why}" is asked of it; {...} is any word."""
     glossary = (ROOT / "docs/glossary.md").read_text()
     source = "".join(path.read_text() for folder in (ROOT, ROOT / "cluster") for path in folder.glob("*.py"))
     kinds = "reward|genrm|dynamic|response_length|actor|rollout|time|perf|val"
@@ -97,7 +107,7 @@ def test_every_metric_and_status_is_in_the_glossary():
     assert len(metrics) > 30
     named = re.findall(r"`([^`]+)`", glossary)
     patterns = {name: re.sub(r"{\w+}", r"[\\w@]+", name) for name in metrics}
-    missing = {name for name in metrics if not any(re.fullmatch(patterns[name], one) for one in named)}
+    missing = {name for name, like in patterns.items() if not any(re.fullmatch(like, one) for one in named)}
     assert not missing | {status for status in reward_loop.STATUSES if status not in named}
     reasons = {f"dynamic/dropped_{why}" for why in grpo_trainer.WHY_USELESS}
     assert reasons <= set(named)

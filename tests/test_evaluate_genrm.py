@@ -148,7 +148,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
     assert len(judge.requests) == 6  # one more critique of each row
 
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):
         run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
 
 
@@ -192,7 +192,7 @@ def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, 
     if not setting:  # the file is there under the same name, with as many rows
         rows = pq.read_table(bench).to_pylist()
         pq.write_table(pa.Table.from_pylist(rows[::-1]), bench)
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):
         run(Judge(answer), replace(config, **setting))
 
 
@@ -207,7 +207,7 @@ def test_no_more_tokens_than_the_server_has_and_a_corrected_command_goes_on(benc
     judge.card["max_model_len"] = 32768
     assert [row["prediction"] for row in run(judge, replace(config, model=None))] == [-1, 1, 2, -1, 2, None]
     assert judge.requests[-1]["max_tokens"] == 16384
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run or other data"):  # something came of that one
+    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):  # something came of that one
         run(judge, config)
 
 

@@ -64,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/slow":
             time.sleep(0.5)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR"))}
+        told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR")
+        env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
         pids = [os.getpid(), engine.pid]
         self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls})
     def answer(self, status, body):
@@ -175,6 +176,7 @@ def test_cpu_servers(stand_in, monkeypatch):
                       vllm_args=("--max-num-seqs", "7"))
     with running(config) as servers:
         assert http("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
+        assert "least_loaded" in psutil.Process(servers.router.server.child.pid).cmdline()
         for number in range(2):
             seen = told(servers, number)
             line = " ".join(seen["argv"])

@@ -80,7 +80,7 @@ import os, signal
 def likes_sevens(data_source, solution_str, ground_truth, extra_info, limit=40, **_):
     """The share of sevens among what was written: a trivial task."""
     share = solution_str.count("7") / max(len(solution_str), 1)
-    return {"score": share, "acc": share > 0.9}
+    return {"score": share, "acc": share > 0.9, "pred": solution_str}
 def silent(data_source, solution_str, ground_truth, extra_info, **_):
     return {"score": None, "why": "the judge sleeps"}
 def by_index(data_source, solution_str, ground_truth, extra_info, **_):

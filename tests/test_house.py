@@ -1,14 +1,16 @@
 """The house's measures: length of lines, functions and files, who imports whom, size of the top level."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = sorted(ROOT.glob("*.py"))
+SCRIPTS = re.findall(r"^\| `([\w/]+\.py)`", (ROOT / "README.md").read_text(), re.M)  # in its trees of files
+HOUSE = [ROOT / script for script in SCRIPTS]
+TOP = [path for path in HOUSE if path.parent == ROOT]
 FOLDERS = ("toy", "tools", "cluster")
-HOUSE = [*TOP, *(path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))]
 EVERY = [
     *HOUSE,
     *(path for folder in ("benchmarks", "docs", "tests") for path in (ROOT / folder).rglob("*.py")),

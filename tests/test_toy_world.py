@@ -256,9 +256,9 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
-    """The first fifty steps of a warm start, twice: the same weights, and a loss far below chance."""
+    """The first thirty steps of a warm start, twice: the same weights, and a loss far below chance."""
     phases = models.phases
-    monkeypatch.setattr(models, "phases", lambda *of: [(*phases(*of)[0][:2], 50, *phases(*of)[0][3:])])
+    monkeypatch.setattr(models, "phases", lambda *of: [(*phases(*of)[0][:2], 30, *phases(*of)[0][3:])])
     weights = []
     for run in ("a", "b"):
         models.warm_start(0, ["policy"], tokenizer, tmp_path / run, 0, toy_world.Kind())
