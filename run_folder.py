@@ -26,10 +26,8 @@ AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, 
 
 def check_folder(config):
     """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
-
     Raises ValueError, having deleted nothing, where it has a run that is not to be resumed, another process
-    holds it, or it cannot be written to.
-    """
+    holds it, or it cannot be written to."""
     out_dir = Path(config.out_dir)
     if config.resume == "never" and (old := checkpoints_in(out_dir / "checkpoints")):
         raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another or --resume auto")
@@ -79,9 +77,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N: a Hugging Face folder, the optimizer, `state` (with `step`) as JSON.
-
-    It appears whole or not at all, also after a power cut; then older ones go. RuntimeError: not written.
-    """
+    It appears whole or not at all, also after a power cut; then older ones go. RuntimeError: not written."""
     folder = Path(config.out_dir, "checkpoints")
     target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
     try:
@@ -286,8 +282,8 @@ class Log:
                             "response": sample.text}  # fmt: skip
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 if split == "val" and written.total() <= 3:
-                    verdict = f"truth {str(truth)[:12]} | reward {sample.reward}"
-                    print(f"    ... {prompt[-40:]!r} | ... {sample.text[-60:]!r} | {verdict}")
+                    print(f"    ... {prompt[-40:]!r} | ... {sample.text[-60:]!r} | truth {str(truth)[:12]} | "
+                          f"reward {sample.reward}")  # fmt: skip
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far; evaluations as points, not lines."""
@@ -323,8 +319,7 @@ class Interrupts:
     """Ctrl-C, SIGTERM and SIGHUP: at once while nothing can be lost; within `held` when that is done."""
 
     def __init__(self):
-        self.hold = self.asked = False
-        self.before = {}
+        self.hold, self.asked, self.before = False, False, {}
         with contextlib.suppress(ValueError):  # not in the main thread: Python allows no handlers there
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
