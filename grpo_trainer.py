@@ -151,7 +151,7 @@ class Config(reward_loop.RewardOptions):
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
             (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put several ranks on one GPU; take 1"),
+             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
             (self.tis_cap == 0, "tis_cap: 0 would multiply every loss by 0; leave it out to turn it off"),
             (self.overlong_buffer > self.max_response_length,
              f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "

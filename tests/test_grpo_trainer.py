@@ -786,7 +786,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     [
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(mini_batch_size=3), "mini_batch_size: 3 does not divide"),
-        (dict(policy_gpu_share=0.5, policy_ranks=2), "policy_gpu_share: 0.5 would have Ray put"),
+        (dict(policy_gpu_share=0.5, policy_ranks=2), "policy_gpu_share: 0.5 would have Ray put ranks"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),
