@@ -188,7 +188,7 @@ class Router:
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.limits = defaultdict(set)  # worker -> time limits of what it is at
-        self.waiting, self.line, self.news = 0, asyncio.Lock(), asyncio.Event()  # the first in line has the lock
+        self.waiting, self.line, self.news = 0, asyncio.Lock(), asyncio.Event()  # first in line: has the lock
 
     async def start(self) -> int:
         """Looks at every server once, opens the port and returns it. OSError if it cannot be had."""
