@@ -141,8 +141,7 @@ class ModelServers:
     RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
     servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
     `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
-    Router and servers have a thread each. Who joins, or calls all (ask_all), holds the `lock`: never both.
-    """
+    Router and servers have a thread each. Who joins, or calls all (ask_all), holds the `lock`: never both."""
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
@@ -153,7 +152,7 @@ class ModelServers:
                               for i in range(count)]
         self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
                       for i, server in enumerate(servers)]
-        self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why the start failed
+        self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why a start failed
         self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
             process = Router(config)
@@ -288,8 +287,7 @@ class ModelServers:
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
         One that dies of it, or fails where others do not, is restarted and joins as they are then.
-        RuntimeError where all refuse, or none is left that could come back.
-        """
+        RuntimeError where all refuse, or none is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
         failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}

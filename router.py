@@ -258,9 +258,8 @@ class Router:
         if path == "/metrics":  # failures: attempts without an answer, or with one of FAILED
             lines = [f"router_waiting {self.waiting}"]
             for name in "requests_total failures_total retries_total seconds_total in_flight healthy".split():
-                field = name.removesuffix("_total")
-                lines += [f'router_{name}{{worker="{worker.url}"}} {+getattr(worker, field)}'
-                          for worker in self.workers.values()]
+                lines += [f'router_{name}{{worker="{one.url}"}} {+getattr(one, name.removesuffix("_total"))}'
+                          for one in self.workers.values()]
             return web.Response(text="\n".join([*lines, ""]), headers={"Content-Type": "text/plain"})
         full = unquote(path) + "/"
         if path != "/workers" and (path[:1] != "/" or "/../" in full or not full.startswith(self.forwarded)):

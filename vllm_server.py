@@ -140,8 +140,7 @@ class KeyGuard:
 class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams.
-    """
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams."""
 
     def __init__(self, app):
         self.app = app
@@ -181,9 +180,8 @@ class Generate:
 class VllmServer(Process):
     """One vLLM server on this machine, of a genrm_server.Config that is complete().
 
-    On CPU it gets the `part`-th of `parts` shares of the cores, on GPU those in `gpus` ("": all that it sees).
-    On another node than `driver_node`, where the router is, it listens there and not on the loopback.
-    """
+    On CPU it gets the `part`-th of `parts` shares of the cores, on GPU those in `gpus` ("": all it sees).
+    On another node than `driver_node`, where the router is, it listens on its node's address."""
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         super().__init__(config.log_dir / f"server_{index}.log")
@@ -210,8 +208,7 @@ class VllmServer(Process):
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
                    PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
-        if os.path.exists(config.model):
-            env["HF_HUB_OFFLINE"] = "1"
+        env |= {"HF_HUB_OFFLINE": "1"} if os.path.exists(config.model) else {}
         if config.device == "cpu":
             command += ["--enforce-eager"]
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
@@ -223,10 +220,9 @@ class VllmServer(Process):
             command += ["--enable-sleep-mode"] * config.sleep_mode
             if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
-            if self.gpus:
-                env["CUDA_VISIBLE_DEVICES"] = self.gpus
-        if config.control or config.sleep_mode:
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
+            env |= {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
+        if config.control or config.sleep_mode:  # else there is no /sleep and no /collective_rpc
+            env["VLLM_SERVER_DEV_MODE"] = "1"
         command += ["--runner", "pooling"] * (config.task == "classify")
         command += ["--max-model-len", str(config.max_model_len)] * (config.max_model_len > 0)
         self.launch([*command, *config.vllm_args], env)
