@@ -7,11 +7,8 @@
 A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
 router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
 before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
-
-Servers ask for a key on every path but /health; the router sends it along. It is the router's own, if it has
-one (ROUTER_API_KEY), else a random one. Environment variables reach them, such as VLLM_CPU_KVCACHE_SPACE.
-
-cluster/placement.py does the same with servers in Ray actors, on any node of a cluster.
+Servers ask for a key on every path but /health; the router sends it along: its own (ROUTER_API_KEY), else a
+random one. They see our environment variables. cluster/placement.py does the same in Ray, on any node.
 
 Left out: systems but Linux, servers over several nodes, other engines. Needs router.py, vllm_server.py
 """
@@ -144,19 +141,18 @@ class ModelServers:
     RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
     servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
     `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
-
-    The router and each server have a thread. A server that joins holds the `lock`, and so does who calls all
-    (ask_all): none joins in the middle of that.
-    """
+    Router and servers have a thread each. Who joins, or calls all (ask_all), holds the `lock`: never both."""
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
         self.before_starting, self.before_joining = before_starting, before_joining
-        self.config, self.label = complete(config), f"[{name}] " if name else ""
-        config = self.config
+        self.config = config = complete(config)
+        count, on_gpu = config.num_servers, config.device == "cuda"
+        servers = servers or [VllmServer(config, i, i, count, deal_gpus(config, i) if on_gpu else "")
+                              for i in range(count)]
         self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
-                      for i, server in enumerate(servers or local_servers(config))]
-        self.failure, self.asleep = "", False  # why the start failed
+                      for i, server in enumerate(servers)]
+        self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why a start failed
         self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
             process = Router(config)
@@ -165,8 +161,7 @@ class ModelServers:
                           f"({error.strerror or error}); choose another one") from None
         self.router = Slot("router", process, process.log)
         self.router_address = process.address
-        if warning := router.warn_if_open(config.host, config.api_key):
-            self.say(warning)
+        router.warn_if_open(config.host, config.api_key, self.say)
         if config.sleep_mode and config.device == "cpu":
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
         self.threads = [threading.Thread(target=self.keep, args=(slot,), daemon=True)
@@ -205,7 +200,7 @@ class ModelServers:
             died = False
             try:
                 what = self.run(slot)
-                end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines')}"
+                end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines') or '(nothing)'}"
                 died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
                 what, end = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}"
@@ -257,11 +252,10 @@ class ModelServers:
     def join(self, slot: Slot, seconds: float) -> None:
         """Lets a healthy server into the router, and into a new router again; else at the next look."""
         with self.lock:
-            if not slot.joined:
-                if self.asleep:  # it must not take the memory that the others left to the trainer
-                    self.ask(slot, SLEEP)
-                if not self.before_joining(slot):
-                    return
+            if self.asleep and not slot.joined:  # it must not take the memory left to the trainer
+                self.ask(slot, SLEEP)
+            if not (slot.joined or self.before_joining(slot)):
+                return
             start = self.router.restarts + 1
             if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
                 slot.joined = start
@@ -292,10 +286,8 @@ class ModelServers:
 
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
-
         One that dies of it, or fails where others do not, is restarted and joins as they are then.
-        RuntimeError where all refuse, or none is left that could come back.
-        """
+        RuntimeError where all refuse, or none is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
         failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
@@ -359,9 +351,8 @@ def choose_device() -> str:
 
 def deal_gpus(config: Config, part: int) -> str:
     """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
-    size, first = config.tensor_parallel_size, part * config.tensor_parallel_size
-    if 0 < config.gpu_share < 1:
-        first = part // int(1 / config.gpu_share)  # so many share one
+    size, share = config.tensor_parallel_size, config.gpu_share
+    first = part // int(1 / share) if 0 < share < 1 else part * size  # so many share one
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
     if not visible:
         import torch
@@ -369,14 +360,8 @@ def deal_gpus(config: Config, part: int) -> str:
         visible = ",".join(map(str, range(count)))
     if len(visible.split(",")) < first + size:
         raise ValueError(f"--num-servers {config.num_servers} --tensor-parallel-size {size} --gpu-share "
-                         f"{config.gpu_share:g}: more than the GPUs {visible}; lower one of them")
+                         f"{share:g}: more than the GPUs {visible}; lower one of them")
     return ",".join(visible.split(",")[first:first + size])
-
-
-def local_servers(config: Config) -> list[VllmServer]:
-    """The servers of one model on this machine, each with its share of the cores or its GPUs."""
-    on_gpu, count = config.device == "cuda", config.num_servers
-    return [VllmServer(config, i, i, count, deal_gpus(config, i) if on_gpu else "") for i in range(count)]
 
 
 def main() -> None:

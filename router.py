@@ -5,19 +5,16 @@
 Any request goes to one of the servers. One that fails leaves the rotation, and comes back when its /health
 answers again. A client that goes away stops its work. What is not among --forward is refused. Own endpoints:
     GET /health                 200 while at least one server is healthy, else 503; never asks for a key
-    GET /workers                the servers and their state
+    GET /workers, /metrics      the servers and their state; Prometheus text
     POST /workers {"url": U}    adds a server; asks for the servers' key, if there is one
     DELETE /workers?url=U       takes a server out, what it is at goes on; the same key
-    GET /metrics                Prometheus text
-
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
     502-504                     counts against the server, and another one is asked
-    500, a cut connection       one more server is asked, no third: the request may be what kills them. It
-                                counts against the first if the second answers, else against nobody
-    any other answer            is passed on
-No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. If part
-of an answer is out, its connection is cut: no retry. While no server is healthy requests wait in line.
+    500, a cut connection       one more is asked, no third; it counts against the first if the second answers
+    any other answer            is passed on; once a part of it is out, there is no retry
+No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. While
+no server is healthy requests wait in line.
 
 Left out: TLS to clients, HTTP/2, WebSockets, caching, prefix-aware routing. Linux only. Stands alone.
 """
@@ -47,9 +44,6 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-FORWARD = ("/v1", "/v2", "/inference", "/generate", "/classify", "/pooling", "/score", "/rerank", "/embed",
-           "/embeddings", "/tokenize", "/detokenize")
-
 
 @dataclass
 class Config:
@@ -59,7 +53,9 @@ class Config:
     allow_empty: bool = False  # Start without servers; they are added later through POST /workers.
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
     port: int = 30000  # Port to listen on; 0 lets the system choose (it is printed).
-    forward: tuple[str, ...] = FORWARD  # Paths that are passed on, with all below them; / is everything.
+    # Paths that are passed on, with all below them; / is everything.
+    forward: tuple[str, ...] = ("/v1", "/v2", "/inference", "/generate", "/classify", "/pooling", "/score",
+                                "/rerank", "/embed", "/embeddings", "/tokenize", "/detokenize")
     policy: Literal["round_robin", "least_loaded"] = "round_robin"  # In turn, or to the least busy server.
     max_attempts: int = 4  # How many servers one request is sent to.
     unhealthy_after: int = 3  # Failures in a row after which a server leaves the rotation.
@@ -81,7 +77,7 @@ class Config:
         for wrong, name, remedy in problems + [
                 (self.port > 65535, "port", "must be at most 65535"),
                 (not (self.workers or self.allow_empty), "workers", "name a server, or pass --allow-empty"),
-                (not self.forward or any(path[:1] != "/" for path in self.forward), "forward",
+                ({path[:1] for path in self.forward} != {"/"}, "forward",
                  "name at least one path, each with a slash before it: /v1")]:
             if wrong:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
@@ -104,11 +100,10 @@ def read_key(given: str, variable: str) -> str:
     return key
 
 
-def warn_if_open(host: str, api_key: str) -> str:
-    """What to say where the network can reach a router that asks for no key; else nothing."""
-    if api_key or host == "localhost" or re.fullmatch(r"127\.[\d.]+|::1", host):
-        return ""
-    return f"WARNING: --host {host} is open to the network and no key is asked for; set ROUTER_API_KEY"
+def warn_if_open(host: str, api_key: str, say) -> None:
+    """Says so where the network can reach a router that asks for no key."""
+    if not api_key and not re.fullmatch(r"localhost|127\.[\d.]+|::1", host):
+        say(f"WARNING: --host {host} is open to the network and no key is asked for; set ROUTER_API_KEY")
 
 
 FAILED = {500, 502, 503, 504}
@@ -154,10 +149,8 @@ def error_response(status: int, message: str, **headers: str) -> web.Response:
 
 def end_to_end(headers, dropped: set[str]) -> CIMultiDict:
     """The headers that go on: all but those about this one connection."""
-    kept = CIMultiDict(headers)
-    for name in dropped | {name.strip() for name in headers.get("Connection", "").split(",")}:
-        kept.popall(name, None)
-    return kept
+    dropped = dropped | {name.strip() for name in headers.get("Connection", "").lower().split(",")}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 
 def watched_socket(address_info) -> socket.socket:
@@ -194,8 +187,7 @@ class Router:
         """Looks at every server once, opens the port and returns it. OSError if it cannot be had."""
         config, loop = self.config, asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=Connector(limit=0, socket_factory=watched_socket,
-                                keepalive_timeout=3),  # vLLM closes idle connections after 5 s: be earlier
+            connector=Connector(limit=0, socket_factory=watched_socket, keepalive_timeout=3),  # vLLM: 5 s
             cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=config.connect_timeout), **PARSING)
         server = web.Server(  # without a URL dispatcher; when a client goes away the server's work ends
@@ -206,8 +198,7 @@ class Router:
         await asyncio.gather(*map(self.look_at, self.workers.values()))
         self.poller = asyncio.create_task(self.poll_forever())
         await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
-        if warning := warn_if_open(config.host, self.api_key):
-            say(warning)
+        warn_if_open(config.host, self.api_key, say)
         return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -262,8 +253,12 @@ class Router:
         if key and not hmac.compare_digest(given, b"Bearer " + key.encode()):
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
                                   **{"WWW-Authenticate": "Bearer"})
-        if path == "/metrics":
-            return self.get_metrics()
+        if path == "/metrics":  # failures: attempts without an answer, or with one of FAILED
+            lines = [f"router_waiting {self.waiting}"]
+            for name in "requests_total failures_total retries_total seconds_total in_flight healthy".split():
+                lines += [f'router_{name}{{worker="{one.url}"}} {+getattr(one, name.removesuffix("_total"))}'
+                          for one in self.workers.values()]
+            return web.Response(text="\n".join([*lines, ""]), headers={"Content-Type": "text/plain"})
         full = unquote(path) + "/"
         if path != "/workers" and (path[:1] != "/" or "/../" in full or not full.startswith(self.forwarded)):
             return error_response(404, f"{path}: not forwarded (--forward {' '.join(self.config.forward)})")
@@ -317,7 +312,7 @@ class Router:
         while (len(tried) < self.config.max_attempts and len(doubted) < 2 and time.monotonic() < deadline
                and (worker := await self.choose(tried, deadline))):
             worker.retries += bool(problem)
-            unseen = doubt = False
+            seen, doubt = True, False
             try:
                 answer = await self.ask(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:
@@ -327,17 +322,16 @@ class Router:
                     return answer
                 problem, doubt = f"{worker.url} answers {answer.status}", answer.status == 500
             except (aiohttp.ClientError, OSError) as error:
-                unseen = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+                seen = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
                 status = 504 if isinstance(error, TimeoutError) else 503
                 problem, doubt = f"{worker.url}: {str(error) or repr(error)}", time.monotonic() < deadline
                 if not doubt:
                     problem = f"no answer within {self.config.request_timeout:g} s (--request-timeout)"
             worker.failures += 1
-            if unseen:
+            tried += [worker] * seen
+            if not seen:
                 self.set_health(worker, False, problem)
-                continue
-            tried.append(worker)
-            if doubt:
+            elif doubt:
                 doubted[worker] = problem
             else:
                 self.blame(worker, problem)
@@ -354,18 +348,16 @@ class Router:
         self.limits[worker].add(limit)
         try:
             async with limit, self.session.request(request.method, url, **options) as answer:
+                start = dict(status=answer.status, reason=answer.reason)
                 short = (answer.content_length or math.inf) <= BUFFERED and request.method != "HEAD"
-                whole = short or answer.status in FAILED
-                response = (web.Response if whole else web.StreamResponse)(
-                    status=answer.status, reason=answer.reason,
-                    headers=end_to_end(answer.headers, NEW_BODY if whole else HOP_BY_HOP))
-                if whole:
-                    response.body = await (answer.read() if short else answer.content.read(BUFFERED))
-                else:
-                    await response.prepare(request)
-                    async for chunk in answer.content.iter_any():
-                        await response.write(chunk)
-                    await response.write_eof()
+                if short or answer.status in FAILED:
+                    content = await (answer.read() if short else answer.content.read(BUFFERED))
+                    return web.Response(**start, body=content, headers=end_to_end(answer.headers, NEW_BODY))
+                response = web.StreamResponse(**start, headers=end_to_end(answer.headers, HOP_BY_HOP))
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
                 return response
         except (aiohttp.ClientError, OSError) as error:
             if response is None or not response.prepared:
@@ -394,19 +386,9 @@ class Router:
         if request.method == "POST":
             worker = self.workers.setdefault(url, Worker(url))
             await self.look_at(worker)
-            self.news.set()
         elif not (worker := self.workers.pop(url, None)):
             return error_response(404, f"DELETE /workers: {url} is not one of the servers")
         return web.json_response(vars(worker))
-
-    def get_metrics(self) -> web.Response:
-        """The counts of each Worker. Failures: attempts without an answer, or with one of FAILED."""
-        lines = [f"router_waiting {self.waiting}"]
-        for name in ("requests", "failures", "retries", "seconds", "in_flight", "healthy"):
-            total = "" if name in ("in_flight", "healthy") else "_total"
-            lines += [f'router_{name}{total}{{worker="{worker.url}"}} {+getattr(worker, name)}'
-                      for worker in self.workers.values()]
-        return web.Response(text="\n".join([*lines, ""]), headers={"Content-Type": "text/plain"})
 
 
 async def serve(config: Config) -> None:
@@ -425,16 +407,11 @@ async def serve(config: Config) -> None:
         await router.stop()
 
 
-def main() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # two files a request; 1,024 is the usual limit
+if __name__ == "__main__":
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # two files a request; 1,024 is the usual limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(tyro.cli(Config)))
+        uvloop.run(serve(tyro.cli(Config)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

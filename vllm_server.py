@@ -110,19 +110,15 @@ class Process:
         end_group(child.pid, self.folder, memory)
         child.wait()
 
-    def lines(self, text: str = "") -> list[str]:
-        """The lines that the child has written since it was started, and that have this in them."""
-        with contextlib.suppress(OSError):  # somebody may have tidied up
-            written = self.log.read_bytes()[self.log_start:].decode("utf-8", "replace")
-            return [line for line in written.splitlines() if text in line]
-        return []
-
-    def last_lines(self) -> str:
-        return "\n".join(self.lines()[-25:]) or "(nothing)"
+    def last_lines(self, text: str = "", count: int = 25) -> str:
+        """The last lines that the child has written since it was started, and that have this in them."""
+        written = self.log.read_bytes() if self.log.exists() else b""  # somebody may have tidied up
+        lines = written[self.log_start:].decode("utf-8", "replace").splitlines()
+        return "\n".join([line for line in lines if text in line][-count:])
 
     def said(self, text: str) -> str:
         """The last line of the child's that has this in it, or nothing."""
-        return "".join(self.lines(text)[-1:])
+        return self.last_lines(text, 1)
 
 
 class KeyGuard:
@@ -143,10 +139,8 @@ class KeyGuard:
 
 class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
-
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams.
-    """
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams."""
 
     def __init__(self, app):
         self.app = app
@@ -156,14 +150,13 @@ class Generate:
             return await self.app(scope, receive, send)
         from starlette.requests import Request
         from starlette.responses import Response
-        body, messages = await Request(scope, receive).body(), []
+        bodies, messages = [await Request(scope, receive).body()], []
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # else /v1/completions refuses it
-            asked = json.loads(body)
+            asked = json.loads(bodies[0])
             params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
             prompt = asked.get("input_ids") or asked.get("text")
             params |= dict(prompt=prompt, max_tokens=params.pop("max_new_tokens"), return_token_ids=True)
-            body = json.dumps(params).encode()
-        bodies = [body]
+            bodies = [json.dumps(params).encode()]
 
         async def give():
             return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
@@ -185,25 +178,22 @@ class Generate:
 
 
 class VllmServer(Process):
-    """One vLLM server on this machine. Used directly, and as a Ray actor by RewardModelManager.
+    """One vLLM server on this machine, of a genrm_server.Config that is complete().
 
-    config: a genrm_server.Config, complete(). On CPU it gets the `part`-th of `parts` shares of the cores, on
-    GPU those in `gpus` ("": those of CUDA_VISIBLE_DEVICES, which Ray has set). On another node than
-    `driver_node`, where the router is, it listens on its node's address instead of the loopback.
-    """
+    On CPU it gets the `part`-th of `parts` shares of the cores, on GPU those in `gpus` ("": all it sees).
+    On another node than `driver_node`, where the router is, it listens on its node's address."""
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         super().__init__(config.log_dir / f"server_{index}.log")
         self.config, self.index, self.part, self.parts, self.gpus = config, index, part, parts, gpus
         self.host = "127.0.0.1"
-        if driver_node:  # asked here and not where the actor was made: it may be restarted on another node
+        if driver_node and self.node() != driver_node:  # asked here: a restart may move the actor
             import ray
-            if self.node() != driver_node:
-                self.host = ray.util.get_node_ip_address()
+            self.host = ray.util.get_node_ip_address()
         self.reserved = reserve(self.host)
 
     def node(self) -> str:
-        """Where this actor is; a restart may have moved it."""
+        """Where this actor is."""
         import ray
         return ray.get_runtime_context().get_node_id()
 
@@ -218,8 +208,7 @@ class VllmServer(Process):
                    "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
                    PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
-        if os.path.exists(config.model):
-            env["HF_HUB_OFFLINE"] = "1"
+        env |= {"HF_HUB_OFFLINE": "1"} if os.path.exists(config.model) else {}
         if config.device == "cpu":
             command += ["--enforce-eager"]
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
@@ -231,13 +220,10 @@ class VllmServer(Process):
             command += ["--enable-sleep-mode"] * config.sleep_mode
             if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
-            if self.gpus:
-                env["CUDA_VISIBLE_DEVICES"] = self.gpus
-        if config.control or config.sleep_mode:
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # else there is no /sleep and no /collective_rpc
-        if config.task == "classify":
-            command += ["--runner", "pooling"]
-        if config.max_model_len:
-            command += ["--max-model-len", str(config.max_model_len)]
+            env |= {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
+        if config.control or config.sleep_mode:  # else there is no /sleep and no /collective_rpc
+            env["VLLM_SERVER_DEV_MODE"] = "1"
+        command += ["--runner", "pooling"] * (config.task == "classify")
+        command += ["--max-model-len", str(config.max_model_len)] * (config.max_model_len > 0)
         self.launch([*command, *config.vllm_args], env)
         return f"http://{self.host}:{port}"
