@@ -9,21 +9,19 @@ You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md
         result = await manager.score_one(sample)  # the same for an event loop
         results = manager.score_batch(samples)    # colocate: the reward models are awake while it scores
 
-(`score_file.py` does it for a file.) A result is {"reward_score": float | None, "reward_extra_info": dict,
-"status": "ok" | "no_verdict" | "timeout" | "error", "seconds": float}. A failure is a status, never a number:
-whatever the function does (raise, hang, return NaN, kill its process), its sample has `reward_score: None`,
-and no other sample is touched.
+A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
+"timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
+(raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and no other is touched.
 
 RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
-standing `collect` call brings what has been scored since the last one. Ray restarts a worker that has died;
-the manager ends one that hangs, and has one rule for all that goes wrong: what fails in company is tried
-again, in the end alone, and what fails alone is its own fault.
+standing `collect` call brings what has been scored since the last. Ray restarts a worker that has died, the
+manager ends one that hangs. What fails in company is tried again, in the end alone; there it is at fault.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
-container (a grading process has the rights of the user who started it). The function's file and this folder
-must have the same path on every node (a shared file system, or Ray's `runtime_env` working directory).
-Needs reward_worker.py, for models of its own genrm_server.py, for overlong shaping algorithm.py.
+container (a grading process has your rights). The function's file and this folder need the same path on all
+nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py, for models of
+its own also genrm_server.py and cluster/.
 """
 
 import asyncio
@@ -32,7 +30,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import json
@@ -50,7 +47,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import tyro
+from tyro.conf import arg
 
 import reward_worker
 from reward_worker import ALONE_AFTER, HERE, START_S, Job, bearer, describe, failure, load_function
@@ -60,28 +57,10 @@ IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single 
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
 GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
 MAY_BE_0 = ("genrm_gpu_share", "sync_processes", "http_retries", "max_no_verdict_rate")
-FURTHER_COLUMNS = ("prompt", "response_length", "step")  # of a row: a function gets those that it names
+FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
-# Or a call after ray.shutdown() quietly starts another cluster.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
 log = logging.getLogger("reward_loop")
-
-
-class Overlong:
-    """Overlong shaping: over the last `buffer` tokens before `max_length` a response loses up to `factor`.
-
-    `penalty(length)` is what a response of `length` tokens loses (<= 0). ValueError for a senseless buffer.
-    """
-
-    def __init__(self, max_length: int, buffer: int, factor: float = 1.0):
-        from algorithm import overlong_penalty as penalty  # with torch: only where it is needed
-
-        self.penalty = functools.partial(penalty, max_length=max_length, buffer=buffer, factor=factor)
-        self.penalty(0)
-
-
-# ---- What the user sets
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -100,24 +79,18 @@ class RewardOptions:
     # A judge that writes, or a discriminative model (one number); for several models one each, or one.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
     reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
-    # Ray workers that call the function, spread over the nodes of the cluster.
-    num_workers: Annotated[int, tyro.conf.arg(aliases=["--num-reward-workers"])] = 2
+    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 2  # Ray workers, over all nodes.
     sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
-    # Seconds for one call of the function; then its status is "timeout".
-    timeout: Annotated[float, tyro.conf.arg(aliases=["--reward-timeout"])] = 600.0
+    timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0  # Seconds a call; then "timeout".
     max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
     max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
     tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
     http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
-    # Stop with an error when more than this share of the samples that needed a verdict has none.
-    max_no_verdict_rate: float = 0.2
+    max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
-        """Refuses what cannot work before anything starts: ValueError naming field, value and remedy.
-
-        started: {name: "host:port"} of the models of `genrm` that are up. Returns what workers need to know.
-        """
+        """What workers need to know; ValueError with field, value, remedy. started: {model: address}."""
         for name in (field.name for field in dataclasses.fields(RewardOptions)):
             value, least = getattr(self, name), "at least" if name in MAY_BE_0 else "greater than"
             if isinstance(value, (int, float)) and not (value > 0 or value == 0 and name in MAY_BE_0):
@@ -125,9 +98,8 @@ class RewardOptions:
         models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one")
-        for address in addresses.values():
-            if not re.fullmatch(r"[^/]+:\d+", address):
-                raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
+        if wrong := [text for text in addresses.values() if not re.fullmatch(r"[^/]+:\d+", text)]:
+            raise ValueError(f"router_address is {wrong[0]!r}: it must be host:port or NAME=host:port")
         for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
             if not models and (value := getattr(self, f"genrm_{name}")) not in (1, ""):
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
@@ -187,8 +159,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not (name and path.suffix == ".py" and path.is_file()):
-        raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, such as "
-                         "compute_score.py:compute_score")  # fmt: skip
+        raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
     import_path = sys.path.copy()
     try:
         function = load_function(f"{path}:{name}")
@@ -202,28 +173,23 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                   "reward_router_addresses": addresses}  # fmt: skip
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
         models = {key: value for key, value in models.items() if key in takes}
-    empty = inspect.Parameter.empty
-    columns = {key: takes[key].default is empty for key in FURTHER_COLUMNS if key in takes.keys() - kwargs}
+    columns = {key: takes[key].default is signature.empty for key in FURTHER_COLUMNS & takes.keys() - kwargs}
     sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
     try:
         signature.bind(**sample, **models | kwargs)
     except TypeError as error:
-        remedy = "reward_kwargs must name its further parameters, and those of a reward model need one; for "
-        remedy += "functions of other frameworks there are adapters in docs/reward_functions.md"
+        remedy = "give reward_kwargs or a reward model; adapters for others: docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
     for key in kwargs.keys() & takes:
         kind = takes[key].annotation
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
     wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is empty  # else it can do without, which is quicker
+    needs_one = wanted and wanted.default is signature.empty  # else it can do without, which is quicker
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
     return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, options.timeout)
-
-
-# ---- The manager
 
 
 @dataclasses.dataclass(eq=False)
@@ -251,12 +217,11 @@ class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
     ValueError for an option that makes no sense, before anything starts; RuntimeError where no worker starts.
-    `start_rewards` makes one from options alone; here come the models of options.genrm, as
-    reward_models: cluster.placement.RewardModelManager, which score_batch wakes and puts to sleep again.
-    overlong: Overlong(max_length, buffer, factor) or None; samples then need `response_length` in tokens.
+    reward_models: cluster.placement.RewardModelManager, the started models of options.genrm.
+    overlong: length of a response -> its penalty (<= 0); samples then need `response_length` in tokens.
     """
 
-    def __init__(self, options: RewardOptions, *, reward_models=None, overlong: Overlong | None = None):
+    def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
         running = reward_models.router_addresses if reward_models else {}
         self.job = options.check_rewards(running)
         self.options, self.reward_models, self.overlong = options, reward_models, overlong
@@ -264,14 +229,12 @@ class RewardLoopManager:
         self._main_router = next(iter(addresses.values()), None)
         self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
         self._slots = self._start_workers(addresses.items())
-
         self._queue = collections.deque()  # filled from any thread
         self._open = set()  # the futures without a result; from any thread
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
         self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
-        self._ending, self._said = False, set()
-        self._numbers = itertools.count()
+        self._ending, self._said, self._numbers = False, set(), itertools.count()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -292,8 +255,7 @@ class RewardLoopManager:
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
         spread = dict(num_cpus=0.01, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
         actor = ray.remote(max_restarts=-1, **spread)(reward_worker.RewardLoopWorker)
-        # The key goes as an argument: a cluster that was started in another shell does not have it.
-        key = os.environ.get("ROUTER_API_KEY", "").strip()
+        key = os.environ.get("ROUTER_API_KEY", "").strip()  # which a cluster of another shell does not have
         workers = [actor.remote(job, key) for _ in range(self.options.num_workers)]
         calls = [worker.begin.options(max_task_retries=-1).remote() for worker in workers]
         try:
@@ -312,7 +274,7 @@ class RewardLoopManager:
             arguments |= dict(data_source=sample["data_source"], solution_str=sample["response"],
                               ground_truth=sample["reward_model"]["ground_truth"],
                               extra_info=(sample.get("extra_info") or {}) | step)  # fmt: skip
-            penalty = self.overlong.penalty(sample["response_length"]) if self.overlong else 0.0
+            penalty = self.overlong(sample["response_length"]) if self.overlong else 0.0
         except KeyError as error:
             raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
         future = concurrent.futures.Future()
@@ -330,8 +292,8 @@ class RewardLoopManager:
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Scores samples -> results in their order, all with the same keys of extra info (None: missing).
 
-        Wakes the reward models first and puts them to sleep afterwards. A long batch shows a progress bar.
-        on_result(index, result) is called as each result arrives; what it raises ends the batch.
+        The reward models are awake meanwhile, and only then. on_result(index, result) is called as each
+        result arrives; what it raises ends the batch.
         """
         from tqdm import tqdm
 
@@ -465,8 +427,7 @@ class RewardLoopManager:
         self._wake.set()
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
-        # A NaN in extra info: null.
-        score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)
+        score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
         if status == "lost":  # with its grading process, where it was alone
             return self._try_again(ticket, 1, ALONE_AFTER, extra["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
@@ -528,14 +489,8 @@ def no_verdict_rate(results: list[dict]) -> float:
     return missing / max(sum(map(needed_verdict, results)), 1)
 
 
-# ---- Ray
-
-
 def connect_ray() -> bool:
-    """Joins the Ray cluster that RAY_ADDRESS names or that runs on this machine, or starts one: True then.
-
-    Says which in one line. RuntimeError where it cannot be joined.
-    """
+    """Joins the Ray of RAY_ADDRESS or of this machine, or starts one: True. RuntimeError if refused."""
     import ray
 
     if ray.is_initialized():
@@ -564,12 +519,8 @@ def connect_ray() -> bool:
     return address == "local"
 
 
-def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode: bool = False,
-                  overlong: Overlong | None = None) -> RewardLoopManager:  # fmt: skip
-    """Starts the reward models that the options name, and the loop. All of it ends with `stack`.
-
-    sleep_mode: the models' servers can sleep, for a GPU that they share with a trainer (score_batch does it).
-    """
+def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode=False, overlong=None):
+    """A RewardLoopManager and its models, until `stack` ends. sleep_mode: they sleep between batches."""
     options.check_rewards()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)

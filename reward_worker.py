@@ -1,24 +1,20 @@
 """What runs on the workers of the Reward Loop: the user's function, in an event loop or in grading processes.
 
-    RewardLoopWorker  a Ray actor: async functions run in its event loop, sync ones in its grading processes
-    grading process   a child that has loaded the function; one sample at a time, killed when overdue
-
-A sample of a sync function passes three processes, one of an async function turns round in the worker:
+An async function runs in the event loop of its worker. A sync one runs in grading processes: children that
+have loaded it, with one sample at a time, killed when overdue. Its samples pass three processes:
 
     driver                       worker (Ray actor)                    grading process
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Whatever the function does (raise, hang, return NaN, kill its process), its sample gets a result, and no
-other sample is touched. Used by reward_loop.py, which deals the samples out; needs no other file of ours. It
-is sent to the workers by value, and grading processes load it, so that its imports are Python's own.
+Used by reward_loop.py; needs no other file of ours. It is sent to the workers by value, and grading processes
+load it, so that its imports are Python's own.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import json
@@ -34,11 +30,11 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RETRIED_HTTP_STATUS = {408, 429, 500, 502, 503, 504}
 GATHER_S = 0.01  # a worker gathers results for this long before it hands them over: fewer messages
 HEARTBEAT_S = 1.0  # a worker with nothing to say answers `collect` this often
 SLOW_S = 1.0  # between two looks at the event loop, and at grading processes that may only be waiting
@@ -60,18 +56,12 @@ class Job:
     sync_processes: int = 1
 
 
-# ---- Calling the function
-
-
 def load_function(spec: str):
     """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
     file, _, name = spec.rpartition(":")
     path, wrong = Path(file), f"reward function {spec!r}: "
-    sys.path.insert(0, str(path.parent))
-    if str(HERE) not in sys.path:  # a file of toy/ imports compute_score.py
-        sys.path.append(str(HERE))
-    # A user's random.py hides nothing.
-    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_user"
+    sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # a file of toy/ imports compute_score.py
+    module_name = f"{path.stem}_of_user" if path.stem in sys.modules else path.stem  # hides no module
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(module_spec)
@@ -88,8 +78,8 @@ def load_function(spec: str):
 class Scorer:
     """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
-    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None].
-    An object of the user's could break the message that carries others' results, too.
+    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None],
+    as an object of the user's could break the message that carries others' results, too.
     """
 
     def __init__(self, job: Job):
@@ -100,9 +90,8 @@ class Scorer:
 
             common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
             # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
-            as_ids = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-            tokenizer.apply_chat_template = as_ids
-        self.function = functools.partial(function, **common)
+            tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
+        self.function = partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
         """One sample by an async function. Never raises; SystemExit neither: it must not end the worker."""
@@ -155,21 +144,17 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def retry_delay(error: BaseException) -> float | None:
-    """Seconds (0, or Retry-After) where a second try makes sense (broken connection, HTTP 429, 5xx), or None.
-
-    Knows errors of aiohttp (`status`), openai (`status_code`), requests and httpx (`response`) by shape.
-    """
+    """Seconds to wait after broken connection, HTTP 429, 5xx (aiohttp, openai, requests, httpx), or None."""
     response = getattr(error, "response", None)
     answer = error if response is None else response
     status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
         return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
-    if status not in RETRIED_HTTP_STATUS:
+    if status not in (408, 429, 500, 502, 503, 504):
         return None
-    headers = getattr(answer, "headers", None) or {}
-    with contextlib.suppress(KeyError, ValueError):  # no such header, or a date instead of seconds
-        return min(float(headers["Retry-After"]), 60.0)
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):  # none, or one with a date
+        return min(float(answer.headers["Retry-After"]), 60.0)
     return 0.0
 
 
@@ -179,14 +164,8 @@ def bearer() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-# ---- Grading processes
-
-
 def grade(fd: int) -> None:
-    """Main of a grading process. Through the pipe `fd` come the job and then samples.
-
-    Back go what is wrong with the job (or null) and then results.
-    """
+    """Main of a grading process. Pipe `fd` brings a job, then samples; back go its error or null, results."""
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
         os.close(fd)
@@ -227,8 +206,7 @@ class Grader(threading.Thread):
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
             except (OSError, EOFError) as error:
-                why = str(error) or "killed"
-                complaint = failure("lost", f"the grading process died on this sample ({why})")
+                complaint = failure("lost", f"grading process died on this sample ({str(error) or 'killed'})")
             except Exception as error:  # such as a function that does not load any more
                 complaint = failure("error", " ".join(str(error).split()))
             self.since = math.inf
@@ -249,8 +227,7 @@ class Grader(threading.Thread):
         self.answer = select.poll()
         self.answer.register(self.pipe, select.POLLIN)
         try:
-            job = json.dumps(dataclasses.asdict(self.worker.job)).encode()
-            complaint = json.loads(self.ask(b":", job, START_S))
+            complaint = json.loads(self.ask(b":", json.dumps(vars(self.worker.job)).encode(), START_S))
         except (OSError, EOFError) as error:
             why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
             raise EOFError(f"it {why} while it loaded the function; see the worker's log") from None
@@ -284,9 +261,6 @@ class Grader(threading.Thread):
         return False
 
 
-# ---- The worker
-
-
 def contained_task(loop, coroutine, **options) -> asyncio.Task:
     """Task factory: sys.exit() in a task of the function's own fails that task, not the event loop."""
 
@@ -302,8 +276,7 @@ def contained_task(loop, coroutine, **options) -> asyncio.Task:
 class RewardLoopWorker:
     """Ray actor: scores the samples it is given and hands each result over with the next `collect`.
 
-    Async functions run in its event loop; others, and samples to be tried alone, in `sync_processes` grading
-    processes, and one more for each that only waits (up to 4 x).
+    Beside its event loop it has `sync_processes` grading processes, plus one for each that waits (up to 4 x).
     """
 
     def __init__(self, job: Job, api_key: str):
@@ -332,8 +305,7 @@ class RewardLoopWorker:
         """Takes samples (number, alone, payload); returns at once."""
         if self.job.is_async and not self.loop:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-            # So that a few calls of asyncio.to_thread that hang are not the end of it.
-            self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))
+            self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))  # some may hang
             self.loop.set_task_factory(contained_task)
             self._tick()
         for number, alone, payload in batch:
@@ -348,8 +320,8 @@ class RewardLoopWorker:
     def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, bool]:
         """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether too long).
 
-        Waits for the first result, at most HEARTBEAT_S. Results are kept until a later call says that they
-        have `arrived`. Runs in a thread of its own (a concurrency group), and so sees what blocks the loop.
+        Waits for the first result, at most HEARTBEAT_S; keeps each until a later call says that it `arrived`.
+        Runs in a thread of its own (a concurrency group), and so sees what blocks the loop.
         """
         for number in arrived:
             self.done.pop(number, None)
@@ -395,5 +367,4 @@ class RewardLoopWorker:
         task.cancel()  # it may refuse: nobody waits for it
         # Where a neighbour has blocked the event loop, the time was not its own: it is tried again.
         status, timeout = "lost" if self.loop.time() - due > 0.1 else "timeout", self.job.timeout
-        late = failure(status, f"no result within {timeout:g} s")
-        self.report(number, late, time.monotonic() - timeout)
+        self.report(number, failure(status, f"no result within {timeout:g} s"), time.monotonic() - timeout)

@@ -9,6 +9,7 @@ Left out: several runs in one process.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
+from algorithm import overlong_penalty
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import check_sampling
@@ -118,8 +120,9 @@ class Run:
     def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool) -> None:
         config, overlong = self.config, None
         if config.overlong_buffer:
-            lengths = config.max_response_length, config.overlong_buffer
-            overlong = reward_loop.Overlong(*lengths, config.overlong_factor)
+            lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
+            overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
+            overlong(0)  # refuses a negative buffer
         self.rewards = reward_loop.start_rewards(config, stack, sleep_mode=sleep_mode, overlong=overlong)
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:

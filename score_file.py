@@ -1,18 +1,16 @@
 """Scores a file of responses with a reward function: rows of the schema plus `response` in, with rewards out.
 
-    python score_file.py --data responses.parquet --out scored.parquet \\
-        --reward-fn compute_score.py:compute_score_fapo --router-address 127.0.0.1:30000 --num-workers 2
+    python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
-Parquet or JSONL, both ways. A line per result goes to OUT.partial.jsonl at once: a run that was killed, or
-stopped by --max-no-verdict-rate, goes on with --resume, which keeps what has a score and scores the rest.
-
-Left out: files that do not fit into memory. Needs prepare_data.py (the reader of rows), reward_loop.py
-and run_folder.py (means).
+Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
+goes on with --resume, which keeps what has a score. Left out: files that do not fit into memory. Needs
+prepare_data.py (the reader of rows), reward_loop.py, run_folder.py (means), for the penalty algorithm.py.
 """
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -20,12 +18,16 @@ import time
 from pathlib import Path
 
 import pyarrow
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import tyro
 
 from prepare_data import read_rows
-from reward_loop import STATUSES, Overlong, RewardOptions, needed_verdict, start_rewards, with_equal_keys
+from reward_loop import STATUSES, RewardOptions, needed_verdict, start_rewards, with_equal_keys
 from run_folder import averages
+
+# What --resume may not change, beside the data and the function's file. (The judge may have moved.)
+CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "reward_model_tokenizer",
+                  "max_response_length", "overlong_buffer", "overlong_factor")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -33,18 +35,11 @@ class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
 
     data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
-    # Parquet or JSONL file to write: these columns plus reward_score, status, reward_extra_info (JSON text).
-    out: Path
-    # Longest response in tokens; given, overlong shaping is on and rows need a column response_length.
-    max_response_length: int | None = None
+    out: Path  # Parquet or JSONL file to write: adds reward_score, status, reward_extra_info (JSON text).
+    max_response_length: int | None = None  # In tokens: overlong shaping is on, rows need response_length.
     overlong_buffer: int = 4096  # Tokens before --max-response-length over which the overlong penalty grows.
     overlong_factor: float = 1.0  # The overlong penalty at --max-response-length.
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
-
-
-# What --resume may not change, beside the data and the function's file. (The judge may have moved.)
-CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "reward_model_tokenizer",
-                  "max_response_length", "overlong_buffer", "overlong_factor")  # fmt: skip
 
 
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
@@ -55,8 +50,8 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
         raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
     first, *lines = partial.read_text(encoding="utf-8").split("\n")
     if first != header:
-        raise ValueError(f"{partial} belongs to another run or other data (or to another version of the "
-                         "reward function's file): delete it, or use the same")  # fmt: skip
+        wrong = "belongs to another run, other data or another version of the reward function's file"
+        raise ValueError(f"{partial} {wrong}: delete it, or use the same")
     done = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off
@@ -66,12 +61,8 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     return done
 
 
-def score_the_rest(options: RewardOptions, samples: dict, done: dict, partial: Path, header: str,
-                   overlong: Overlong | None = None, on_result=lambda result: None) -> float:  # fmt: skip
-    """Scores the samples whose keys are not in `done` -> seconds.
-
-    Each result goes there, into `partial`, and to on_result, as it comes; what that raises ends the run.
-    """
+def score_the_rest(options, samples, done, partial: Path, header, overlong=None, on_result=lambda _: None):
+    """Scores the samples that `done` lacks -> seconds. Each result goes there, to `partial` and on_result."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack, overlong=overlong)
@@ -94,7 +85,7 @@ def as_table(rows: list[dict]):
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
+        pq.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
     except (pyarrow.ArrowException, UnicodeError) as error:
         raise ValueError(f"data: its rows do not fit into a parquet file ({error}); write .jsonl") from None
     return table
@@ -102,18 +93,16 @@ def as_table(rows: list[dict]):
 
 def write_rows(rows: list[dict], table, results: list[dict], out: Path) -> None:
     """Writes rows with results; `out` appears when it is complete. table: the rows, for parquet."""
-    names = ("reward_score", "status", "reward_extra_info")
-    added = {name: [result[name] for result in results] for name in names}
-    added["reward_extra_info"] = list(map(json.dumps, added["reward_extra_info"]))
+    added = {name: [result[name] for result in results] for name in ("reward_score", "status")}
+    added["reward_extra_info"] = [json.dumps(result["reward_extra_info"]) for result in results]
     temporary = out.with_name(out.name + ".tmp")
     if table is None:
         lines = (row | dict(zip(added, values)) for row, *values in zip(rows, *added.values()))
-        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines), "utf-8")
     else:
         added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also without any
         columns = dict(zip(table.column_names, table.columns)) | added
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+        pq.write_table(pyarrow.table(columns), temporary)
     temporary.replace(out)
 
 
@@ -123,32 +112,32 @@ def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     took = [result["seconds"] for result in results]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    rewards = [{"mean reward": result["reward_score"]} for result in results]
-    means = averages(rewards) | averages(extras)
-    lines = [
+    means = averages([{"mean reward": result["reward_score"]} for result in results]) | averages(extras)
+    return "\n".join([
         f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / seconds:,.0f} samples/s)",
         f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
         "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
         *(f"{name}: {value:.4f}" for name, value in means.items() if value is not None),
         *(f"judge: {status} {count:,}" for status, count in judge.most_common()),
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def run(config: Config) -> None:
     """The command line's work. ValueError, OSError for what the user gave, RuntimeError if it must stop."""
     job, table, overlong = config.check_rewards(), None, None
-    needed = ["data_source", "reward_model", "response"]
-    needed += [name for name, needs_it in job.columns.items() if needs_it]
+    needed = ["data_source", "reward_model", "response", *(key for key, must in job.columns.items() if must)]
     needed += ["response_length"] * (config.max_response_length is not None)
     rows = read_rows(config.data, needed)
     if config.max_response_length is not None:
-        overlong = Overlong(config.max_response_length, config.overlong_buffer, config.overlong_factor)
+        from algorithm import overlong_penalty  # with torch: only where it is needed
+
+        lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
+        overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
+        overlong(0)  # refuses a buffer that does not fit
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
     if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
-        same = config.data.suffix == ".parquet"
-        table = pyarrow.parquet.read_table(config.data) if same else as_table(rows)
+        table = pq.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
     files = (config.data, Path(job.function.rpartition(":")[0]))
     settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
     header = json.dumps([hashlib.sha256(file.read_bytes()).hexdigest() for file in files] + [settings])
@@ -165,9 +154,8 @@ def run(config: Config) -> None:
         if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], share):
             extra = {"genrm_status": result["status"]} | result["reward_extra_info"]
             why = extra.get("error") or extra.get("genrm_error") or extra["genrm_status"]
-            text = f"{counts['failed']:,} samples have no score, more of those that needed one than "
-            text += f"--max-no-verdict-rate {config.max_no_verdict_rate} allows; the last: {why}"
-            raise RuntimeError(f"{text}; mend it and go on with --resume")
+            text = f"{counts['failed']:,} samples have no score, the last: {why}; mend it, then --resume"
+            raise RuntimeError(f"more than --max-no-verdict-rate {config.max_no_verdict_rate} allows: {text}")
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
     results = with_equal_keys([done[index] for index in range(len(rows))])

@@ -20,7 +20,8 @@ from aiohttp import web
 
 import reward_loop
 import reward_worker
-from reward_loop import Overlong, RewardLoopManager, RewardOptions, no_verdict_rate
+from algorithm import overlong_penalty
+from reward_loop import RewardLoopManager, RewardOptions, no_verdict_rate
 
 ROOT = Path(reward_loop.__file__).parent
 FUNCTIONS = Path(__file__).parent / "reward_functions"
@@ -170,10 +171,11 @@ def free_port():
 
 def test_overlong_penalty():
     # max 100, buffer 20: nothing to 80, half the factor at 90, the whole at 100
-    assert [Overlong(100, 20, 2.0).penalty(n) for n in (0, 80, 81, 90, 100)] == [0.0, 0.0, -0.1, -1.0, -2.0]
+    found = [overlong_penalty(length, 100, 20, 2.0) for length in (0, 80, 81, 90, 100)]
+    assert found == [0.0, 0.0, -0.1, -1.0, -2.0]
     for buffer in (0, -1, 101):
         with pytest.raises(ValueError, match=f"buffer is {buffer}"):
-            Overlong(100, buffer)
+            overlong_penalty(0, 100, buffer, 1.0)
 
 
 def test_retry_delay_of_http_errors():
@@ -454,7 +456,7 @@ def test_step_and_seconds(start, function):
 
 
 def test_overlong_shaping(start):
-    manager = start(f"{FAULTS}:sync_fault", overlong=Overlong(100, 20, 1.0))
+    manager = start(f"{FAULTS}:sync_fault", overlong=lambda length: overlong_penalty(length, 100, 20, 1.0))
     lengths = [("one", 80), ("one", 95), ("none", 95)]
     results = manager.score_batch([sample(response, response_length=length) for response, length in lengths])
     assert [result["reward_score"] for result in results] == [1.0, 0.25, None]
