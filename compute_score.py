@@ -7,21 +7,16 @@
     compute_score_fapo_genrm      trains the GenRM itself
     compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
 
-Name one of them as reward function, for example
-    python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo
-or copy the file, which imports nothing of this repository, or give it to verl as custom reward function.
-Every function names all that it can be given, its settings after the "*": a misspelt setting is refused.
-
+Use: python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward
+function, or copied alone: it needs none of our files. Settings come after the "*"; a misspelt one is refused.
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
 ("no verdict"), not +1 and not 0. A framework that needs numbers, such as verl, sets on_no_verdict="rule".
-
-What it leaves out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
+Left out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
 import asyncio
 import collections
 import functools
-import inspect
 import logging
 import multiprocessing
 import os
@@ -38,18 +33,17 @@ from typing import Literal
 import aiohttp
 
 # --- 1. The answer in the box -------------------------------------------------------------------------------
-
 TAIL_CHARS = 300  # only the end of a solution is searched, as in DAPO; the longest MATH-500 answer has 159
 
 
 def last_boxed_only_string(text: str) -> str | None:
     """The last `\\boxed{...}` in `text` with its wrapper; None if there is none or it is never closed."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", rest if box else ""):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start : start + brace.end()]
+            return box + rest[: brace.end()]
     return None
 
 
@@ -60,9 +54,8 @@ def remove_boxed(boxed: str) -> str:
     return boxed[len("\\boxed{") : -1]
 
 
-# Normalisation of answers: Minerva's procedure (Lewkowycz et al. 2022, appendix D.1) as in DAPO, made wider
-# and stricter; each departure is a row of docs/answers.md. The rules work in this order. TYPE: \text{} and
-# its like; BARE: an argument without braces; "~": white space.
+# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md),
+# in this order. TYPE: \text{} and its like; BARE: an argument without braces; "~": white space.
 _RULES = r"""
 characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\times→\\cdot~  \\[lc]?dots|\.\.\.→\\ldots~
 relations   ≤|<=|\\leq(slant)?→\\le~  ≥|>=|\\geq(slant)?→\\ge~  ≠|\\neq→\\ne~
@@ -82,7 +75,6 @@ decimals    (?<![\d.])\.(?=\d)→0.  (\.\d*?)0+(?![\d\\])→\1  \.(?!\d)→
 """.replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]").replace(
     "TYPE", r"\\(?:text|textbf|mathrm|mathbf|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
 _RULES = [rule.split("→") for rule in _RULES.split() if "→" in rule]
-_RULES = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
 _NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\([^()=<>]*\))?"  # x, a_{10}, f'(2), (x,y)
 _VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
 _UNIT = (
@@ -97,10 +89,10 @@ _PARTS = (  # "x =" or "2 + 3 =", the answer itself, its unit
 
 
 @functools.lru_cache(4096)  # a truth is asked for by all samples of its group
-def _parts(answer: str) -> tuple[str, str, str]:
+def _parts(answer: str) -> tuple:
     """(name, normalised answer, unit)"""
     for pattern, replacement in _RULES:
-        answer = pattern.sub(replacement, answer)
+        answer = re.sub(pattern, replacement, answer)
     name, answer, unit = re.fullmatch(_PARTS, answer).groups("")
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")
@@ -120,17 +112,13 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
-
-
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule",
-) -> dict:  # fmt: skip
+    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
     """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
 
-    verifier: "rule" compares normalised strings; "math_verify" asks the library of that name (blocks).
-    Returns {"score": 1.0 | -1.0, "acc": bool, "pred": str}; score and acc are None where math-verify did not
-    finish. Raises ValueError for an unknown verifier, a missing library, a ground truth that is no answer.
+    verifier: "rule" compares normalised strings; "math_verify" asks that library (blocks; None: unfinished).
+    Returns score, acc, pred. Raises ValueError for an unknown verifier, a missing library, no usable truth.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
@@ -146,34 +134,29 @@ def compute_score(
         answer = hashes[-1].replace(",", "") if hashes else None
     if answer is None:
         return {"score": -1.0, "acc": False, "pred": "[INVALID]"}  # the original's word
-    if verifier == "math_verify":
-        acc, pred = _math_verify(answer, truth), answer
-    else:
-        acc, pred = is_equal(answer, truth), normalize_final_answer(answer)
+    check, pred = (is_equal, normalize_final_answer(answer)) if verifier == "rule" else (_math_verify, answer)
+    acc = check(answer, truth)
     return {"score": None if acc is None else 1.0 if acc else -1.0, "acc": acc, "pred": pred}
 
 
+@functools.wraps(compute_score, assigned=())  # so that callers see what it takes
 def compute_score_gsm8k(data_source, *sample, **named) -> dict:
     """compute_score's rule for GSM8K, whatever the data source is called."""
     return compute_score("gsm8k", *sample, **named)
 
 
-compute_score_gsm8k.__signature__ = inspect.signature(compute_score)  # so that callers see what it takes
-
-
-# math-verify limits its own time with signal.alarm, which only main threads may use; reward functions run
-# in threads and event loops. So child processes grade: an answer that hangs or kills its child costs no other
-# one. They are forked: a spawned child would run the caller's main script again.
+# math-verify limits its time with signal.alarm, which only main threads may use. So child processes grade: an
+# answer that hangs or kills its child costs no other one. A spawned child would run the main script again.
 MAX_GRADERS = 4
 GRADE_TIMEOUT_S = 4  # for one answer; an honest one takes milliseconds
 GRADE_MEMORY = 2 << 30  # bytes; an answer such as 9^{9^{9^9}} must not eat the machine
-_one_at_a_time = threading.Lock()  # there is one pool, whoever needs it first
+_one_at_a_time = threading.Lock()  # for starting the one pool
 _grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops
 
 
 @functools.cache
 def _graders():
-    """The pool of child processes. Raises ValueError if a library is missing."""
+    """The pool of child processes, the error of one that died. Raises ValueError if a library is missing."""
     try:
         import math_verify  # noqa: F401  (before the fork, so that the children have it)
         import pebble
@@ -181,13 +164,13 @@ def _graders():
         raise ValueError("verifier: 'math_verify' needs: pip install math-verify pebble") from error
     sys.modules.setdefault(__name__, types.SimpleNamespace(_grade=_grade))  # some load files without an entry
     fork = multiprocessing.get_context("fork")
-    return pebble.ProcessPool(MAX_GRADERS, initializer=_start_grading, context=fork)
+    return pebble.ProcessPool(MAX_GRADERS, initializer=_start_grading, context=fork), pebble.ProcessExpired
 
 
 def _start_grading() -> None:
     logging.disable()  # math-verify warns of calls without a time limit of its own
-    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + GRADE_MEMORY, taken + GRADE_MEMORY))
+    limit = GRADE_MEMORY + int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _grade(pred: str, truth: str) -> bool:
@@ -209,18 +192,15 @@ def _grade(pred: str, truth: str) -> bool:
 def _math_verify(pred: str, truth: str) -> bool | None:
     """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
     with _one_at_a_time:
-        graders = _graders()
-    from pebble import ProcessExpired
-
+        graders, died = _graders()
     try:
         return pred == truth or graders.schedule(_grade, (pred, truth)).result()
-    except (MemoryError, ProcessExpired):
+    except (MemoryError, died):
         return None
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
-
-# What FAPO-GenRM was trained on (paper appendix F and every row of the FAPO-Critic data), letter by letter.
+# What FAPO-GenRM was trained on (paper appendix F and all FAPO-Critic data), letter by letter.
 _TAGGED = (
     "The following is a math problem with its ground truth answer, along with an AI solution (split into "
     "paragraphs, enclosed with tags and indexed from 0):\n\n"
@@ -231,26 +211,17 @@ _TAGGED = (
     "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
 )
 # What the original recipe asks at RL time although its judge never saw it in training; for comparisons.
-_RAW = _TAGGED.replace("paragraphs, enclosed with tags and indexed from 0", "steps")
-_RAW = _RAW.replace("paragraph", "step")
+_RAW = _TAGGED.replace(", enclosed with tags and indexed from 0", "").replace("paragraph", "step")
 # The first one for benchmarks that do not tell the true answer.
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# style -> (template, format of one paragraph and the white space after it; "": the solution goes in unsplit).
-# Add your own.
-PROMPT_STYLES = {
-    "tagged": (_TAGGED, _TAGS),
-    "no_truth": (_NO_TRUTH, _TAGS),
-    "raw": (_RAW, ""),
-}
+# style -> (template, format of one paragraph; "": the solution goes in unsplit). Add your own.
+PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "raw": (_RAW, "")}
 
 
 def split_paragraphs(solution: str) -> list[str]:
-    """The paragraphs that the judge counts: separated by empty lines, stripped, empty ones dropped.
-
-    A line of spaces does not separate, because it does not in the FAPO-Critic data (row 7 of its examples).
-    """
+    """The judge's paragraphs: split at empty lines (as in FAPO-Critic not at a line of spaces), stripped."""
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
@@ -268,10 +239,7 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
 
 
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
-    """The index in the critique's last box: -1 = no error, else the first wrong paragraph, counted from 0.
-
-    None = unparsable: no box, no integer, or outside -1 .. num_paragraphs - 1 (None: no upper bound).
-    """
+    """The last box's index: -1 no error, None unparsable or not in -1 .. num_paragraphs - 1 (None: any)."""
     try:
         index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
@@ -280,15 +248,11 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
-
-MAX_DEATHS = 3
-DEATH = (  # a connection that was cut after the request was sent, told by us or by the router
-    r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
-    r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)"
-)
+MAX_DEATHS = 3  # connections that were cut after the request was sent, told by us or by the router
+DEATH = (r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
+         r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)")  # fmt: skip
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
-
 _loop_state = {}  # event loop -> what `_state` returns
 
 
@@ -296,15 +260,15 @@ async def _state() -> tuple:
     """This event loop's (session, {address: lock for looking its model up}, {address: model})."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
-        connector = aiohttp.TCPConnector(limit=1024)  # the default of 100 is too small for judges
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # the total is chat's timeout_s
         # For a judge on another machine; never in a config or log. A secret's file may end with a newline.
         key = os.environ.get("ROUTER_API_KEY", "").strip()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=1024),  # the default of 100 is too small for judges
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # the total is chat's timeout_s
+            headers={"Authorization": f"Bearer {key}"} if key else {})  # fmt: skip
         _loop_state[loop] = session, collections.defaultdict(asyncio.Lock), {}
-        for ended in [other for other in _loop_state.copy() if other.is_closed()]:  # asyncio.run per sample
-            if state := _loop_state.pop(ended, None):
+        for other in list(_loop_state):  # those of asyncio.run per sample
+            if other.is_closed() and (state := _loop_state.pop(other, None)):
                 await state[0].close()
     return _loop_state[loop]
 
@@ -320,9 +284,8 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            raise aiohttp.ClientResponseError(
-                response.request_info, (), status=response.status, message=text, headers=response.headers
-            )
+            about = {"status": response.status, "message": text, "headers": response.headers}
+            raise aiohttp.ClientResponseError(response.request_info, (), **about)
         return await response.json(content_type=None)
 
 
@@ -331,8 +294,8 @@ async def served_model(address: str) -> dict:
     _, locks, models = await _state()
     async with locks[address]:
         if address not in models:
-            url, limit = f"http://{address}/v1/models", aiohttp.ClientTimeout(total=60)
-            reply = await _json_request("GET", url, timeout=limit)
+            limit = aiohttp.ClientTimeout(total=60)
+            reply = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
             models[address] = reply["data"][0]
         return models[address]
 
@@ -340,19 +303,17 @@ async def served_model(address: str) -> dict:
 async def chat(
     prompt: str, address: str, *, model: str | None = None, temperature: float | None = None,
     top_p: float | None = None, max_tokens: int = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S,
-    chat_kwargs: dict | None = None,
-) -> tuple[str, str, int]:  # fmt: skip
+    chat_kwargs: dict | None = None) -> tuple[str, str, int]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
-    Returns (status, text, completion tokens). status is "ok"; "truncated" where the text was cut at the limit
-    or the server aborted it (vLLM does, when put to sleep); "http_error" or "timeout", and then the text says
-    what went wrong. A judge that is away or busy is waited for: cut connections, HTTP 408, 425, 429 and 5xx
-    are tried again until `timeout_s` has passed, after growing random pauses or what Retry-After asks for. A
-    request after which MAX_DEATHS servers died is given up. Never raises for a bad server.
+    Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
+    does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
+    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses or
+    what Retry-After asks for, unless MAX_DEATHS servers died meanwhile. Never raises for a bad server.
     """
-    body = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)
+    body = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs,
+                messages=[{"role": "user", "content": prompt}])  # fmt: skip
     body = {key: value for key, value in body.items() if value is not None}
-    body["messages"] = [{"role": "user", "content": prompt}]
     reason, pause, deaths = "the request was sent, and no answer came", 0.5, 0
     try:
         async with asyncio.timeout(timeout_s):
@@ -378,17 +339,15 @@ async def chat(
                 deaths += bool(re.search(DEATH, reason))
                 if deaths == MAX_DEATHS:  # perhaps of this very prompt, and others need the server
                     return "http_error", f"{deaths} servers died while they were asked; last: {reason}", 0
-                wait = pause * random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(wait, float(asked) if asked.isdecimal() else 0.0))
+                asked = float(asked) if asked.isdecimal() else 0.0
+                await asyncio.sleep(max(asked, random.uniform(pause / 2, pause)))
                 pause = min(8.0, 2 * pause)
     except TimeoutError:
         return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {reason}", 0
 
 
-async def judge_solution(
-    problem: str, answer: str, solution: str, address: str, prompt_style: str = "tagged", **settings
-) -> dict:
-    """The GenRM's verdict on one solution; settings: see `chat`, whose template spares us a tokenizer.
+async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:
+    """The GenRM's verdict on one (right) solution; settings: see `chat`.
 
     Returns first_wrong (0-based paragraph, -1 = none, None = unknown), critique, genrm_error ("" if none) and
     genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout"; "skipped" if it was not asked).
@@ -409,8 +368,8 @@ async def compute_score_discriminative(
     reward_model_tokenizer) -> dict:  # fmt: skip
     """Score of a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
 
-    prompt: the row's messages. The chat template of the model's own tokenizer makes the text; it writes BOS
-    itself where there is one. Returns score, and the rule's acc and pred (None where ground_truth is "").
+    prompt: the row's messages; the chat template of the model's own tokenizer makes the text, BOS included.
+    Returns score, and the rule's acc and pred (None where ground_truth is "").
     Raises aiohttp.ClientError where the server fails, ValueError for a model with more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
@@ -426,28 +385,21 @@ async def compute_score_discriminative(
 
 
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
-
-
 async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
     judge_test=False, keep_critique=False, verifier: Literal["rule", "math_verify"] = "rule",
     prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
-    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None,
-) -> dict:  # fmt: skip
+    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
-    The judge is asked about right answers only, as a wrong one is no flawed positive.
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
     and may be missing. judge_test: ask about the test split, too; its score is the rule's all the same.
-    on_no_verdict: where there is no verdict, "none" scores None; "rule" scores as if the solution were sound,
-    as the original does, and returns no None at all, because verl takes the mean of every value.
-    keep_critique: return the critique. verifier, prompt_style: see compute_score and PROMPT_STYLES.
+    on_no_verdict: without a verdict "none" scores None; "rule" scores as if the solution were sound, as the
+    original does, and returns no None at all, because verl takes the mean of every value.
     genrm_*: see `chat`; chat_kwargs: {"enable_thinking": false} for judges with such a switch.
-
-    Returns, the same keys for every sample, score, acc, pred, flawed_positive (None = unknown), and those of
-    `judge_solution`, critique only if keep_critique.
-    Raises ValueError where a judge is needed and there is no address, and for unknown values of settings.
+    Returns for every sample score, acc, pred, flawed_positive (None = unknown), and what `judge_solution`
+    does, critique only if keep_critique. Raises ValueError for a judge that is needed and has no address.
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
@@ -482,27 +434,22 @@ async def compute_score_fapo(
     return result | {"flawed_positive": flawed} | verdict
 
 
+@functools.wraps(compute_score_fapo, assigned=())
 async def compute_score_baseline(*sample, **settings) -> dict:
     """The rule's score, never touched; a GenRM, if there is one, only measures. Settings as above."""
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
-compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
-
-
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) -----------------------------------
-
-
 def compute_score_fapo_genrm(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
     reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
     """Score of one critique: R = R_outcome + R_process.
 
-    R_outcome is +1 if the critique is right about flawed or not, else -1; R_process is -|pred - true| /
-    total_steps where both say flawed. A critique without a valid index in its last 300 characters scores -1.
-    Returns score, acc (right about flawed or not), exact (right index), gt; unless on_no_verdict is "rule",
-    for verl, also pred (index or None) and three whose means are rates: recall and location (on flawed
-    solutions, else None), sound_kept (on sound ones, else None).
+    R_outcome: +1 if it is right about flawed or not (acc), else -1, also without an index in the last 300
+    characters; R_process: -|pred - true| / total_steps where both say flawed.
+    Returns score, acc, exact (right index), gt; unless on_no_verdict is "rule", for verl, also pred (or None)
+    and three whose means are rates: recall and location (of flawed solutions), sound_kept (of sound ones).
     Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
     """
     try:

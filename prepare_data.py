@@ -12,11 +12,9 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
 
 A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
-and a split if that follows: gsm8k_train_2000.jsonl. Without a split in its name it serves the first listed in
-SOURCES: aime24.jsonl is the test set, fapo_critic_100.jsonl the training set.
-
-The other scripts read rows with `read_rows`. What it leaves out: data that do not fit into memory, filtering
-by length (the trainer's), several answers per problem (the trainer's --val-n). Needs compute_score.py.
+then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test).
+Left out: data that do not fit into memory, filtering by length and several answers per problem (the
+trainer's). Needs compute_score.py.
 """
 
 import csv
@@ -36,13 +34,10 @@ import tyro
 from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
-
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
-
-
 TEXT, INT = pa.string(), pa.int64()
 
 
@@ -78,10 +73,7 @@ def _check(value, kind: pa.DataType, where: str, name: str) -> None:
 
 
 def validate_row(row: dict, where: str) -> None:
-    """Raises ValueError, naming `where`, the field and its value, for the first field that breaks the schema.
-
-    A row is a judge's if its ability is "math_critic": integer ground_truth in -1 .. total_steps - 1.
-    """
+    """Raises ValueError, naming `where`, the field and its value, for the first field that breaks the schema."""
     is_critic = row.get("ability") == "math_critic"
     _check(row, CRITIC if is_critic else REASONING, where, "")
     if is_critic:
@@ -92,9 +84,8 @@ def validate_row(row: dict, where: str) -> None:
 
 
 def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict]:
-    """The rows of a parquet, JSONL, JSON (a list of objects) or CSV file, each with the columns `needed`.
-
-    For extra_info a null will do. Raises ValueError naming the file, the row and what is wrong with it.
+    """The rows of a parquet, JSONL, JSON (a list of objects) or CSV file, each with the columns `needed`
+    (extra_info may be null). Raises ValueError naming the file, the row and what is wrong with it.
     """
     kind, place, rows = path.suffix.lower(), "", []
     if kind not in (".parquet", ".jsonl", ".json", ".csv"):
@@ -133,8 +124,6 @@ def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
-
-
 def _pick(raw: dict, columns: str) -> object:
     """The first of `columns` ("this|that") that is there and not empty. ValueError naming those there."""
     for column in columns.split("|"):
@@ -170,8 +159,8 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     """Four choices in an order that depends on the seed and the question only: every build is the same."""
     question = str(_pick(raw, "Question"))
-    columns = ["Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
-    choices = [str(_pick(raw, column)).strip() for column in columns]
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    choices = [str(_pick(raw, name)).strip() for name in names]
     order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
     random.Random(f"{seed} {question}").shuffle(order)
     problem = CHOICES.format(question, *(choices[i] for i in order))  # the judge needs the choices, too
@@ -181,17 +170,14 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is."""
-    columns = ["prompt", "reward_model", "extra_info", "data_source"]
-    messages, reward_model, extra, name = (_pick(raw, column) for column in columns)
-    prompt = messages[0]["content"]
+    prompt, truth = _pick(raw, "prompt")[0]["content"], _pick(_pick(raw, "reward_model"), "ground_truth")
+    extra, name = _pick(raw, "extra_info"), _pick(raw, "data_source")
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
     return _row(
-        source, problem[1] if problem else prompt, prompt, int(_pick(reward_model, "ground_truth")),
-        "math_critic",
+        source, problem[1] if problem else prompt, prompt, int(truth), "math_critic",
         total_steps=int(extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))),
         question_index=extra.get("question_index"), subset=[*name.split("/"), None][1],
-        final_answer_correct=True,
-    )  # fmt: skip
+        final_answer_correct=True)  # fmt: skip
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
@@ -204,15 +190,11 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     return _row(
         source, problem, prompt, label, "math_critic", total_steps=len(steps), question_index=None,
         subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
-        final_answer_correct=bool(_pick(raw, "final_answer_correct")),
-    )  # fmt: skip
+        final_answer_correct=bool(_pick(raw, "final_answer_correct")))  # fmt: skip
 
 
 def with_known_answers(rows: list[dict]) -> list[dict]:
-    """The rows of ProcessBench, which has no column for it, with the true answer where they tell it, else "".
-
-    A solution with a correct final answer tells it in its last box, also for the problem's other solutions.
-    """
+    """The rows of ProcessBench with "answer": the last box of any correct solution to the problem, or ""."""
     answers = {}
     for row in rows:
         box = last_boxed_only_string("\n".join(map(str, row.get("steps") or [])))
@@ -227,8 +209,6 @@ def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
-
-
 class Source(NamedTuple):
     """One output file: the task that asks for it, its name, and where its rows come from."""
 
@@ -237,33 +217,28 @@ class Source(NamedTuple):
     split: str
     repo: str  # on the Hugging Face hub
     files: str  # the hub's files, a glob pattern
-    build: object  # raw row -> row
     question: str = ""  # columns, the first that is there: the hub's name, then those of common copies
     answer: str = ""
+    build: object = build_math  # raw row -> row
     local: str = ""  # how local files are called, where not as the data source
 
 
 SOURCES = [
-    Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet", build_math,
+    Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet",
            "prompt|problem", "solution|answer"),
-    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", build_math,
-           "Problem|problem", "Answer|answer"),
-    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", build_math, "problem",
-           "answer|solution"),
-    Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build_gpqa),
-    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", build_math, "problem",
-           "answer"),
-    *(Source("gsm8k", "gsm8k", split, "openai/gsm8k", f"main/{split}-*.parquet", build_math, "question",
-             "answer") for split in ("train", "test")),
-    Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build_critic),
-    Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build_critic),
-    Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build_processbench),
-    Source("processbench", "flawed_positive_bench", "test", "Qwen/ProcessBench", "*.json", build_processbench,
-           local="processbench"),  # the rows of ProcessBench with a correct final answer (paper section 4.2)
-    Source("fapo-reasoning", "fapo-reasoning", "train", "dyyyyyyyy/FAPO-Reasoning-Dataset", "train.parquet",
-           build_ready_made),
-    Source("fapo-reasoning", "fapo-reasoning", "test", "dyyyyyyyy/FAPO-Reasoning-Dataset", "test.parquet",
-           build_ready_made),
+    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Problem|problem", "Answer|answer"),
+    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", "problem", "answer|solution"),
+    Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
+    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", "problem", "answer"),
+    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet", "question", "answer"),
+    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet", "question", "answer"),
+    Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
+    Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
+    Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
+    Source("processbench", "flawed_positive_bench", "test", "Qwen/ProcessBench", "*.json",
+           build=build_processbench, local="processbench"),  # those of a correct answer (paper section 4.2)
+    *(Source("fapo-reasoning", "fapo-reasoning", split, "dyyyyyyyy/FAPO-Reasoning-Dataset",
+             f"{split}.parquet", build=build_ready_made) for split in ("train", "test")),
 ]  # fmt: skip
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
@@ -275,12 +250,9 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     name = re.escape((source.local or source.data_source).replace("-", "_"))
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
     pattern = name + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)"
-    found = []
-    for path in sorted(source_dir.iterdir()):
-        match = re.fullmatch(pattern, path.name.lower().replace("-", "_"))
-        if match and (match[1] or main_split) == source.split:
-            found.append(path)
-    return found
+    files = sorted(source_dir.iterdir())
+    matches = [(path, re.fullmatch(pattern, path.name.lower().replace("-", "_"))) for path in files]
+    return [path for path, match in matches if match and (match[1] or main_split) == source.split]
 
 
 def hub_files(source: Source) -> list[Path]:
@@ -300,8 +272,6 @@ def hub_files(source: Source) -> list[Path]:
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Config:
     # Which data sets. `all`: every public one, or with --source-dir every one with a file there; `toy`: the
