@@ -247,7 +247,7 @@ def train(config: Config) -> Path | None:
                         finally:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
-                            log.metrics(metrics | run.restarts())
+                            log.metrics(metrics | {"actor/restarts": run.num_restarts})
                         show(metrics, config.total_steps)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()

@@ -105,7 +105,8 @@ class RewardOptions:
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
-        for config in self.server_configs().values():
+        may_sleep = getattr(self, "reward_mode", None) == "colocate"  # the trainer's
+        for config in self.server_configs(may_sleep).values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 

@@ -2,8 +2,6 @@
 
 Used by grpo_trainer.py: `Run(config)` refuses bad input before anything expensive starts, `start` starts
 models, judges and servers, and `train` in that file is what happens with them.
-
-Left out: several runs in one process.
 """
 
 import concurrent.futures
@@ -122,7 +120,6 @@ class Run:
         if config.overlong_buffer:
             lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
             overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
-            overlong(0)  # refuses a negative buffer
         self.rewards = reward_loop.start_rewards(config, stack, sleep_mode=sleep_mode, overlong=overlong)
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
@@ -214,9 +211,6 @@ class Run:
             return self.recover(again)
         self.updates = self.policy.num_updates
         self.log.rewind(self.saved)
-
-    def restarts(self) -> dict:
-        return {} if isinstance(self.policy, Policy) else {"actor/restarts": self.num_restarts}
 
 
 def count_weights(folder: str) -> int:

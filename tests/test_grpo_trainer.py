@@ -560,6 +560,15 @@ def test_what_depends_on_the_machines():
             config_of(**changes).settled(gpus)
 
 
+def test_a_judge_that_sleeps_may_have_no_share_of_a_gpu_and_another_needs_one(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    options = dict(reward_fn=f"{tmp_path}/reward.py:likes_sevens", model="a/b", genrm=("a/b",))
+    options["genrm_gpu_share"] = 0.0
+    config_of(**options, reward_mode="colocate").check()
+    with pytest.raises(ValueError, match="gpu-share 0.0: must be above 0 without --sleep-mode"):
+        config_of(**options).check()
+
+
 def test_the_baseline_of_a_file_of_a_function_in_it_or_of_none(tmp_path, model, tokenizer):
     for number, name in enumerate(("", ":likes_sevens")):
         (tmp_path / str(number)).mkdir()
