@@ -253,7 +253,9 @@ def train(config: Config) -> Path | None:
                             run.save()
                     if step % 10 == 0:
                         log.plot()
-        print(f"page: {write_page(config.out_dir)}")
+        from tools import view_run
+
+        print(f"page: {view_run.write_page([config.out_dir])}")
         return Path(run.source)
 
 
@@ -527,12 +529,6 @@ def show(metrics: dict, total_steps: int) -> None:
              "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
     values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
     print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
-
-
-def write_page(out_dir: str) -> Path:
-    from tools import view_run
-
-    return view_run.write_page([out_dir])
 
 
 def main() -> None:

@@ -264,10 +264,8 @@ def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tm
     """And those of a run that goes on are not."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    code = (
-        f"import os; from cluster import servers; w = servers.WeightFolder({str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, "
-        f"0); "
-    )
+    arguments = f"{str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, 0"
+    code = f"import os; from cluster import servers; w = servers.WeightFolder({arguments}); "
     code += "print(w.folder, os.listdir(w.folder), flush=True); os.kill(os.getpid(), 9)"
     left, _, files = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
