@@ -54,8 +54,7 @@ class Config:
     seed: int = 0  # Server i samples with seed + i: with one seed two would answer the same prompts alike.
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # The router's policy.
     queue_timeout: float = 180.0  # Seconds that a request waits while no server is healthy, as in a restart.
-    # Key that router and servers ask for. Empty: ROUTER_API_KEY; without either only the servers ask for one.
-    api_key: str = field(default="", repr=False)
+    api_key: str = field(default="", repr=False)  # Clients' key. Empty: ROUTER_API_KEY, else none is needed.
     log_dir: Path | None = None  # Folder of the logs. Empty: outputs/genrm_logs/PORT.
     startup_timeout: float = 1800.0  # Seconds until a server must be ready.
     ray_cpus: float = 0.5  # CPUs that a server's actor reserves in Ray; small, so that a laptop fits it all.

@@ -16,7 +16,8 @@ How an attempt is judged:
 No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. While
 no server is healthy requests wait in line.
 
-Left out: TLS to clients, HTTP/2, WebSockets, caching, prefix-aware routing. Linux only. Stands alone.
+Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
+routing, systems other than Linux. Needs none of our other files.
 """
 
 import asyncio

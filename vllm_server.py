@@ -39,8 +39,8 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
-# What Process really starts: it leaves a watch behind in its process group and becomes the command. The watch
-# ends the group when this program has ended. Forked twice, it is not met by Ray, which kills such children.
+# What Process starts: it leaves a watch in its process group and becomes the command. The watch ends the
+# group when this program has ended. Forked twice, it is not met by Ray, which kills such children.
 GUARD = """
 import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
@@ -95,20 +95,18 @@ class Process:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def alive(self) -> bool:
-        child = self.child
-        return child is not None and child.poll() is None
+        return (child := self.child) is not None and child.poll() is None
 
     def stop(self, patience: float = 5.0) -> None:
         """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is a process, too)."""
         child, self.child = self.child, None  # at once: another thread may stop it too
-        if child is None:
-            return
-        memory = shared_memory(child.pid)  # vLLM does not remove all of it
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(patience)
-        end_group(child.pid, self.folder, memory)
-        child.wait()
+        if child:
+            memory = shared_memory(child.pid)  # vLLM does not remove all of it
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+            end_group(child.pid, self.folder, memory)
+            child.wait()
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
         """The last lines that the child has written since it was started, and that have this in them."""
@@ -148,9 +146,8 @@ class Generate:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or scope["path"] != "/generate":
             return await self.app(scope, receive, send)
-        from starlette.requests import Request
-        from starlette.responses import Response
-        bodies, messages = [await Request(scope, receive).body()], []
+        from starlette import requests, responses
+        bodies, messages = [await requests.Request(scope, receive).body()], []
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # else /v1/completions refuses it
             asked = json.loads(bodies[0])
             params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
@@ -163,7 +160,6 @@ class Generate:
 
         async def keep(message):
             messages.append(message)
-
         await self.app(scope | {"path": "/v1/completions"}, give, keep)
         status, body = messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
         if status == 200:
@@ -174,7 +170,7 @@ class Generate:
                 for one in full["choices"]]
             many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
             body = json.dumps(answers if many else answers[0])
-        await Response(body, status, media_type="application/json")(scope, receive, send)
+        await responses.Response(body, status, media_type="application/json")(scope, receive, send)
 
 
 class VllmServer(Process):
@@ -204,25 +200,23 @@ class VllmServer(Process):
                    "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
                    "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",
-                   "--seed", str(config.seed + self.index),
-                   "--dtype", config.dtype or ("float32" if config.device == "cpu" else "auto")]
+                   "--seed", str(config.seed + self.index)]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
                    PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
         env |= {"HF_HUB_OFFLINE": "1"} if os.path.exists(config.model) else {}
         if config.device == "cpu":
-            command += ["--enforce-eager"]
+            command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
             ranks = share(share(cores, self.parts)[self.part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
-            command += ["--enable-sleep-mode"] * config.sleep_mode
+            command += ["--dtype", config.dtype or "auto"] + ["--enable-sleep-mode"] * config.sleep_mode
             if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
             env |= {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
-        if config.control or config.sleep_mode:  # else there is no /sleep and no /collective_rpc
-            env["VLLM_SERVER_DEV_MODE"] = "1"
+        env |= {"VLLM_SERVER_DEV_MODE": "1"} if config.control or config.sleep_mode else {}  # /collective_rpc
         command += ["--runner", "pooling"] * (config.task == "classify")
         command += ["--max-model-len", str(config.max_model_len)] * (config.max_model_len > 0)
         self.launch([*command, *config.vllm_args], env)
