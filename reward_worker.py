@@ -144,7 +144,7 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def retry_delay(error: BaseException) -> float | None:
-    """Seconds to wait after broken connection, HTTP 429, 5xx (aiohttp, openai, requests, httpx), or None."""
+    """Seconds to wait after a lost connection, HTTP 429, 5xx (aiohttp, openai, requests, httpx), or None."""
     response = getattr(error, "response", None)
     answer = error if response is None else response
     status = getattr(error, "status", None) or getattr(answer, "status_code", None)
