@@ -5,16 +5,13 @@
     python prepare_data.py --tasks gsm8k --out-dir data --source-dir ~/files  # from local files, no network
 
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
-    data_source  str, names the metric val/<data_source>/...
+    data_source  str, names the metric val/<data_source>/...; ability: "Math", "General" or "math_critic"
     prompt       [{"role": "user", "content": str}]
-    ability      "Math", "General" or "math_critic"
     reward_model {"style": "rule", "ground_truth": str}; a judge's: int, -1 or the first wrong paragraph
     extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
-
 A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
 then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test).
-Left out: data that do not fit into memory, filtering by length and several answers per problem (the
-trainer's). Needs compute_score.py.
+Left out: data larger than memory, filters and several answers per problem (trainer). Needs compute_score.py.
 """
 
 import csv
@@ -73,14 +70,13 @@ def _check(value, kind: pa.DataType, where: str, name: str) -> None:
 
 
 def validate_row(row: dict, where: str) -> None:
-    """Raises ValueError, naming `where`, the field and its value, for the first field that breaks the schema."""
+    """Raises ValueError, naming `where`, the field and its value, of the first field off the schema."""
     is_critic = row.get("ability") == "math_critic"
     _check(row, CRITIC if is_critic else REASONING, where, "")
-    if is_critic:
-        truth, steps = row["reward_model"]["ground_truth"], row["extra_info"]["total_steps"]
-        if steps < 1 or not -1 <= truth < steps:
-            what = f"reward_model.ground_truth is {truth}, extra_info.total_steps {steps}"
-            raise ValueError(f"{where}: {what}; expected -1 .. total_steps - 1")
+    truth, steps = row["reward_model"]["ground_truth"], row["extra_info"].get("total_steps")
+    if is_critic and (steps < 1 or not -1 <= truth < steps):
+        what = f"reward_model.ground_truth is {truth}, extra_info.total_steps {steps}"
+        raise ValueError(f"{where}: {what}; expected -1 .. total_steps - 1")
 
 
 def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict]:
@@ -170,8 +166,9 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is."""
-    prompt, truth = _pick(raw, "prompt")[0]["content"], _pick(_pick(raw, "reward_model"), "ground_truth")
-    extra, name = _pick(raw, "extra_info"), _pick(raw, "data_source")
+    columns = ("prompt", "reward_model", "extra_info", "data_source")
+    messages, reward_model, extra, name = (_pick(raw, column) for column in columns)
+    prompt, truth = messages[0]["content"], _pick(reward_model, "ground_truth")
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
     return _row(
         source, problem[1] if problem else prompt, prompt, int(truth), "math_critic",
@@ -181,7 +178,7 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
-    """A solution in steps and the index of its first wrong one. raw["answer"] is of `with_known_answers`."""
+    """A solution in steps and the index of its first wrong one. `build_rows` adds raw["answer"]."""
     problem, steps, label = str(_pick(raw, "problem")), _pick(raw, "steps"), int(_pick(raw, "label"))
     if not (isinstance(steps, list) and all(isinstance(step, str) for step in steps)):
         raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (not in CSV)")
@@ -193,25 +190,13 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
         final_answer_correct=bool(_pick(raw, "final_answer_correct")))  # fmt: skip
 
 
-def with_known_answers(rows: list[dict]) -> list[dict]:
-    """The rows of ProcessBench with "answer": the last box of any correct solution to the problem, or ""."""
-    answers = {}
-    for row in rows:
-        box = last_boxed_only_string("\n".join(map(str, row.get("steps") or [])))
-        if row.get("final_answer_correct") and box:
-            answers[row.get("problem")] = remove_boxed(box)
-    return [row | {"answer": answers.get(row.get("problem"), "")} for row in rows]
-
-
 def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
     """A row that is in the schema already; nothing is changed, columns outside the schema are dropped."""
     return {field: _pick(raw, field) for field in REASONING.names}
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
-class Source(NamedTuple):
-    """One output file: the task that asks for it, its name, and where its rows come from."""
-
+class Source(NamedTuple):  # one output file and where its rows come from
     task: str
     data_source: str
     split: str
@@ -226,7 +211,8 @@ class Source(NamedTuple):
 SOURCES = [
     Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet",
            "prompt|problem", "solution|answer"),
-    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Problem|problem", "Answer|answer"),
+    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Problem|problem",
+           "Answer|answer"),
     Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", "problem", "answer|solution"),
     Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
     Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", "problem", "answer"),
@@ -274,8 +260,7 @@ def hub_files(source: Source) -> list[Path]:
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # Which data sets. `all`: every public one, or with --source-dir every one with a file there; `toy`: the
-    # offline miniature, not part of `all`.
+    # `all`: every public one, or those with a file in --source-dir, not `toy`, the offline miniature.
     tasks: list[Task]
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
@@ -292,8 +277,13 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     rows = []
     for path in files:
         raw_rows = read_rows(path)
-        if source.task == "processbench":
-            raw_rows = with_known_answers(raw_rows)
+        if source.task == "processbench":  # a correct solution's last box tells the answer, nothing else does
+            answers = {}
+            for raw in raw_rows:
+                box = last_boxed_only_string("\n".join(map(str, raw.get("steps") or [])))
+                if raw.get("final_answer_correct") and box:
+                    answers[raw.get("problem")] = remove_boxed(box)
+            raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
             told = sum(raw["answer"] != "" for raw in raw_rows)
             print(f"{path.name}: {told} of {len(raw_rows)} rows with a known answer, the others go without")
         for number, raw in enumerate(raw_rows):
@@ -321,8 +311,8 @@ def write_source(source: Source, files: list[Path], config: Config) -> int:
     table = pa.concat_tables([pa.Table.from_pylist(rows, schema=schema)] * config.repeat)
     pq.write_table(table, partial := out.with_suffix(".partial"))
     os.replace(partial, out)
-    print(f"{out}: {len(table)} rows from {', '.join(path.name for path in files)}; the first one:")
-    print("  " + json.dumps(rows[0], ensure_ascii=False)[:1500])
+    first = json.dumps(rows[0], ensure_ascii=False)[:1500]
+    print(f"{out}: {len(table)} rows from {', '.join(path.name for path in files)}, the first:\n  {first}")
     return len(table)
 
 
@@ -334,15 +324,14 @@ def prepare(config: Config) -> dict[str, int]:
     config.out_dir.mkdir(parents=True, exist_ok=True)
     folder = config.source_dir and config.source_dir.expanduser()
     found, failed, counts = {}, {}, {}
-    for source in SOURCES:
-        if source.task in config.tasks or "all" in config.tasks:
-            try:
-                found[source] = local_files(source, folder) if folder else hub_files(source)
-            except OSError as error:
-                if folder or source.task in config.tasks:
-                    raise
-                failed[source.task] = error  # `all` goes on: one gated data set must not cost the others
-                print(f"{source.data_source} {source.split}: skipped: {error}", flush=True)
+    for source in [source for source in SOURCES if {source.task, "all"} & {*config.tasks}]:
+        try:
+            found[source] = local_files(source, folder) if folder else hub_files(source)
+        except OSError as error:
+            if folder or source.task in config.tasks:
+                raise
+            failed[source.task] = error  # `all` goes on: one gated data set must not cost the others
+            print(f"{source.data_source} {source.split}: skipped: {error}", flush=True)
     missing = {*config.tasks} - {"toy", "all"} - {source.task for source in found if found[source]}
     if missing:
         names = {f"{source.local or source.data_source}*" for source in SOURCES if source.task in missing}
@@ -353,9 +342,9 @@ def prepare(config: Config) -> dict[str, int]:
         else:
             print(f"{source.data_source} {source.split}: skipped, {folder} has no file for it")
     if "toy" in config.tasks:
-        from toy import models
+        from toy.models import build
 
-        models.build(config.out_dir, config.seed, config.toy_models, config.toy_kind)
+        build(config.out_dir, config.seed, config.toy_models, config.toy_kind)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")
     return counts

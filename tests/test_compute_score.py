@@ -1,4 +1,5 @@
-"""Tests of compute_score.py: the rule on real gold solutions, the judge as a real HTTP server that plays a script."""
+"""Tests of compute_score.py: the rule on real gold solutions, the judge as a real HTTP server that plays a
+script."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,7 @@ def read(name: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
 
 
-# --- the box ----------------------------------------------------------------------------------------------------------
+# --- the box ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_remove_boxed():
         scores.remove_boxed("boxed{1}")
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- the rule -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,11 @@ def test_normalize_final_answer(answer, expected):
     ],
 )
 def test_rule(solution, truth, score, pred):
-    assert scores.compute_score("math-dapo", solution, truth) == {"score": score, "acc": score > 0, "pred": pred}
+    assert scores.compute_score("math-dapo", solution, truth) == {
+        "score": score,
+        "acc": score > 0,
+        "pred": pred,
+    }
 
 
 def test_unknown_verifiers_are_refused():
@@ -129,7 +134,13 @@ def test_unknown_verifiers_are_refused():
         scores.compute_score("x", "\\boxed{1}", "1", verifier="magic")
 
 
-FUNCTIONS = ["compute_score", "compute_score_gsm8k", "compute_score_baseline", "compute_score_fapo", "compute_score_fapo_genrm"]
+FUNCTIONS = [
+    "compute_score",
+    "compute_score_gsm8k",
+    "compute_score_baseline",
+    "compute_score_fapo",
+    "compute_score_fapo_genrm",
+]
 
 
 def call(function, **keywords) -> dict:
@@ -151,19 +162,32 @@ def refuses_misspelt_settings(function) -> bool:
 def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
     loops_own = {"reward_router_address": "h:1", "reward_model_tokenizer": None}
     function = getattr(scores, name)
-    assert call(function, **loops_own)["score"] in (-1.0, 1 - 1 / 3)  # the answer is wrong, or as a critique one paragraph off
+    assert call(function, **loops_own)["score"] in (
+        -1.0,
+        1 - 1 / 3,
+    )  # the answer is wrong, or as a critique one paragraph off
     assert call(function)["score"] == call(function, **loops_own)["score"]
     assert refuses_misspelt_settings(function)
 
 
 def test_functions_built_on_these_refuse_misspelt_settings_too():
-    for function in (toy_world.compute_score_baseline, toy_world.compute_score_fapo, toy_world.compute_score_fapo_oracle):
+    for function in (
+        toy_world.compute_score_baseline,
+        toy_world.compute_score_fapo,
+        toy_world.compute_score_fapo_oracle,
+    ):
         assert refuses_misspelt_settings(function) and "penalty" in inspect.signature(function).parameters
 
 
 @pytest.mark.parametrize(
     ("solution", "acc"),
-    [("#### 1,234", True), ("so $\\boxed{1234}$", True), ("#### 12\n#### 1234", True), ("1234", False), ("#### 1235", False)],
+    [
+        ("#### 1,234", True),
+        ("so $\\boxed{1234}$", True),
+        ("#### 12\n#### 1234", True),
+        ("1234", False),
+        ("#### 1235", False),
+    ],
 )
 def test_gsm8k(solution, acc):
     assert scores.compute_score_gsm8k("gsm8k", solution, "1234")["acc"] is acc
@@ -173,10 +197,16 @@ def test_gsm8k(solution, acc):
 @pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
 def test_an_open_last_box_is_no_answer(solution):
     for source in ("math-dapo", "gsm8k"):
-        assert scores.compute_score(source, solution, "7") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+        assert scores.compute_score(source, solution, "7") == {
+            "score": -1.0,
+            "acc": False,
+            "pred": "[INVALID]",
+        }
 
 
-TABLE = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) \|", (DOCS / "answers.md").read_text(), re.M)
+TABLE = re.findall(
+    r"^\| `(.*?)` \| `(.*?)` \| (?:right|wrong) \| (right|wrong) \|", (DOCS / "answers.md").read_text(), re.M
+)
 
 
 def test_the_table_of_the_docs_is_whole():
@@ -190,7 +220,8 @@ def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, verdict):
 
 
 def test_labelled_pairs():
-    """Of 183 unequal pairs at most 16 are paid, of 261 equal ones at most 115 refused; every compact matrix is right."""
+    """Of 183 unequal pairs at most 16 are paid, of 261 equal ones at most 115 refused; every compact matrix
+    is right."""
     pairs, counts = read("answer_pairs.jsonl"), {True: [], False: []}
     for pair in pairs:
         acc = scores.compute_score("math-dapo", f"\\boxed{{{pair['answer']}}}", pair["truth"])["acc"]
@@ -212,18 +243,25 @@ def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
 def test_every_gsm8k_gold_solution_is_right(name):
     rows = read(name)
-    wrong = [row for row in rows if not scores.compute_score("gsm8k", row["answer"], row["answer"].split("#### ")[1])["acc"]]
+    wrong = [
+        row
+        for row in rows
+        if not scores.compute_score("gsm8k", row["answer"], row["answer"].split("#### ")[1])["acc"]
+    ]
     assert len(rows) >= 100 and wrong == []
 
 
 def test_every_math500_gold_solution_is_right():
-    """500 of 500 when cut after the box; whole 478, because 22 go on (figures, remarks) for more than 300 characters."""
+    """500 of 500 when cut after the box; whole 478, because 22 go on (figures, remarks) for more than 300
+    characters."""
     rows = read("math500.jsonl")
     whole_wrong = 0
     for row in rows:
         box = scores.last_boxed_only_string(row["solution"])
         box_start = row["solution"].rfind(box)
-        assert scores.compute_score("math500", row["solution"][: box_start + len(box)], row["answer"])["acc"], row["answer"]
+        assert scores.compute_score("math500", row["solution"][: box_start + len(box)], row["answer"])[
+            "acc"
+        ], row["answer"]
         if not scores.compute_score("math500", row["solution"], row["answer"])["acc"]:
             whole_wrong += 1
             assert len(row["solution"]) - box_start > scores.TAIL_CHARS
@@ -234,15 +272,44 @@ def test_wrong_gold_solutions_are_wrong():
     """Each MATH-500 answer against the next row's: right only where the two answers really are the same."""
     rows = read("math500.jsonl")
     pairs = [(row["answer"], other["answer"]) for row, other in zip(rows, rows[1:])]
-    same = [pair for pair in pairs if scores.compute_score("math500", f"\\boxed{{{pair[0]}}}", pair[1])["acc"]]
+    same = [
+        pair for pair in pairs if scores.compute_score("math500", f"\\boxed{{{pair[0]}}}", pair[1])["acc"]
+    ]
     assert {pair for pair in same if pair[0] != pair[1]} == {("5", "x=5")}
 
 
-# --- anything a model may write ---------------------------------------------------------------------------------------
+# --- anything a model may write -----------------------------------------------------------------------------
 
-PIECES = ["\\boxed{", "{", "}", "\\", "$", "=", ",", "#### ", "\\frac", "\\sqrt", "\\text{", "\\left", "-1", "9" * 50,
-          " ", "\n\n", "\0", "\x1b", "\u2028", "\ud800", "½", "٣", "é", "</paragraph_0>", "{problem}", "%s", "{0}",
-          "__import__('os')"]  # fmt: skip
+PIECES = [
+    "\\boxed{",
+    "{",
+    "}",
+    "\\",
+    "$",
+    "=",
+    ",",
+    "#### ",
+    "\\frac",
+    "\\sqrt",
+    "\\text{",
+    "\\left",
+    "-1",
+    "9" * 50,
+    " ",
+    "\n\n",
+    "\0",
+    "\x1b",
+    "\u2028",
+    "\ud800",
+    "½",
+    "٣",
+    "é",
+    "</paragraph_0>",
+    "{problem}",
+    "%s",
+    "{0}",
+    "__import__('os')",
+]
 
 
 def check_survives(text: str) -> None:
@@ -268,7 +335,8 @@ def test_fuzz():
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "{}", "\\boxed{}", "\n", " ", "\\frac", "$", "#### ", "####  ", "a ", "=", "9"]
+    "piece",
+    ["\\boxed{", "{", "}", "{}", "\\boxed{}", "\n", " ", "\\frac", "$", "#### ", "####  ", "a ", "=", "9"],
 )
 def test_a_megabyte(piece):
     text = piece * (1_000_000 // len(piece))
@@ -276,14 +344,15 @@ def test_a_megabyte(piece):
     check_survives(text + "}")
 
 
-# --- the judge's prompt and answer ------------------------------------------------------------------------------------
+# --- the judge's prompt and answer --------------------------------------------------------------------------
 
 
 def test_critic_prompts_are_rebuilt_byte_by_byte():
     paragraphs_seen = 0
     for row in read("fapo_critic_100.jsonl"):
         prompt = row["prompt"][0]["content"]
-        parts = r".*?\[Math Problem\]\n\n(.*)\n\n\[Ground Truth\]\n\n(.*?)\n\n\[AI Solution\]\n\n(.*)\n\nYour task is .*"
+        parts = r".*?\[Math Problem\]\n\n(.*)\n\n\[Ground Truth\]\n\n"
+        parts += r"(.*?)\n\n\[AI Solution\]\n\n(.*)\n\nYour task is .*"
         problem, answer, tagged = re.fullmatch(parts, prompt, re.S).groups()
         paragraphs = re.findall(r"^<paragraph_\d+>\n(.*?)\n</paragraph_\d+>$", tagged, re.S | re.M)
         assert len(paragraphs) == row["extra_info"]["total_steps"]
@@ -301,39 +370,64 @@ def test_split_paragraphs():
 def test_other_prompt_styles():
     raw = scores.format_critic_prompt("P", "A", "one\n\ntwo", "raw")
     assert raw == (
-        "The following is a math problem with its ground truth answer, along with an AI solution (split into steps):\n\n"
+        "The following is a math problem with its ground truth answer, "
+        "along with an AI solution (split into steps):\n\n"
         "[Math Problem]\n\nP\n\n[Ground Truth]\n\nA\n\n[AI Solution]\n\none\n\ntwo\n\n"
-        "Your task is to review and critique the solution step by step. Once you identify an error in a step, return the index "
-        "of the step where the earliest error occurs. Otherwise, return the index of -1 (which typically denotes 'not found')."
+        "Your task is to review and critique the solution step by step. "
+        "Once you identify an error in a step, return the index "
+        "of the step where the earliest error occurs. Otherwise, "
+        "return the index of -1 (which typically denotes 'not found')."
         "\n\nPlease reason step by step, put your final answer (i.e., the index) in \\boxed{}."
     )
     assert scores.format_critic_prompt("P", "A", ["one", "two"], "raw") == raw
-    assert scores.format_critic_prompt("P", "A", "one\n\ntwo", "brief") == "P\nTruth A\n<0> one\n<1> two\nCheck:"
+    assert (
+        scores.format_critic_prompt("P", "A", "one\n\ntwo", "brief") == "P\nTruth A\n<0> one\n<1> two\nCheck:"
+    )
     no_truth = scores.format_critic_prompt("P", "A", "one", "no_truth")
-    assert "Ground Truth" not in no_truth and "ground truth" not in no_truth and "<paragraph_0>\none\n</paragraph_0>" in no_truth
+    assert (
+        "Ground Truth" not in no_truth
+        and "ground truth" not in no_truth
+        and "<paragraph_0>\none\n</paragraph_0>" in no_truth
+    )
     with pytest.raises(ValueError, match="prompt_style: 'x'"):
         scores.format_critic_prompt("P", "A", "one", "x")
 
 
 def test_braces_in_a_solution_are_not_templates():
-    assert "{answer} {0} {solution}" in scores.format_critic_prompt("{problem}", "A", "{answer} {0} {solution}")
+    assert "{answer} {0} {solution}" in scores.format_critic_prompt(
+        "{problem}", "A", "{answer} {0} {solution}"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "index"),
-    [("\\boxed{-1}", -1), ("\\boxed{0}", 0), ("\\boxed{ 2 }", 2), ("\\boxed{3}", None), ("\\boxed{-2}", None), ("2", None),
-     ("\\boxed{1+1}", None), ("\\boxed{__import__('os').getpid()}", None), ("\\boxed{1.0}", None), ("\\boxed{}", None),
-     ("\\boxed{1}" + "x" * 5000, 1), ("\\boxed{" + "9" * 10000 + "}", None)],
-)  # fmt: skip
+    [
+        ("\\boxed{-1}", -1),
+        ("\\boxed{0}", 0),
+        ("\\boxed{ 2 }", 2),
+        ("\\boxed{3}", None),
+        ("\\boxed{-2}", None),
+        ("2", None),
+        ("\\boxed{1+1}", None),
+        ("\\boxed{__import__('os').getpid()}", None),
+        ("\\boxed{1.0}", None),
+        ("\\boxed{}", None),
+        ("\\boxed{1}" + "x" * 5000, 1),
+        ("\\boxed{" + "9" * 10000 + "}", None),
+    ],
+)
 def test_parse_critique(text, index):
     assert scores.parse_critique(text, 3) == index
 
 
 def test_parse_critique_without_a_bound():
-    assert scores.parse_critique("\\boxed{99}", None) == 99 and scores.parse_critique("\\boxed{-2}", None) is None
+    assert (
+        scores.parse_critique("\\boxed{99}", None) == 99
+        and scores.parse_critique("\\boxed{-2}", None) is None
+    )
 
 
-# --- the judge over HTTP ----------------------------------------------------------------------------------------------
+# --- the judge over HTTP ------------------------------------------------------------------------------------
 
 
 def completion(text: str, finish_reason: str) -> dict:
@@ -342,10 +436,11 @@ def completion(text: str, finish_reason: str) -> dict:
 
 
 class Judge:
-    """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever after.
+    """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever
+    after.
 
-    An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON body, or a function
-    from the request's JSON to one of them; "hang" never answers.
+    An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON
+    body, or a function from the request's JSON to one of them; "hang" never answers.
     """
 
     def __init__(self, *script):
@@ -396,7 +491,9 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.004)
 
 
-def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT, extra_info=EXTRA, **settings) -> dict:
+def score_with(
+    judge: Judge, function=scores.compute_score_fapo, solution=RIGHT, extra_info=EXTRA, **settings
+) -> dict:
     async def main():
         async with judge.running():
             return await function("math-dapo", solution, "42", extra_info, judge.address, None, **settings)
@@ -415,7 +512,13 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, False, "unparsable"),
-        (completion("so far \\boxed{-1} but", "length"), {}, None, None, "truncated"),  # a box in it is no verdict
+        (
+            completion("so far \\boxed{-1} but", "length"),
+            {},
+            None,
+            None,
+            "truncated",
+        ),  # a box in it is no verdict
         (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, False, "truncated"),
         (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
         (400, {}, None, None, "http_error"),
@@ -429,8 +532,13 @@ def score_with(judge: Judge, function=scores.compute_score_fapo, solution=RIGHT,
 def test_fapo(critique, settings, score, flawed, status):
     result = score_with(Judge(critique), **settings)
     error, first_wrong = result.pop("genrm_error"), result.pop("first_wrong")
-    assert result == {"score": pytest.approx(score) if score is not None else None, "acc": True, "pred": "42",
-                      "flawed_positive": flawed, "genrm_status": status}  # fmt: skip
+    assert result == {
+        "score": pytest.approx(score) if score is not None else None,
+        "acc": True,
+        "pred": "42",
+        "flawed_positive": flawed,
+        "genrm_status": status,
+    }
     assert (error != "") == (status in ("http_error", "timeout"))
     if status == "ok":
         assert first_wrong == int(re.search(r"boxed.(-?\d)", critique)[1])
@@ -445,11 +553,13 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
     assert "<paragraph_2>\nSo it is \\boxed{42}.\n</paragraph_2>" in content
     assert judge.requests == [
         {"model": "the-judge", "messages": [{"role": "user", "content": content}], "max_tokens": 16384}
-    ]  # fmt: skip
+    ]
     judge, thinking = Judge("\\boxed{-1}"), {"enable_thinking": False}
     score_with(judge, genrm_model="m", genrm_temperature=0.0, genrm_max_tokens=7, genrm_chat_kwargs=thinking)
     del judge.requests[0]["messages"]
-    assert judge.requests == [{"model": "m", "temperature": 0.0, "max_tokens": 7, "chat_template_kwargs": thinking}]
+    assert judge.requests == [
+        {"model": "m", "temperature": 0.0, "max_tokens": 7, "chat_template_kwargs": thinking}
+    ]
     assert judge.model_lookups == 0
 
 
@@ -460,15 +570,21 @@ def test_fapo_keeps_the_critique():
 
 @pytest.mark.parametrize(
     ("solution", "extra_info", "score", "flawed"),
-    [("\\boxed{1}", EXTRA, -1.0, False), ("\\boxed{1}", None, -1.0, False), (RIGHT, {"split": "test"}, 1.0, None),
-     ("\\boxed{1}", {"split": "test"}, -1.0, False)],
-)  # fmt: skip
+    [
+        ("\\boxed{1}", EXTRA, -1.0, False),
+        ("\\boxed{1}", None, -1.0, False),
+        (RIGHT, {"split": "test"}, 1.0, None),
+        ("\\boxed{1}", {"split": "test"}, -1.0, False),
+    ],
+)
 def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extra_info, score, flawed):
     judge = Judge(500)
     result = score_with(judge, solution=solution, extra_info=extra_info)
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (score, flawed, "skipped")
     assert judge.requests == [] and judge.model_lookups == 0
-    assert asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result  # nor does it need an address
+    assert (
+        asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result
+    )  # nor does it need an address
 
 
 def test_fapo_says_what_is_missing():
@@ -481,8 +597,12 @@ def test_fapo_says_what_is_missing():
 
 
 @pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
-@pytest.mark.parametrize(("critique", "flawed", "status"), [("\\boxed{1}", True, "ok"), (400, None, "http_error")])
-def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(function, critique, flawed, status):
+@pytest.mark.parametrize(
+    ("critique", "flawed", "status"), [("\\boxed{1}", True, "ok"), (400, None, "http_error")]
+)
+def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(
+    function, critique, flawed, status
+):
     result = score_with(Judge(critique), function, extra_info=EXTRA | {"split": "test"}, judge_test=True)
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (1.0, flawed, status)
 
@@ -494,22 +614,37 @@ def verl_means(results: list[dict]) -> dict:
 
 
 @pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
-@pytest.mark.parametrize("settings", [{"on_no_verdict": "rule"}, {"on_no_verdict": "rule", "keep_critique": True}])
+@pytest.mark.parametrize(
+    "settings", [{"on_no_verdict": "rule"}, {"on_no_verdict": "rule", "keep_critique": True}]
+)
 def test_verl_takes_means_of_the_results(function, settings):
-    cases = [(400, RIGHT), ("no idea", RIGHT), ("\\boxed{1}", RIGHT), ("\\boxed{-1}", RIGHT), (400, "\\boxed{1}"), (400, "?")]
+    cases = [
+        (400, RIGHT),
+        ("no idea", RIGHT),
+        ("\\boxed{1}", RIGHT),
+        ("\\boxed{-1}", RIGHT),
+        (400, "\\boxed{1}"),
+        (400, "?"),
+    ]
     results = [score_with(Judge(critique), function, solution, **settings) for critique, solution in cases]
     results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
     for first in range(len(results)):  # whichever sample comes first
         means = verl_means(results[first:] + results[:first])
         assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong"}
         assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
-    assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == ("keep_critique" in settings)
-    for result, (critique, solution) in zip(results, cases):  # in the other mode there are None, but the same keys
+    assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == (
+        "keep_critique" in settings
+    )
+    for result, (critique, solution) in zip(
+        results, cases
+    ):  # in the other mode there are None, but the same keys
         other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
         assert other.keys() == result.keys()
 
 
-@pytest.mark.parametrize(("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)])
+@pytest.mark.parametrize(
+    ("script", "flawed"), [(["\\boxed{1}"], True), (["\\boxed{-1}"], False), ([400], None)]
+)
 def test_baseline_only_measures(script, flawed):
     result = score_with(Judge(*script), scores.compute_score_baseline)
     assert (result["score"], result["acc"], result["flawed_positive"]) == (1.0, True, flawed)
@@ -527,10 +662,16 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
 
 
 DEAD = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Server disconnected"}}')
-REFUSED = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Cannot connect to host h:1"}}')
+REFUSED = (
+    503,
+    {},
+    '{"error": {"message": "no server could answer: http://h:1: Cannot connect to host h:1"}}',
+)
 
 
-@pytest.mark.parametrize("death", ["die", DEAD, DEAD[:2] + (DEAD[2].replace("Server disc", "[Errno 104] Connection reset "),)])
+@pytest.mark.parametrize(
+    "death", ["die", DEAD, DEAD[:2] + (DEAD[2].replace("Server disc", "[Errno 104] Connection reset "),)]
+)
 def test_a_request_that_kills_its_servers_is_given_up(death):
     judge = Judge(death)
     result = score_with(judge)
@@ -544,7 +685,9 @@ def test_a_request_that_kills_its_servers_is_given_up(death):
 def test_what_would_be_refused_again_ends_at_once(status):
     judge = Judge(status)
     result = score_with(judge)
-    assert (result["genrm_status"], len(judge.requests)) == ("http_error", 1) and f"HTTP {status}" in result["genrm_error"]
+    assert (result["genrm_status"], len(judge.requests)) == ("http_error", 1) and f"HTTP {status}" in result[
+        "genrm_error"
+    ]
 
 
 def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
@@ -554,7 +697,15 @@ def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
     asks = [(503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"})]
     judge = Judge(*asks, *[500] * 4, "\\boxed{1}")
     assert score_with(judge)["score"] == 0.0
-    assert [pause for pause in pauses if pause] == [7.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]  # at most 8 s of its own accord
+    assert [pause for pause in pauses if pause] == [
+        7.0,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        8.0,
+        8.0,
+    ]  # at most 8 s of its own accord
 
 
 def test_a_judge_that_starts_late_loses_nothing():
@@ -587,7 +738,9 @@ def test_a_judge_that_is_not_there():
         async with Judge("x").running() as judge:
             address = judge.address
         try:
-            return await scores.chat("hello", address, timeout_s=0.3), await scores.chat("hello", "no:such:address")
+            return await scores.chat("hello", address, timeout_s=0.3), await scores.chat(
+                "hello", "no:such:address"
+            )
         finally:
             await scores.close_session()
 
@@ -670,7 +823,7 @@ def test_every_event_loop_has_its_own_session():
     assert results == [0.0] * 4
 
 
-# --- a discriminative reward model ---------------------------------------------------------------------------
+# --- a discriminative reward model --------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -692,9 +845,14 @@ def classify(ground_truth: str, probs: list[float]) -> tuple[dict, dict]:
         app.add_routes([web.post("/classify", answer)])
         async with Judge("x").running(app=app) as server:
             return await scores.compute_score_discriminative(
-                data_source="x", solution_str=RIGHT, ground_truth=ground_truth, extra_info={}, reward_router_address=server.address,
-                prompt=[{"role": "user", "content": "?"}], reward_model_tokenizer=Tokenizer(),
-            )  # fmt: skip
+                data_source="x",
+                solution_str=RIGHT,
+                ground_truth=ground_truth,
+                extra_info={},
+                reward_router_address=server.address,
+                prompt=[{"role": "user", "content": "?"}],
+                reward_model_tokenizer=Tokenizer(),
+            )
 
     return asyncio.run(main()), sent
 
@@ -702,14 +860,18 @@ def classify(ground_truth: str, probs: list[float]) -> tuple[dict, dict]:
 def test_a_discriminative_model_scores_and_the_rule_says_whether_it_is_right():
     result, sent = classify("42", [1.5])
     assert result == {"score": 1.5, "acc": True, "pred": "42"}
-    assert sent == {"input": f"<s>[user]?[assistant]{RIGHT}", "add_special_tokens": False, "use_activation": False}
+    assert sent == {
+        "input": f"<s>[user]?[assistant]{RIGHT}",
+        "add_special_tokens": False,
+        "use_activation": False,
+    }
     assert classify("41", [-0.5])[0] == {"score": -0.5, "acc": False, "pred": "42"}
     assert classify("", [0.5])[0] == {"score": 0.5, "acc": None, "pred": None}  # there is none
     with pytest.raises(ValueError, match="gives 3 labels"):
         classify("", [0.1, 0.2, 0.7])
 
 
-# --- training the judge -----------------------------------------------------------------------------------------------
+# --- training the judge -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -728,9 +890,22 @@ def test_a_discriminative_model_scores_and_the_rule_says_whether_it_is_right():
 )
 def test_genrm_score(text, truth, score, acc, pred):
     result = scores.compute_score_fapo_genrm("fapo_critic", text, truth, {"total_steps": 5})
-    rates = {"recall": acc, "location": pred == truth, "sound_kept": None} if truth != -1 else {"sound_kept": acc}
-    assert result == {"score": pytest.approx(score), "acc": acc, "exact": pred == truth, "pred": pred, "gt": truth,
-                      "recall": None, "location": None} | rates  # fmt: skip
+    rates = (
+        {"recall": acc, "location": pred == truth, "sound_kept": None} if truth != -1 else {"sound_kept": acc}
+    )
+    assert (
+        result
+        == {
+            "score": pytest.approx(score),
+            "acc": acc,
+            "exact": pred == truth,
+            "pred": pred,
+            "gt": truth,
+            "recall": None,
+            "location": None,
+        }
+        | rates
+    )
 
 
 def test_verl_takes_means_of_the_scores_of_critiques():
@@ -741,13 +916,15 @@ def test_verl_takes_means_of_the_scores_of_critiques():
     assert verl_means(results[::-1]).keys() == verl_means(results).keys()
 
 
-@pytest.mark.parametrize(("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})])
+@pytest.mark.parametrize(
+    ("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})]
+)
 def test_genrm_score_needs_its_numbers(truth, extra_info):
     with pytest.raises(ValueError, match="ground_truth"):
         scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info)
 
 
-# --- math-verify ----------------------------------------------------------------------------------------------
+# --- math-verify --------------------------------------------------------------------------------------------
 
 FAKE_MATH_VERIFY = """
 import os, time
@@ -793,7 +970,9 @@ def grading(tmp_path):
         (tmp_path / "math_verify.py").write_text(fake)
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         command = [sys.executable, "-c", GRADING + script]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60).stdout
+        output = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60
+        ).stdout
         return json.loads(output.split("RESULT ")[1].splitlines()[0])
 
     return run
@@ -815,9 +994,20 @@ fapo = scores.compute_score_fapo("x", "\\\\boxed{die}", "1", verifier="math_veri
 told(results=results, hashes=scores.compute_score("gsm8k", "#### 1", "1", verifier="math_verify"),
      no_box=scores.compute_score("x", "1", "1", verifier="math_verify"), rule=asyncio.run(fapo))
 """)
-    right, wrong, failed = (dict(score=score, acc=acc) for score, acc in ((1.0, True), (-1.0, False), (None, None)))
-    expected = {"1": right, "+1": right, "1 ": right, "2": wrong, "odd": wrong, "garbage": wrong, "die": failed,
-                "eat": failed, "hang": failed}  # fmt: skip
+    right, wrong, failed = (
+        dict(score=score, acc=acc) for score, acc in ((1.0, True), (-1.0, False), (None, None))
+    )
+    expected = {
+        "1": right,
+        "+1": right,
+        "1 ": right,
+        "2": wrong,
+        "odd": wrong,
+        "garbage": wrong,
+        "die": failed,
+        "eat": failed,
+        "hang": failed,
+    }
     expected = {pred: result | {"pred": pred} for pred, result in expected.items()}
     assert told["results"] == expected | {"interrupted": wrong | {"pred": "2"}}
     assert told["hashes"]["acc"] and told["no_box"] == wrong | {"pred": "[INVALID]"}
@@ -829,7 +1019,8 @@ def test_answers_that_hang_or_kill_cost_themselves_alone(grading):
     told = grading("""
 answers = ["die", "hang"] + ["1", "2"] * 10 + ["hang", "die"]
 results = {}
-threads = [threading.Thread(target=lambda i=i: results.update({i: verified(answers[i])})) for i in range(len(answers))]
+grade = lambda i: results.update({i: verified(answers[i])})
+threads = [threading.Thread(target=grade, args=[i]) for i in range(len(answers))]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 async def main():
@@ -853,13 +1044,16 @@ def test_the_child_processes_end_with_a_parent_that_is_killed(grading):
     told = grading("""
 threading.Thread(target=verified, args=["hang"]).start()
 verified("2")
-children = [int(pid) for task in os.listdir("/proc/self/task") for pid in open(f"/proc/self/task/{task}/children").read().split()]
+files = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
+children = [int(pid) for file in files for pid in open(file).read().split()]
 told(children=children)
 os.kill(os.getpid(), 9)
 """)
     assert len(told["children"]) == scores.MAX_GRADERS
     deadline = time.monotonic() + 20
-    while alive := [pid for pid in told["children"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+    while alive := [
+        pid for pid in told["children"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+    ]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
 

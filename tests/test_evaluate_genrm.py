@@ -1,4 +1,5 @@
-"""Tests of evaluate_genrm.py: metrics worked out by hand, and whole runs against a real HTTP server that plays a script."""
+"""Tests of evaluate_genrm.py: metrics worked out by hand, and whole runs against a real HTTP server that
+plays a script."""
 
 import asyncio
 import json
@@ -38,27 +39,61 @@ def row(label, prediction, subset="math", correct=True):
 
 @pytest.mark.parametrize(
     ("indices", "vote"),
-    [([1, 1, -1], 1), ([-1, 2, 2, -1], -1), ([None, None, 3], 3), ([None, None], None), ([], None), ([2, -1, None, -1], -1)],
+    [
+        ([1, 1, -1], 1),
+        ([-1, 2, 2, -1], -1),
+        ([None, None, 3], 3),
+        ([None, None], None),
+        ([], None),
+        ([2, -1, None, -1], -1),
+    ],
 )
 def test_majority_vote(indices, vote):
     assert majority_vote(indices) == vote
 
 
 def test_processbench_metrics():
-    rows = [row(2, 2), row(2, 1), row(0, -1), row(1, None), row(-1, -1), row(-1, None), row(-1, 0), row(-1, -1)]
+    rows = [
+        row(2, 2),
+        row(2, 1),
+        row(0, -1),
+        row(1, None),
+        row(-1, -1),
+        row(-1, None),
+        row(-1, 0),
+        row(-1, -1),
+    ]
     metrics = processbench_metrics(rows + [row(3, 3, "gsm8k"), row(-1, -1, "gsm8k")])
-    # math: 1 of 4 errors found exactly, 2 of 4 correct ones called correct; an unparsable row is a miss in both
-    assert metrics["math"] == {"count": 8, "error": 0.25, "correct": 0.5, "f1": pytest.approx(2 * 0.25 * 0.5 / 0.75)}
+    # math: 1 of 4 errors found exactly, 2 of 4 correct ones called correct; an unparsable row is a miss in
+    # both
+    assert metrics["math"] == {
+        "count": 8,
+        "error": 0.25,
+        "correct": 0.5,
+        "f1": pytest.approx(2 * 0.25 * 0.5 / 0.75),
+    }
     assert metrics["gsm8k"] == {"count": 2, "error": 1.0, "correct": 1.0, "f1": 1.0}
     assert processbench_metrics([row(1, 0), row(-1, 0)])["math"]["f1"] == 0.0
     assert math.isnan(processbench_metrics([row(1, 1)])["math"]["f1"])
 
 
 def test_flawed_positive_metrics():
-    rows = [row(2, 0), row(1, 1), row(0, -1), row(3, None), row(-1, 4), row(-1, -1), row(-1, None), row(5, 5, correct=False)]
+    rows = [
+        row(2, 0),
+        row(1, 1),
+        row(0, -1),
+        row(3, None),
+        row(-1, 4),
+        row(-1, -1),
+        row(-1, None),
+        row(5, 5, correct=False),
+    ]
     metrics = flawed_positive_metrics(rows)
-    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2; right about flawed or not: 2 + 1 of 7
-    assert metrics == pytest.approx({"count": 7, "precision": 2 / 3, "recall": 0.5, "f1": 4 / 7, "acc": 3 / 7})
+    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2; right about flawed or not: 2 + 1
+    # of 7
+    assert metrics == pytest.approx(
+        {"count": 7, "precision": 2 / 3, "recall": 0.5, "f1": 4 / 7, "acc": 3 / 7}
+    )
     assert math.isnan(flawed_positive_metrics([row(-1, -1)])["f1"])
 
 
@@ -66,10 +101,16 @@ def test_flawed_positive_metrics():
 def bench(tmp_path) -> Path:
     """Six rows of two subsets as prepare_data.py builds them; problem k of row k, labels -1 1 0 -1 2 -1."""
     rows = [
-        {"id": f"{'gsm8k' if k < 3 else 'math'}-{k}", "generator": "g", "problem": f"Problem {k}", "label": label,
-         "steps": ["one", "two", "so \\boxed{7}"], "final_answer_correct": k != 4}
+        {
+            "id": f"{'gsm8k' if k < 3 else 'math'}-{k}",
+            "generator": "g",
+            "problem": f"Problem {k}",
+            "label": label,
+            "steps": ["one", "two", "so \\boxed{7}"],
+            "final_answer_correct": k != 4,
+        }
         for k, label in enumerate([-1, 1, 0, -1, 2, -1])
-    ]  # fmt: skip
+    ]
     (tmp_path / "processbench.json").write_text(json.dumps(rows))
     prepare(DataConfig(tasks=["processbench"], source_dir=tmp_path, out_dir=tmp_path))
     return tmp_path / "processbench_test.parquet"
@@ -81,7 +122,9 @@ def problem_of(request: dict) -> int:
 
 def answer(request: dict) -> str:
     """Exact on 0, 1 and 3; wrong paragraph on 2; exact on 4, no index on 5."""
-    return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][problem_of(request)]
+    return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][
+        problem_of(request)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +150,9 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     progress = []
     judge = Judge(lambda request: progress.append((tmp_path / "c.jsonl").read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
-    assert progress[0].startswith("{") and progress[0].endswith("}\n")  # a run killed before its first answer can go on, too
+    assert progress[0].startswith("{") and progress[0].endswith(
+        "}\n"
+    )  # a run killed before its first answer can go on, too
     assert len(judge.requests) == 18 and judge.model_lookups == 1
     sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
     assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
@@ -117,10 +162,28 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     assert ["gsm8k", "3", "50.0", "100.0", "66.7"] in lines
     assert ["math", "3", "100.0", "50.0", "66.7"] in lines
     assert ["average", "F1", "6", "66.7"] in lines
-    assert ["5", "100.0", "100.0", "100.0", "80.0"] in lines  # 2 flawed, both found; the unparsable one costs accuracy only
+    assert [
+        "5",
+        "100.0",
+        "100.0",
+        "100.0",
+        "80.0",
+    ] in lines  # 2 flawed, both found; the unparsable one costs accuracy only
     assert "unparsable: 16.7 % of the critiques, 16.7 % of the rows" in report(rows)
-    lengths = [len(text) for text in ("\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know")]
-    assert f"mean tokens per critique: {sum(lengths) / 6:.1f}" in report(rows) and "INCOMPLETE" not in report(rows)
+    lengths = [
+        len(text)
+        for text in (
+            "\\boxed{-1}",
+            "so \\boxed{1}",
+            "\\boxed{2}",
+            "\\boxed{-1}",
+            "\\boxed{2}",
+            "I do not know",
+        )
+    ]
+    assert f"mean tokens per critique: {sum(lengths) / 6:.1f}" in report(rows) and "INCOMPLETE" not in report(
+        rows
+    )
 
 
 @pytest.mark.slow
@@ -138,7 +201,9 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     settings, *lines = progress.read_text().splitlines()
     answered = [line for line in lines if json.loads(line)[1]["reward_score"] is not None]
     assert len(answered) == 8
-    progress.write_text("\n".join([settings, *answered])[:-5])  # as if the run had been killed in the middle of its last line
+    progress.write_text(
+        "\n".join([settings, *answered])[:-5]
+    )  # as if the run had been killed in the middle of its last line
     judge = Judge(answer)
     rows = run(judge, config)
     assert len(judge.requests) == 4 + 1 and {1, 4} <= set(map(problem_of, judge.requests))
@@ -172,7 +237,13 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
     def long(request):
         return completion("\\boxed{-1} and so", "length") if problem_of(request) == 0 else answer(request)
 
-    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, chat_kwargs='{"enable_thinking": false}')
+    config = Config(
+        data=bench,
+        router_address="",
+        out=tmp_path / "c.parquet",
+        n=2,
+        chat_kwargs='{"enable_thinking": false}',
+    )
     judge = Judge(long)
     rows = run(judge, config)
     assert [row["prediction"] for row in rows] == [None, 1, 2, -1, 2, None]
@@ -185,7 +256,9 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}, {}])
+@pytest.mark.parametrize(
+    "setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}, {}]
+)
 def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, setting):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
     run(Judge(answer), config)
@@ -245,7 +318,9 @@ def test_command_line(bench, tmp_path):
     async def call(*arguments):
         pipe = asyncio.subprocess.PIPE
         command = [sys.executable, "-m", "tools.evaluate_genrm", *arguments]
-        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=joins, cwd=REPO)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=pipe, stderr=pipe, env=joins, cwd=REPO
+        )
         out, err = await asyncio.wait_for(process.communicate(), 120)
         return process.returncode, out.decode(), err.decode()
 
@@ -254,14 +329,18 @@ def test_command_line(bench, tmp_path):
         async with Judge(answer).running() as judge:
             code, out, err = await call(*arguments, "--router-address", judge.address)
         assert (code, "FlawedPositiveBench" in out) == (0, True), err
-        refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))  # every time, such as a long prompt
+        refused = Judge(
+            lambda request: 400 if problem_of(request) == 3 else answer(request)
+        )  # every time, such as a long prompt
         other = ["--data", str(bench), "--out", str(tmp_path / "d.parquet"), "--n", "1", "--router-address"]
         async with refused.running():
             code, out, err = await call(*other, refused.address)
             assert (code, "INCOMPLETE" in out) == (1, True), err
             code, out, err = await call(*other, refused.address, "--max-error-rate", "0.15")
             assert (code, "INCOMPLETE" in out) == (1, True), err
-            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.2")  # one of six, not of the one asked
+            code, out, err = await call(
+                *other, refused.address, "--max-error-rate", "0.2"
+            )  # one of six, not of the one asked
             assert (code, "--max-error-rate" in out) == (0, True), err
             assert len(refused.requests) == 6 + 1 + 1
         code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")
@@ -272,4 +351,6 @@ def test_command_line(bench, tmp_path):
     assert code == 2 and err.startswith("error: --router-address") and "names no model" in err
     rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
-    assert rows[1]["critiques"] == [{"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1, "score": 1.0}]
+    assert rows[1]["critiques"] == [
+        {"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1, "score": 1.0}
+    ]

@@ -1,4 +1,5 @@
-"""Tests of prepare_data.py on the real samples in tests/data and on made-up rows where no sample is free to copy."""
+"""Tests of prepare_data.py on the real samples in tests/data and on made-up rows where no sample is free to
+copy."""
 
 import csv
 import json
@@ -33,7 +34,9 @@ def build(tasks: list[str], source_dir: Path, out_dir: Path, **settings) -> dict
     counts = prepare(Config(tasks=tasks, source_dir=source_dir, out_dir=out_dir, **settings))
     files = {path.name: pq.read_table(path).to_pylist() for path in out_dir.glob("*.parquet")}
     assert {name: len(rows) for name, rows in files.items()} == counts
-    assert [path for path in out_dir.iterdir() if path.suffix != ".parquet"] == []  # no half-written file is left
+    assert [
+        path for path in out_dir.iterdir() if path.suffix != ".parquet"
+    ] == []  # no half-written file is left
     return files
 
 
@@ -42,21 +45,37 @@ def real(tmp_path_factory) -> dict[str, list[dict]]:
     return build(["all"], DATA, tmp_path_factory.mktemp("data"))
 
 
-# --- the real samples -------------------------------------------------------------------------------------------------
+# --- the real samples ---------------------------------------------------------------------------------------
 
 
 def test_counts(real):
     assert {name: len(rows) for name, rows in real.items()} == {
-        "gsm8k_train.parquet": 100, "gsm8k_test.parquet": 400, "math500_test.parquet": 500, "aime24_test.parquet": 30,
-        "aime25_test.parquet": 30, "fapo_critic_train.parquet": 100,
-    }  # fmt: skip
+        "gsm8k_train.parquet": 100,
+        "gsm8k_test.parquet": 400,
+        "math500_test.parquet": 500,
+        "aime24_test.parquet": 30,
+        "aime25_test.parquet": 30,
+        "fapo_critic_train.parquet": 100,
+    }
 
 
 @pytest.mark.parametrize(
     ("file", "sample", "question", "answer", "split"),
     [
-        ("gsm8k_train", "gsm8k_train_100", "question", lambda row: row["answer"].split("#### ")[1].replace(",", ""), "train"),
-        ("gsm8k_test", "gsm8k_test_400", "question", lambda row: row["answer"].split("#### ")[1].replace(",", ""), "test"),
+        (
+            "gsm8k_train",
+            "gsm8k_train_100",
+            "question",
+            lambda row: row["answer"].split("#### ")[1].replace(",", ""),
+            "train",
+        ),
+        (
+            "gsm8k_test",
+            "gsm8k_test_400",
+            "question",
+            lambda row: row["answer"].split("#### ")[1].replace(",", ""),
+            "test",
+        ),
         ("math500_test", "math500", "problem", lambda row: row["answer"], "test"),
         ("aime24_test", "aime24", "problem", lambda row: row["answer"].lstrip("0"), "test"),
         ("aime25_test", "aime25", "problem", lambda row: row["answer"], "test"),
@@ -64,7 +83,10 @@ def test_counts(real):
 )
 def test_math_rows(real, file, sample, question, answer, split):
     for index, (row, raw) in enumerate(zip(real[f"{file}.parquet"], read(f"{sample}.jsonl"), strict=True)):
-        prompt = raw[question].strip() + "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+        prompt = (
+            raw[question].strip()
+            + "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+        )
         assert row == {
             "data_source": file.split("_")[0],
             "prompt": [{"role": "user", "content": prompt}],
@@ -84,7 +106,11 @@ def test_one_prompt_letter_by_letter(real):
 def test_critic_rows_keep_their_prompts_and_labels(real):
     rows, raws = real["fapo_critic_train.parquet"], read("fapo_critic_100.jsonl")
     for index, (row, raw) in enumerate(zip(rows, raws, strict=True)):
-        assert row["prompt"] == raw["prompt"] and row["ability"] == "math_critic" and row["data_source"] == "fapo_critic"
+        assert (
+            row["prompt"] == raw["prompt"]
+            and row["ability"] == "math_critic"
+            and row["data_source"] == "fapo_critic"
+        )
         assert row["reward_model"] == raw["reward_model"]
         question = row["extra_info"]["question"]
         assert question and f"[Math Problem]\n\n{question}\n\n[Ground Truth]" in raw["prompt"][0]["content"]
@@ -93,12 +119,15 @@ def test_critic_rows_keep_their_prompts_and_labels(real):
     assert Counter(row["reward_model"]["ground_truth"] == -1 for row in rows) == {True: 50, False: 50}
 
 
-# --- made-up rows of the others ---------------------------------------------------------------------------------------
+# --- made-up rows of the others -----------------------------------------------------------------------------
 
 
 def gpqa_rows(count: int) -> list[dict]:
     wrong = {f"Incorrect Answer {i}": f"wrong {i}\n" for i in (1, 2, 3)}
-    return [{"Question": f"Question {i}?", "Correct Answer": " right ", **wrong, "Record ID": i} for i in range(count)]
+    return [
+        {"Question": f"Question {i}?", "Correct Answer": " right ", **wrong, "Record ID": i}
+        for i in range(count)
+    ]
 
 
 def test_gpqa(tmp_path):
@@ -108,15 +137,23 @@ def test_gpqa(tmp_path):
         letter = row["reward_model"]["ground_truth"]
         question, *choices, empty, ask = row["prompt"][0]["content"].split("\n")
         assert (question, empty) == (f"Question {i}?", "")
-        assert row["extra_info"]["question"] == "\n".join([question, *choices])  # a judge must see what the letter stands for
-        assert ask == "Please reason step by step, and put your final answer (only the choice letter) within \\boxed{}."
+        assert row["extra_info"]["question"] == "\n".join(
+            [question, *choices]
+        )  # a judge must see what the letter stands for
+        assert (
+            ask
+            == "Please reason step by step, and put your final answer "
+        "(only the choice letter) within \\boxed{}."
+        )
         assert [choice[:3] for choice in choices] == ["A. ", "B. ", "C. ", "D. "]
         assert choices["ABCD".index(letter)] == f"{letter}. right"
         assert sorted(choice[3:] for choice in choices) == ["right", "wrong 1", "wrong 2", "wrong 3"]
         assert row["ability"] == "General" and row["data_source"] == "gpqa-diamond"
     assert all(count > 30 for count in Counter(row["reward_model"]["ground_truth"] for row in rows).values())
 
-    assert build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows  # the same every time
+    assert (
+        build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows
+    )  # the same every time
     other = build(["gpqa"], tmp_path, tmp_path / "c", seed=1)["gpqa-diamond_test.parquet"]
     assert sum(a["prompt"] != b["prompt"] for a, b in zip(rows, other)) > 150
     (tmp_path / "half").mkdir()  # a row's order does not depend on the rows before it
@@ -126,7 +163,9 @@ def test_gpqa(tmp_path):
 
 
 def test_dapo(tmp_path):
-    write_jsonl(tmp_path / "math-dapo.jsonl", [{"prompt": " What is 1+1? ", "solution": "2", "source_prompt": []}])
+    write_jsonl(
+        tmp_path / "math-dapo.jsonl", [{"prompt": " What is 1+1? ", "solution": "2", "source_prompt": []}]
+    )
     (row,) = build(["dapo"], tmp_path, tmp_path / "out")["math-dapo_train.parquet"]
     assert row["prompt"][0]["content"].startswith("What is 1+1?\n\nPlease reason step by step")
     assert row["reward_model"]["ground_truth"] == "2"
@@ -135,7 +174,14 @@ def test_dapo(tmp_path):
 
 def test_processbench(tmp_path):
     def raw(id, problem, steps, label, correct):
-        return {"id": id, "generator": "g", "problem": problem, "steps": steps, "label": label, "final_answer_correct": correct}
+        return {
+            "id": id,
+            "generator": "g",
+            "problem": problem,
+            "steps": steps,
+            "label": label,
+            "final_answer_correct": correct,
+        }
 
     rows = [
         raw("gsm8k-0", "P", ["one ", "so \\boxed{7}"], -1, True),
@@ -153,8 +199,13 @@ def test_processbench(tmp_path):
     assert [row["extra_info"]["index"] for row in flawed] == [0, 1]
     assert [row["prompt"] for row in flawed] == [bench[0]["prompt"], bench[2]["prompt"]]
     prompts = [row["prompt"][0]["content"] for row in bench]
-    assert "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n" in prompts[0]
-    assert "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]  # told by the problem's other solution
+    assert (
+        "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n"
+        in prompts[0]
+    )
+    assert (
+        "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]
+    )  # told by the problem's other solution
     assert "Ground Truth" not in prompts[2] and "Ground Truth" not in prompts[3]
 
 
@@ -169,7 +220,7 @@ def test_ready_made_rows_pass_through(tmp_path, real):
         build(["fapo-reasoning"], tmp_path, tmp_path / "out")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,20 +247,24 @@ def test_ready_made_rows_pass_through(tmp_path, real):
 )
 def test_which_source_a_file_serves(tmp_path, name, served):
     (tmp_path / name).touch()
-    assert {(source.data_source, source.split) for source in SOURCES if local_files(source, tmp_path)} == served
+    assert {
+        (source.data_source, source.split) for source in SOURCES if local_files(source, tmp_path)
+    } == served
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # the second as spreadsheets write it
 @pytest.mark.parametrize("format", ["parquet", "json", "jsonl", "CSV"])
 def test_formats(tmp_path, format, encoding):
-    rows = [{"problem": "One,\n\"two\"\u2028?", "answer": "1"}, {"problem": "Zwölf?", "answer": "12"}]
+    rows = [{"problem": 'One,\n"two"\u2028?', "answer": "1"}, {"problem": "Zwölf?", "answer": "12"}]
     path = tmp_path / f"math500.{format}"
     if format == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif format == "json":
         path.write_text(json.dumps(rows, indent=1), encoding=encoding)
     elif format == "jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding=encoding)
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding=encoding
+        )
     else:
         with path.open("w", newline="", encoding=encoding) as file:
             writer = csv.DictWriter(file, ["problem", "answer"])
@@ -247,43 +302,85 @@ def test_hub(tmp_path, monkeypatch):
         (tmp_path / "hub" / "main").mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):
             rows = read(f"gsm8k_{split}_{100 if split == 'train' else 400}.jsonl")
-            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "main" / f"{split}-00000-of-00001.parquet")
+            pq.write_table(
+                pa.Table.from_pylist(rows), tmp_path / "hub" / "main" / f"{split}-00000-of-00001.parquet"
+            )
         return str(tmp_path / "hub")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "out")) == {"gsm8k_train.parquet": 100, "gsm8k_test.parquet": 400}
+    assert prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "out")) == {
+        "gsm8k_train.parquet": 100,
+        "gsm8k_test.parquet": 400,
+    }
     assert asked[0] == ("openai/gsm8k", "dataset", ["main/train-*.parquet"])
     with pytest.raises(OSError, match="HF_TOKEN.*--source-dir"):
         prepare(Config(tasks=["gpqa"], out_dir=tmp_path / "out"))
-    with pytest.raises(OSError, match=r"--tasks all: .*gpqa, math500.* could not be fetched"):  # all goes on with the others
+    with pytest.raises(
+        OSError, match=r"--tasks all: .*gpqa, math500.* could not be fetched"
+    ):  # all goes on with the others
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
-    assert {path.name for path in (tmp_path / "all").iterdir()} == {"gsm8k_train.parquet", "gsm8k_test.parquet"}
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {
+        "gsm8k_train.parquet",
+        "gsm8k_test.parquet",
+    }
     with pytest.raises(OSError, match="has no file test.jsonl"):
         prepare(Config(tasks=["math500"], out_dir=tmp_path / "out"))
 
 
-# --- what is wrong is named -------------------------------------------------------------------------------------------
+# --- what is wrong is named ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("file", "row", "message"),
     [
-        ("math500.jsonl", {"question": "?", "answer": "1"}, r"math500.jsonl, row 0: no column 'problem'.*: question, answer"),
-        ("math500.jsonl", {"problem": "?", "answer": ""}, r"math500.jsonl, row 0: no column 'answer', or it is empty"),
-        ("gsm8k_test.jsonl", {"question": "?", "answer": "so 5"}, r"gsm8k_test.jsonl, row 0: column 'answer' has no '####'"),
-        ("aime24.jsonl", {"problem": "?", "answer": "1/2"}, r"aime24.jsonl, row 0: column 'Answer.answer' is '1/2'"),
+        (
+            "math500.jsonl",
+            {"question": "?", "answer": "1"},
+            r"math500.jsonl, row 0: no column 'problem'.*: question, answer",
+        ),
+        (
+            "math500.jsonl",
+            {"problem": "?", "answer": ""},
+            r"math500.jsonl, row 0: no column 'answer', or it is empty",
+        ),
+        (
+            "gsm8k_test.jsonl",
+            {"question": "?", "answer": "so 5"},
+            r"gsm8k_test.jsonl, row 0: column 'answer' has no '####'",
+        ),
+        (
+            "aime24.jsonl",
+            {"problem": "?", "answer": "1/2"},
+            r"aime24.jsonl, row 0: column 'Answer.answer' is '1/2'",
+        ),
         ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, r"no column 'Incorrect Answer 1'"),
-        ("fapo_critic.jsonl", {"prompt": [{"role": "user", "content": "?"}]}, r"critic.jsonl, row 0: no column 'reward_model'"),
-        ("fapo_critic.jsonl", {"prompt": [{}], "reward_model": {"ground_truth": 0}, "extra_info": {"index": 1}},
-         r"critic.jsonl, row 0: no column 'data_source'"),
-        ("processbench.jsonl", {"problem": "?", "steps": "['a', 'b']", "label": 1, "id": "math-0", "final_answer_correct": True},
-         r"processbench.jsonl, row 0: column 'steps' is .*expected a list"),
-        ("processbench.jsonl", {"problem": "?", "steps": [None], "label": 0, "id": "math-0", "final_answer_correct": True},
-         r"processbench.jsonl, row 0: column 'steps' is .*expected a list"),
-        ("processbench.jsonl", {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
-         r"processbench.jsonl, row 0: reward_model.ground_truth is 1, extra_info.total_steps 1; expected"),
+        (
+            "fapo_critic.jsonl",
+            {"prompt": [{"role": "user", "content": "?"}]},
+            r"critic.jsonl, row 0: no column 'reward_model'",
+        ),
+        (
+            "fapo_critic.jsonl",
+            {"prompt": [{}], "reward_model": {"ground_truth": 0}, "extra_info": {"index": 1}},
+            r"critic.jsonl, row 0: no column 'data_source'",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": "['a', 'b']", "label": 1, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: column 'steps' is .*expected a list",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": [None], "label": 0, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: column 'steps' is .*expected a list",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: reward_model.ground_truth is 1, extra_info.total_steps 1; expected",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_rows(tmp_path, file, row, message):
     write_jsonl(tmp_path / file, [row])
     with pytest.raises(ValueError, match=message):
@@ -314,8 +411,16 @@ def test_files_that_are_not_what_they_say(tmp_path):
         ("a.txt", "", "a.txt: the name must end with .parquet or .jsonl"),
         ("a.jsonl", "\n", "a.jsonl: no rows"),
         ("a.jsonl", '{"reward_model": {}}', "a.jsonl row 0: no 'data_source' .there are reward_model"),
-        ("a.jsonl", '{"data_source": "x", "reward_model": "5"}', "a.jsonl row 0: reward_model is '5'; it must be a dict"),
-        ("a.jsonl", '{"data_source": "x", "reward_model": {"ground_truth": ""}, "response": 5}', "a.jsonl row 0: response is 5"),
+        (
+            "a.jsonl",
+            '{"data_source": "x", "reward_model": "5"}',
+            "a.jsonl row 0: reward_model is '5'; it must be a dict",
+        ),
+        (
+            "a.jsonl",
+            '{"data_source": "x", "reward_model": {"ground_truth": ""}, "response": 5}',
+            "a.jsonl row 0: response is 5",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_of_rows(tmp_path, name, text, message):
@@ -353,16 +458,28 @@ def edited(row: dict, field: str, value: object) -> dict:
 @pytest.mark.parametrize(
     ("file", "field", "value"),
     [
-        ("gsm8k_test", "data_source", ""), ("gsm8k_test", "prompt", "text"), ("gsm8k_test", "prompt", []),
-        ("gsm8k_test", "prompt.role", "robot"), ("gsm8k_test", "prompt.content", " "), ("gsm8k_test", "ability", None),
-        ("gsm8k_test", "reward_model", None), ("gsm8k_test", "reward_model.style", None),
-        ("gsm8k_test", "reward_model.ground_truth", 5), ("gsm8k_test", "extra_info.split", "dev"),
-        ("gsm8k_test", "extra_info.index", "0"), ("gsm8k_test", "extra_info.question", None),
-        ("fapo_critic_train", "reward_model.ground_truth", "1"), ("fapo_critic_train", "reward_model.ground_truth", -2),
-        ("fapo_critic_train", "extra_info.total_steps", "2"), ("gsm8k_test", "prompt", ["text"]), ("gsm8k_test", "extra_info", []),
-        ("fapo_critic_train", "reward_model.ground_truth", 10**6), ("gsm8k_test", "extra_info.index", True), ("gsm8k_test", "extra_info.index", 1.5),  # Arrow would write 1
+        ("gsm8k_test", "data_source", ""),
+        ("gsm8k_test", "prompt", "text"),
+        ("gsm8k_test", "prompt", []),
+        ("gsm8k_test", "prompt.role", "robot"),
+        ("gsm8k_test", "prompt.content", " "),
+        ("gsm8k_test", "ability", None),
+        ("gsm8k_test", "reward_model", None),
+        ("gsm8k_test", "reward_model.style", None),
+        ("gsm8k_test", "reward_model.ground_truth", 5),
+        ("gsm8k_test", "extra_info.split", "dev"),
+        ("gsm8k_test", "extra_info.index", "0"),
+        ("gsm8k_test", "extra_info.question", None),
+        ("fapo_critic_train", "reward_model.ground_truth", "1"),
+        ("fapo_critic_train", "reward_model.ground_truth", -2),
+        ("fapo_critic_train", "extra_info.total_steps", "2"),
+        ("gsm8k_test", "prompt", ["text"]),
+        ("gsm8k_test", "extra_info", []),
+        ("fapo_critic_train", "reward_model.ground_truth", 10**6),
+        ("gsm8k_test", "extra_info.index", True),
+        ("gsm8k_test", "extra_info.index", 1.5),  # Arrow would write 1
     ],
-)  # fmt: skip
+)
 def test_validate_rows(real, file, field, value):
     row = real[f"{file}.parquet"][0]
     validate_rows([row], "s")
@@ -402,14 +519,22 @@ def test_command_line(tmp_path):
 
     result = run("--tasks", "aime24", "math500", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
     assert result.returncode == 0, result.stderr
-    assert "math500_test.parquet: 500 rows from math500.jsonl" in result.stdout and '"data_source": "aime24"' in result.stdout
+    assert (
+        "math500_test.parquet: 500 rows from math500.jsonl" in result.stdout
+        and '"data_source": "aime24"' in result.stdout
+    )
     result = run("--tasks", "gpqa", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
-    assert result.returncode == 2 and result.stderr.startswith("error: --tasks gpqa") and result.stderr.count("\n") == 1
+    assert (
+        result.returncode == 2
+        and result.stderr.startswith("error: --tasks gpqa")
+        and result.stderr.count("\n") == 1
+    )
     assert run("--tasks", "nonsense").returncode == 2
 
 
 def test_nothing_large_is_loaded_before_it_is_needed():
-    code = "import sys, prepare_data; sys.exit(not {'torch', 'transformers', 'matplotlib', 'toy'}.isdisjoint(sys.modules))"
+    code = "import sys, prepare_data; " \
+        "sys.exit(not {'torch', 'transformers', 'matplotlib', 'toy'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 

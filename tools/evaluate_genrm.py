@@ -5,20 +5,15 @@
     python -m tools.evaluate_genrm --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
-Asks for n critiques of every row (any judge rows of prepare_data.py will do): `ask_judge` is a reward
-function, a critique is one call of it. Each goes to critiques.jsonl as it comes: a run that was stopped goes
-on where it was. Prints two tables:
-
+Asks for n critiques of every judge row of prepare_data.py; each goes to critiques.jsonl as it comes: a run
+that was stopped goes on where it was. Prints two tables:
     ProcessBench         per subset: share of flawed solutions whose first error is found exactly (error), of
                          correct ones that are called correct (correct), their harmonic mean (F1); mean F1
     FlawedPositiveBench  rows whose final answer is correct: precision, recall and F1 of "flawed"
-
 The paper reports for FAPO-GenRM-4B: average F1 83.3; precision 87.5, recall 91.4, F1 89.4. A critique that is
-unparsable or was cut has no vote. A solution without any vote is unparsable: a miss in every accuracy and in
-recall, but never counted as "flawed" (the original counts it so). A request that fails is neither: it is left
-out, reported, and asked again next time; where some fail every time, --max-error-rate ends the matter.
-
-What it leaves out: judges that answer True or False, and scoring by log-probabilities.
+unparsable or was cut has no vote; a solution without any vote is a miss in every accuracy and in recall, but
+never "flawed" (the original counts it so). A failed request is left out, reported, and asked again next time.
+Left out: judges that answer True or False, scoring by log-probabilities.
 """
 
 import asyncio
@@ -162,15 +157,14 @@ async def chat_settings(config: Config, longest: int) -> dict:
         await scores.close_session()
     return dict(
         model=config.model or model["id"], temperature=config.temperature, top_p=config.top_p,
-        max_tokens=config.max_tokens if fits else None, chat_kwargs=chat_kwargs,
-    )  # fmt: skip
+        max_tokens=config.max_tokens if fits else None, chat_kwargs=chat_kwargs)  # fmt: skip
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config, max(len(row["response"].encode()) for row in rows)))
-    data = hashlib.sha256(config.data.read_bytes()).hexdigest()
-    header, progress = json.dumps(chat | {"data (sha256)": data}), config.out.with_suffix(".jsonl")
+    header = json.dumps(chat | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
+    progress = config.out.with_suffix(".jsonl")
     if progress.exists() and not scored_before(progress, progress.read_text().split("\n")[0], resume=True):
         progress.unlink()  # nothing came of the last command, so that this one may correct it
     done = scored_before(progress, header, resume=True)  # {"row/sample": result}
@@ -178,8 +172,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     options = RewardOptions(
         reward_fn=f"{Path(__file__).resolve()}:ask_judge", router_address=(config.router_address,),
         reward_kwargs=json.dumps({"chat": chat | {"timeout_s": config.timeout_s}}), num_workers=1,
-        max_in_flight=config.concurrency, timeout=config.timeout_s + 60,
-    )  # fmt: skip
+        max_in_flight=config.concurrency, timeout=config.timeout_s + 60)  # fmt: skip
     score_the_rest(options, samples, done, progress, header)
     nothing = {"text": None, "tokens": 0, "index": None}
     for i, row in enumerate(rows):
