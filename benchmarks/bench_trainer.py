@@ -535,8 +535,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
                     f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30
                 ),
             )
-            # noqa: E731
-            each = lambda function: ray.get([actor.__ray_call__.remote(function) for actor in policy.actors])
+            each = lambda f: ray.get([actor.__ray_call__.remote(f) for actor in policy.actors])  # noqa: E731
         policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))
         seconds, handed, times = [], [], []

@@ -307,8 +307,8 @@ class Sender:
 
 
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
-    folder, model, tokenizer, stand_in, monkeypatch
-):  # noqa: F811
+    folder, model, tokenizer, stand_in, monkeypatch  # noqa: F811
+):
     """Servers in actors, played, with the weights in packs smaller than a tensor. The folder of a node may
     die, and a server that comes back needs the ranks: without them whoever samples is told.
     """
