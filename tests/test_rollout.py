@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -187,6 +188,44 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_the_batch_size_is_that_of_each_server():
+    """Two servers with three requests each: six are under way, and the others wait here, where no clock runs."""
+    together, most, lock = [0], [0], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            with lock:
+                together[0] += 1
+                most[0] = max(most[0], together[0])
+            time.sleep(0.1)
+            with lock:
+                together[0] -= 1
+            choice = {"finish_reason": "stop", "token_ids": [4, 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+            answer = json.dumps({"choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    config = SimpleNamespace(api_key="", num_servers=2)
+    address = f"127.0.0.1:{server.server_port}"
+    servers = SimpleNamespace(servers=SimpleNamespace(router_address=address, config=config), check=lambda: None)
+    settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=3)
+    try:
+        rollout.rollout_vllm(servers, samples_of([[5, 6]], 20), **settings)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert most[0] == 6
 
 
 def tied_policy(tokenizer):
