@@ -191,7 +191,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
 
 
 def test_the_batch_size_is_that_of_each_server():
-    """Two servers with three requests each: six are under way, and the others wait here, where no clock runs."""
+    """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
     together, most, lock = [0], [0], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -203,7 +203,7 @@ def test_the_batch_size_is_that_of_each_server():
             time.sleep(0.1)
             with lock:
                 together[0] -= 1
-            choice = {"finish_reason": "stop", "token_ids": [4, 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
+            choice = {"finish_reason": "stop", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
             answer = json.dumps({"choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
@@ -217,8 +217,8 @@ def test_the_batch_size_is_that_of_each_server():
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     config = SimpleNamespace(api_key="", num_servers=2)
-    address = f"127.0.0.1:{server.server_port}"
-    servers = SimpleNamespace(servers=SimpleNamespace(router_address=address, config=config), check=lambda: None)
+    started = SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config)
+    servers = SimpleNamespace(servers=started, check=lambda: None)
     settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=3)
     try:
         rollout.rollout_vllm(servers, samples_of([[5, 6]], 20), **settings)
