@@ -20,7 +20,7 @@ OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--w
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
 # The README says that they are not here, and nothing else names them.
 DROPPED = {"--save-rollouts", "--replay", "--max-staleness", "--weight-sync", "--rollout-shares-gpus"}
-DROPPED |= {"--genrm-gpus", "--rollout-gpus"}
+DROPPED |= {"--genrm-gpus", "--rollout-gpus", "--max-concurrency"}
 
 
 def blocks(page, *languages):
