@@ -1027,7 +1027,7 @@ def test_no_node_with_cpus_is_waited_for():
             """
         with concurrent.futures.ThreadPoolExecutor() as pool:
             said = pool.submit(run_script, body, RAY_ADDRESS=cluster.address)
-            time.sleep(5)
+            time.sleep(12)  # it has joined by then
             assert not said.done()
             cluster.add_node(num_cpus=1)
             said = said.result()
