@@ -58,7 +58,8 @@ class PolicyServers:
             tokenizer.save_pretrained(name)
             paths = [path for path in Path(name).rglob("*") if path.is_file()]
             files = {str(path.relative_to(name)): path.read_bytes() for path in paths}
-        path = f"{tempfile.gettempdir()}/{LINK}{secrets.token_hex(4)}"
+        base = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()  # each node's own
+        path = f"{base}/{LINK}{secrets.token_hex(4)}"
         self.contents = path, files, 2 * self.dtype.itemsize * about["numel"]  # of a WeightFolder
         # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
@@ -261,6 +262,6 @@ def remove_abandoned() -> None:
         for path in Path(base).glob(f"{FOLDER}*/.lock"):
             if lock(path.parent):
                 shutil.rmtree(path.parent, ignore_errors=True)
-    for link in Path(tempfile.gettempdir()).glob(f"{LINK}*"):
-        if not link.exists():
-            link.unlink(missing_ok=True)
+        for link in Path(base).glob(f"{LINK}*"):
+            if not link.exists():
+                link.unlink(missing_ok=True)

@@ -291,12 +291,21 @@ def test_limit_and_bad_files(bench, tmp_path):
         read_judge_rows(tmp_path / "aime25_test.parquet")
 
 
+def interrupted(*_):
+    """Ctrl-C, also in a background job, where Python has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     rows = pq.read_table(bench).to_pylist()
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows[0]["reward_model"]["style"] = 1
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(evaluate_genrm, "judge_rows", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(evaluate_genrm, "judge_rows", interrupted)
     for data, out, code, message in [
         (bench, "c.jsonl", 2, "the progress goes to this name"),  # it would take the place of the progress
         ("rows.jsonl", "rows.parquet", 2, "the progress goes to this name"),

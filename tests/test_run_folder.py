@@ -356,6 +356,8 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, model, token
 STEP = """
     import signal, sys, time
     import run_folder
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a background job and nohup have others
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     {before}
     interrupts = run_folder.Interrupts()
     try:
