@@ -280,6 +280,7 @@ class Log:
                             "advantage": sample.advantage, "response_length": len(sample.response_ids),
                             "clipped": sample.response_ids[-1] not in eos_ids,
                             "response": sample.text}  # fmt: skip
+                    line |= {"prefix_advantage": sample.prefix_advantage} if sample.prefix else {}
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 if split == "val" and written.total() <= 3:
                     print(f"    ... {prompt[-40:]!r} | ... {sample.text[-60:]!r} | truth {str(truth)[:12]} | "

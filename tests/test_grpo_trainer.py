@@ -474,6 +474,7 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
 def test_papo_normalises_answer_and_reasoning_apart():
     """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones
     nothing does."""
+    papo = config_of(advantage="papo")
     right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
     group = [
         scored(1.0, **right),
@@ -481,23 +482,20 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    grpo_trainer.set_advantages([group], "papo")
+    grpo_trainer.set_advantages([group], papo)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    grpo_trainer.set_advantages([long], "papo")  # the length penalty is part of the outcome
+    grpo_trainer.set_advantages([long], papo)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    grpo_trainer.set_advantages([late], "papo")
+    grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(
-        RuntimeError,
-        match="papo needs acc and flawed_positive from the reward function, which gives score, acc",
-    ):
-        grpo_trainer.set_advantages([[scored(1.0, acc=True)] * 4], "papo")
+    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive from .* gives score, acc;"):
+        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, None)
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
