@@ -103,11 +103,12 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
         if part.strip():
             starts.append(end + len(part) - len(part.lstrip()))
         end += len(part) + 2
-    start = starts[paragraph] if paragraph < len(starts) else len(text)
     low, high = 0, len(ids) - 1
+    if paragraph >= len(starts):
+        return high
     while low < high:
         middle = (low + high) // 2
-        if len(decode(ids[: middle + 1])) > start:
+        if len(decode(ids[: middle + 1])) > starts[paragraph]:
             high = middle
         else:
             low = middle + 1

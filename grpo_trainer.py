@@ -488,8 +488,9 @@ def why_useless(group: list[Sample], advantage: str = "fapo", terms=()) -> str |
         return "no_verdict"
     keys = {"papo": ("acc", "flawed_positive"), "terms": tuple(terms)}.get(advantage, ("score",))
     seen = {tuple(info.get(key) for key in keys) for info in infos}
-    if advantage == "vppo":  # right, or else what is rewarded all the same
-        seen = {info["score"] > 0 or sample.prefix > 0 for sample, info in zip(judged, infos)}
+    if advantage == "vppo":  # right or wrong, and a prefix that is rewarded all the same
+        seen = {value > 0 for (value,) in seen}
+        seen |= {s.prefix for s, info in zip(judged, infos) if s.prefix and not info["score"] > 0}
     if len(seen) > 1:
         return None
     right = {is_right(info) for info in infos if info.get("acc") is not None}  # where the function says so
