@@ -30,7 +30,7 @@ world() {  # world NAME KIND SEED MODELS: its files, and its models
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
   once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto "${@:4}"
 }
-served() {  # served WORLD [prefix_judge vppo_judge]: FAPO with its judge, trained and served; credit by its word
+served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained and served
   local seed name unfinished=""
   for seed in $SEEDS; do
     for name in fapo_judge "${@:2}"; do [ -f "$OUT/$1/${name}_seed$seed.done" ] || unfinished=1; done
