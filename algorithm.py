@@ -4,7 +4,7 @@
 
 Read it beside the README's three equations: R_FAPO itself is made in compute_score.py (paper eq. 8); what
 turns rewards into a gradient is here. Nothing here knows of models, files or servers, and nothing is mutated.
-PyTorch is the only import.
+Needs none of our other files.
 
 What is left out: value functions (GAE), losses per sequence (GSPO), a KL term inside the reward.
 
