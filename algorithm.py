@@ -4,7 +4,7 @@
 
 Read it beside the README's three equations: R_FAPO itself is made in compute_score.py (paper eq. 8); what
 turns rewards into a gradient is here. Nothing here knows of models, files or servers, and nothing is mutated.
-PyTorch is the only import. docs/algorithms.md has all of it in one table.
+Needs none of our other files. docs/algorithms.md has all of it in one table.
 
 What is left out: value functions (GAE), a KL term inside the reward.
 

@@ -8,7 +8,7 @@
     compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
 
 Use: python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward
-function, or copied alone: it needs none of our files. Settings come after the "*"; a misspelt one is refused.
+function. Needs none of our other files. Settings come after the "*"; a misspelt one is refused.
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
 ("no verdict"), not +1 and not 0. A framework that needs numbers, such as verl, sets on_no_verdict="rule".
 Left out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.

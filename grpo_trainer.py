@@ -101,6 +101,9 @@ class Config(reward_loop.RewardOptions):
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
     weight_decay: float = 0.1  # AdamW's weight decay.
+    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
+    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
@@ -168,6 +171,8 @@ class Config(reward_loop.RewardOptions):
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
             (self.policy_gpu_share < 1 and self.policy_ranks > 1,
              f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
+            (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
+             "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
              f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
             (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,

@@ -20,8 +20,8 @@ manager ends one that hangs. What fails in company is tried again, in the end al
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
 container (a grading process has your rights). The function's file and this folder need the same path on all
-nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py, for models of
-its own also genrm_server.py and cluster/.
+nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py; for models of
+its own genrm_server.py and cluster/, where no function is named compute_score.py.
 """
 
 import asyncio
