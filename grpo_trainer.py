@@ -274,7 +274,7 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        show(metrics, config.total_steps)
+                        log.monitor.print_step(metrics)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -431,10 +431,7 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards: RuntimeError where the function does not give it.
-
-    PAPO: a right answer whose reasoning nobody judged has no verdict. VPPO, --credit prefix: Sample.prefix.
-    """
+    """What advantages need beside rewards, such as Sample.prefix. RuntimeError where the function lacks it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
     judged = [sample for sample in samples if sample.reward is not None]
@@ -442,12 +439,12 @@ def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
     numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
     if infos and (absent := [key for key in keys if key not in numbers]):
         raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]} from the reward function"
-            f", which gives {', '.join(infos[0])}; compute_score_fapo gives flawed_positive and first_wrong, "
-            "that of wrong answers with judge_wrong in --reward-kwargs")  # fmt: skip
+            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     for sample, info in zip(judged, infos):
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
+            # nobody has judged its reasoning
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
         elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
             before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)
@@ -568,14 +565,6 @@ def evaluate(run: Run) -> None:
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
-
-
-def show(metrics: dict, total_steps: int) -> None:
-    """One line on the screen."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
-    print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
 
 
 def main() -> None:
