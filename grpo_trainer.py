@@ -431,7 +431,7 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards, such as Sample.prefix. RuntimeError where the function lacks it."""
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
     judged = [sample for sample in samples if sample.reward is not None]
