@@ -52,6 +52,7 @@ class Job:
     columns: dict[str, bool]  # further columns of a row that the function names: whether it needs them
     tokenizer: str | None  # path, where the function takes it
     is_async: bool
+    sees_group: bool  # it takes solution_strs: a call has all responses to a prompt
     timeout: float
     sync_processes: int = 1
 
@@ -78,8 +79,8 @@ def load_function(spec: str):
 class Scorer:
     """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
-    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None],
-    as an object of the user's could break the message that carries others' results, too.
+    In come pickled arguments, out go results: JSON of [[[score or None, extra info, status], one for each
+    response], retry delay or None]; an object of the user's could break the message with others' results.
     """
 
     def __init__(self, job: Job):
@@ -94,9 +95,10 @@ class Scorer:
         self.function = partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
-        """One sample by an async function. Never raises; SystemExit neither: it must not end the worker."""
+        """One call of an async function. Never raises; SystemExit neither: it must not end the worker."""
         try:
-            return outcome(await self.function(**pickle.loads(payload)))  # pickled by our own manager
+            arguments = pickle.loads(payload)  # pickled by our own manager
+            return as_result(await self.function(**arguments), arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
 
@@ -104,8 +106,9 @@ class Scorer:
         """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
         pid = os.getpid()
         try:
-            value = self.function(**pickle.loads(payload))
-            return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
+            value = self.function(**(arguments := pickle.loads(payload)))
+            value = runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value
+            return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
         finally:
@@ -114,12 +117,23 @@ class Scorer:
 
 
 def failure(status: str, message: str, retry: float | None = None) -> bytes:
-    """A result for a sample that has no outcome of its own."""
-    return json.dumps([None, {"error": message}, status, retry]).encode()
+    """The result of a call that has no outcome; of a group's it is everyone's."""
+    return json.dumps([[[None, {"error": message}, status]], retry]).encode()
 
 
-def outcome(value) -> bytes:
-    """What the function returned, as a result."""
+def as_result(value, group: list[str] | None) -> bytes:
+    """What the function returned, as a result; group: the responses, where it got all of a prompt."""
+    values = [value] if group is None else value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)):
+        return failure("error", f"the function returned {values!r:.80}, not a list of scores")
+    if group is not None and len(values) != len(group):
+        return failure("error", f"the function returned {len(values)} scores for {len(group)} responses")
+    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
+    return json.dumps([list(map(outcome, values)), None], default=default).encode()
+
+
+def outcome(value) -> tuple[float | None, dict, str]:
+    """Score, extra info and status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score, wrong = extra.get("score"), None
     if "score" not in extra:
@@ -131,8 +145,7 @@ def outcome(value) -> bytes:
     status = "error" if wrong else "no_verdict" if score is None else "ok"
     score = float(score) if status == "ok" else None
     extra |= ({"score": score} if "score" in extra else {}) | ({"error": wrong} if wrong else {})
-    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
-    return json.dumps([score, extra, status, None], default=default).encode()
+    return score, extra, status
 
 
 def describe(error: BaseException, file: str = "") -> str:
