@@ -171,10 +171,11 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     sees_group = "solution_strs" in takes
     if sees_group and "solution_str" in takes:
         raise ValueError(f"{spec} takes solution_str (a response) and solution_strs (a group): drop one")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in takes.values())  # a plain rule runs beside a model
+    named_or_any = {*takes, "reward_router_address", "reward_model_tokenizer"}  # what `**settings` passes on
+    given = named_or_any if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else takes
     main = next(iter(addresses.values()), None)
     models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
-    models = {key: models[key] for key in models if addresses and (takes_all or key in takes)}
+    models = {key: models[key] for key in models if addresses and key in given}  # a plain rule takes none
     columns = {key: takes[key].default is signature.empty for key in FURTHER_COLUMNS & takes.keys() - kwargs}
     names = ["data_source", "solution_str" + "s" * sees_group, "ground_truth", "extra_info", *columns]
     try:

@@ -1,4 +1,4 @@
-"""Functions that see all responses to a prompt, and do as the responses say; used by test_reward_loop.py."""
+"""Functions that see all responses to a prompt, and do as the responses say."""
 
 import asyncio
 import os
@@ -10,8 +10,6 @@ def act(solution_strs):
         raise KeyError("no such thing")
     if "os_exit" in solution_strs:
         os._exit(1)
-    if "hang" in solution_strs:
-        time.sleep(3600)
     if "number" in solution_strs:
         return 1.0
     if "short" in solution_strs:
@@ -21,10 +19,12 @@ def act(solution_strs):
 
         return np.arange(len(solution_strs)) / 2
     scores = {"none": None, "nan": float("nan"), "dict": {"score": 1.0, "acc": True}}
-    return [scores.get(text, len(solution_strs)) for text in solution_strs]
+    return [scores.get(text, float(len(solution_strs))) for text in solution_strs]
 
 
 def sync_group(data_source, solution_strs, ground_truth, extra_info):
+    if "hang" in solution_strs:
+        time.sleep(3600)
     return act(solution_strs)
 
 
@@ -34,24 +34,33 @@ async def async_group(data_source, solution_strs, ground_truth, extra_info):
     return act(solution_strs)
 
 
-def sees(data_source, solution_strs, ground_truth, extra_info, prompt, response_length, step=None, **settings):
+def sees(data_source, solution_strs, ground_truth, extra_info, prompt, response_length=None, step=None):
     """Tells each response what the call got."""
-    seen = [data_source, solution_strs, ground_truth, extra_info, prompt, response_length, step, settings]
-    extra_info["changed"] = "by the function"
-    return [{"score": float(text), "seen": seen} for text in solution_strs]
+    seen = [data_source, solution_strs, ground_truth, dict(extra_info), prompt, response_length, step]
+    extra_info["changed"] = True
+    return [{"score": float(len(text)), "seen": seen} for text in solution_strs]
 
 
-async def logs_calls(data_source, solution_strs, ground_truth, extra_info, file, step=None):
-    """Notes each call; a group's score is its size."""
+def against_the_mean(data_source, solution_strs, ground_truth, extra_info):
+    """Sevens written, beyond what the group's others wrote; says who was in the group."""
+    sevens = [text.count("7") for text in solution_strs]
+    mean = sum(sevens) / len(sevens)
+    return [{"score": own - mean, "acc": own > 0, "group_texts": sorted(solution_strs)} for own in sevens]
+
+
+def notes_calls(data_source, solution_strs, ground_truth, extra_info, file):
+    """Notes each call. While `file`.down exists it raises on "raise", and has no verdict on "none"."""
     with open(file, "a") as log:
-        log.write(f"{time.time()} {step} {extra_info['index']} {extra_info['split']} {len(solution_strs)}\n")
-    return [{"score": float(len(text)), "acc": len(text) > 5, "group_size": len(solution_strs)}
-            for text in solution_strs]  # fmt: skip
+        log.write(" ".join(solution_strs) + "\n")
+    down = os.path.exists(f"{file}.down")
+    if down and "raise" in solution_strs:
+        raise RuntimeError("the judge is down")
+    return [None if down and text == "none" else float(len(solution_strs)) for text in solution_strs]
 
 
-def both(data_source, solution_str, solution_strs, ground_truth, extra_info):
+def takes_both(data_source, solution_str, solution_strs, ground_truth, extra_info):
     return []
 
 
-def of_one(data_source, solution_str, ground_truth, extra_info):
-    return 1.0
+async def passes_settings_on(data_source, solution_str, ground_truth, extra_info, **settings):
+    return {"score": 1.0, "settings": sorted(settings)}
