@@ -13,6 +13,8 @@ A result is {"reward_score": float | None, "reward_extra_info": dict, "status": 
 "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
 (raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and no other is touched.
 
+A function with `solution_strs` gets all samples of a prompt at once: `submit_group`, `by_group`.
+
 RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
 standing `collect` call brings what has been scored since the last. Ray restarts a worker that has died, the
@@ -20,14 +22,12 @@ manager ends one that hangs. What fails in company is tried again, in the end al
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
 container (a grading process has your rights). The function's file and this folder need the same path on all
-nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py, for models of
-its own also genrm_server.py and cluster/.
+nodes. Needs reward_worker.py, for models of its own also genrm_server.py and cluster/.
 """
 
 import asyncio
 import atexit
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
@@ -44,6 +44,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -105,8 +106,7 @@ class RewardOptions:
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
-        may_sleep = getattr(self, "reward_mode", None) == "colocate"  # the trainer's
-        for config in self.server_configs(may_sleep).values():
+        for config in self.server_configs(getattr(self, "reward_mode", None) == "colocate").values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
@@ -166,16 +166,14 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         function = load_function(f"{path}:{name}")
     finally:
         sys.path[:] = import_path  # the driver has modules of its own to import
-    signature = inspect.signature(function)
-    takes = signature.parameters
+    takes = (signature := inspect.signature(function)).parameters
     sees_group = "solution_strs" in takes
     if sees_group and "solution_str" in takes:
         raise ValueError(f"{spec} takes solution_str (a response) and solution_strs (a group): drop one")
-    named_or_any = {*takes, "reward_router_address", "reward_model_tokenizer"}  # what `**settings` passes on
-    given = named_or_any if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else takes
     main = next(iter(addresses.values()), None)
     models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
-    models = {key: models[key] for key in models if addresses and key in given}  # a plain rule takes none
+    passed_on = [*models][:2] if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else []  # **settings
+    models = {key: models[key] for key in models if addresses and (key in takes or key in passed_on)}
     columns = {key: takes[key].default is signature.empty for key in FURTHER_COLUMNS & takes.keys() - kwargs}
     names = ["data_source", "solution_str" + "s" * sees_group, "ground_truth", "extra_info", *columns]
     try:
@@ -200,8 +198,7 @@ class Ticket:
     """One call on its way: of one sample, or of a group."""
 
     payload: bytes
-    penalties: list[float]  # overlong, of each sample
-    futures: list[concurrent.futures.Future]
+    waiting: dict[Future, float]  # of each sample; its penalty for length
     lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
     tries: int = 0  # failed HTTP tries
 
@@ -268,22 +265,20 @@ class RewardLoopManager:
 
     # ---- for callers, in their own threads
 
-    def submit(self, sample: dict) -> concurrent.futures.Future:
+    def submit(self, sample: dict) -> Future:
         """Takes a row of the schema plus `response` [, `response_length`, `step`] -> its result's future."""
         return self.submit_group([sample])[0]
 
-    def submit_group(self, samples: list[dict]) -> list[concurrent.futures.Future]:
+    def submit_group(self, samples: list[dict]) -> list[Future]:
         """Takes all samples of a prompt. A function that sees groups is called once, another one for each."""
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
         try:
-            row, responses = samples[0], "solution_str"
+            row, responses = samples[0], "solution_str" + "s" * self.job.sees_group
             if self.job.sees_group:  # what differs within a group is a list, the rest is the first one's
                 differ = {"response", "response_length"} & row.keys()
-                row = row | {name: [sample[name] for sample in samples] for name in differ}
-                responses = "solution_strs"
-            columns = self.job.columns.items()
-            arguments = {name: row[name] for name, needed in columns if needed or name in row}
+                row = row | {key: [sample[key] for sample in samples] for key in differ}
+            arguments = {key: row[key] for key, needed in self.job.columns.items() if needed or key in row}
             step = {"step": row["step"]} if "step" in row else {}
             arguments |= {"data_source": row["data_source"], responses: row["response"],
                           "ground_truth": row["reward_model"]["ground_truth"],
@@ -291,14 +286,14 @@ class RewardLoopManager:
             penalties = [self.overlong(s["response_length"]) if self.overlong else 0.0 for s in samples]
         except KeyError as error:
             raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
-        futures = [concurrent.futures.Future() for _ in samples]
-        for future in futures:
+        waiting = {Future(): penalty for penalty in penalties}
+        for future in waiting:
             self._open.add(future)
             future.add_done_callback(self._open.discard)
         if self._closed:  # asked only now: whoever closes either sees these futures or is seen here
             raise RuntimeError(self._closed)
-        self._put(Ticket(pickle.dumps(arguments, protocol=5), penalties, futures))
-        return futures
+        self._put(Ticket(pickle.dumps(arguments, protocol=5), waiting))
+        return list(waiting)
 
     async def score_one(self, sample: dict) -> dict:
         """`submit` for coroutines, of any event loop."""
@@ -319,7 +314,7 @@ class RewardLoopManager:
             for group in by_group(samples) if self.job.sees_group else [[i] for i in range(len(samples))]:
                 futures |= zip(self.submit_group([samples[index] for index in group]), group)
             look = dict(unit="sample", delay=3, leave=False, disable=None)
-            for future in tqdm(concurrent.futures.as_completed(futures), "scoring", len(futures), **look):
+            for future in tqdm(as_completed(futures), "scoring", len(futures), **look):
                 result = future.result()
                 if on_result:
                     on_result(futures[future], result)
@@ -360,7 +355,7 @@ class RewardLoopManager:
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use: start another one"
         for future in list(self._open):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
+            with contextlib.suppress(InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
         for slot in self._slots:
             with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
@@ -378,7 +373,7 @@ class RewardLoopManager:
             outgoing, pause = collections.defaultdict(list), 0.0
             while self._queue and ready and free > 0 and (pause := next_call - time.monotonic()) <= 0:
                 ticket = self._queue.popleft()
-                if all(future.done() for future in ticket.futures):  # its caller has gone
+                if all(future.done() for future in ticket.waiting):  # its caller has gone
                     continue
                 next_call = max(next_call, time.monotonic()) + 60 / per_minute
                 slot, number = min(ready, key=lambda slot: len(slot.pending)), next(self._numbers)
@@ -451,14 +446,14 @@ class RewardLoopManager:
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
             return
-        outcomes *= len(ticket.futures) // len(outcomes)  # a failure is that of the whole group
-        for future, penalty, (score, extra, status) in zip(ticket.futures, ticket.penalties, outcomes):
+        outcomes *= len(ticket.waiting) // len(outcomes)  # a failure is that of the whole group
+        for (future, penalty), (score, extra, status) in zip(ticket.waiting.items(), outcomes):
             if status in ("error", "timeout"):
                 self._say(f"a sample got no score ({status}): {extra['error']}")
             extra = extra | ({"overlong_penalty": penalty, "overlong": penalty < 0} if self.overlong else {})
             reward = None if score is None else score + penalty
             values = dict(reward_score=reward, reward_extra_info=extra, status=status, seconds=seconds)
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
+            with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
                 future.set_result(values)
 
     def _say(self, text: str) -> None:
@@ -493,10 +488,9 @@ def by_group(samples: list[dict]) -> list[list[int]]:
     """Their numbers, group by group: of one column `group`, or else prompt, and of one source and truth."""
     groups = collections.defaultdict(list)
     for number, sample in enumerate(samples):
-        names = [sample[column] for column in ("group", "prompt") if sample.get(column) is not None]
-        if not names:
-            raise ValueError(f"row {number} has no `prompt` and no `group`, which say whose group it is of")
-        key = names[0], sample.get("data_source"), sample.get("reward_model")
+        if (name := sample.get("group", sample.get("prompt"))) is None:
+            raise ValueError(f"row {number} has no `group` and no `prompt`, which say whose group it is of")
+        key = [name, sample.get("data_source"), sample.get("reward_model")]
         groups[json.dumps(key, default=str)].append(number)
     return list(groups.values())
 
@@ -541,9 +535,8 @@ def connect_ray() -> bool:
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have, where = ray.cluster_resources(), "started a cluster for this run"
-    if address != "local":
-        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    joined = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    have, where = ray.cluster_resources(), "started a cluster for this run" if address == "local" else joined
     print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
     return address == "local"
 

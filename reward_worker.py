@@ -7,8 +7,7 @@ have loaded it, with one sample at a time, killed when overdue. Its samples pass
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Used by reward_loop.py; needs no other file of ours. It is sent to the workers by value, and grading processes
-load it, so that its imports are Python's own.
+Used by reward_loop.py. Workers get it by value, grading processes load it: its imports are Python's own.
 """
 
 import asyncio
@@ -65,8 +64,7 @@ def load_function(spec: str):
     module_name = f"{path.stem}_of_user" if path.stem in sys.modules else path.stem  # hides no module
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = module  # its dataclasses need the entry
+        sys.modules[module_name] = module = importlib.util.module_from_spec(module_spec)  # for dataclasses
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{wrong}loading the file failed: {describe(error, file)}") from error
@@ -123,11 +121,9 @@ def failure(status: str, message: str, retry: float | None = None) -> bytes:
 
 def as_result(value, group: list[str] | None) -> bytes:
     """What the function returned, as a result; group: the responses, where it got all of a prompt."""
-    values = [value] if group is None else value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)):
-        return failure("error", f"the function returned {values!r:.80}, not a list of scores")
+    values = [value] if group is None else list(value) if hasattr(value, "__len__") else []
     if group is not None and len(values) != len(group):
-        return failure("error", f"the function returned {len(values)} scores for {len(group)} responses")
+        return failure("error", f"returned {value!r:.80}: {len(values)} scores for {len(group)} responses")
     default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
     return json.dumps([list(map(outcome, values)), None], default=default).encode()
 
@@ -144,8 +140,7 @@ def outcome(value) -> tuple[float | None, dict, str]:
         wrong = f"the score is {score}"
     status = "error" if wrong else "no_verdict" if score is None else "ok"
     score = float(score) if status == "ok" else None
-    extra |= ({"score": score} if "score" in extra else {}) | ({"error": wrong} if wrong else {})
-    return score, extra, status
+    return score, extra | {"score": score} | ({"error": wrong} if wrong else {}), status
 
 
 def describe(error: BaseException, file: str = "") -> str:
@@ -209,12 +204,11 @@ class Grader(threading.Thread):
         worker, timeout = self.worker, self.worker.job.timeout
         while len(worker.graders) <= worker.allowed:
             number, payload = worker.samples.get()
-            self.since = started = time.monotonic()
-            result = None
+            self.since, result = time.monotonic(), None
             try:
                 if not self.process:
                     self.open()
-                    self.since = started = time.monotonic()
+                    self.since = time.monotonic()
                 result = self.ask(b"%d:" % number, payload, timeout)
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
@@ -222,7 +216,7 @@ class Grader(threading.Thread):
                 complaint = failure("lost", f"grading process died on this sample ({str(error) or 'killed'})")
             except Exception as error:  # such as a function that does not load any more
                 complaint = failure("error", " ".join(str(error).split()))
-            self.since = math.inf
+            started, self.since = self.since, math.inf
             worker.report(number, result or complaint, started)
             if not result:
                 self.close()

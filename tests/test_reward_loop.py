@@ -473,8 +473,8 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
     (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
     (["alone"], [(1.0, "ok")]),
     (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
-    (["number", "a"], "the function returned 1.0, not a list of scores"),
-    (["short", "a", "b"], "the function returned 2 scores for 3 responses"),
+    (["number", "a"], "returned 1.0: 0 scores for 2 responses"),
+    (["short", "a", "b"], "returned [1.0, 1.0]: 2 scores for 3 responses"),
     (["hang", "a"], "no result within 1 s"),
     (["os_exit", "a"], "died"),
 ]
@@ -518,7 +518,7 @@ def test_what_a_function_of_groups_is_given(start):
     assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
     assert manager.submit(rows[0]).result(30)["reward_extra_info"]["seen"][1] == ["a"]
     del rows[3]["prompt"]
-    with pytest.raises(ValueError, match="row 3 has no `prompt` and no `group`"):
+    with pytest.raises(ValueError, match="row 3 has no `group` and no `prompt`"):
         manager.score_batch(rows)
     with pytest.raises(ValueError, match="no 'response_length'"):
         manager.submit_group([rows[0], sample("a")])

@@ -219,7 +219,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     score_file.run(config)
     assert sorted(calls.read_text().splitlines()) == ["a raise"] * 2 + ["none b"] * 2
     write_jsonl(data, [{name: row[name] for name in row if name not in ("group", "prompt")} for row in rows])
-    with pytest.raises(ValueError, match="row 0 has no `prompt` and no `group`"):
+    with pytest.raises(ValueError, match="row 0 has no `group` and no `prompt`"):
         score_file.run(config)
 
 
