@@ -6,7 +6,7 @@
 policy.py and rollout.py use it where the file is there. Whether a model can share prompts is tried when it is
 loaded. Left out: compilation, attention kernels of our own, packing instead of padding (slower on CPU).
 
-Shapes as in policy.py.
+Needs policy.py and algorithm.py. Shapes as in policy.py.
 """
 
 import torch
@@ -90,8 +90,7 @@ class RoomyLayer(DynamicLayer):
         # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
         stale = not self.buffers or self.keys.data_ptr() != self.buffers[0].data_ptr()
         if stale or end > self.buffers[0].shape[-2]:
-            # A GPU computes keys in float32 (rotary positions) and values in bf16; attention takes both in
-            # bf16.
+            # On a GPU keys come in float32 (rotary positions), values in bf16; attention takes both in bf16.
             shapes = [(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
             self.buffers = [values.new_empty(shape) for shape in shapes]
             if start:
