@@ -56,15 +56,19 @@ async def listwise_judge(
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     """The answer that most of the group give is the label: RL without a ground truth (arXiv:2504.16084).
 
-    Where there is one after all (a row without has ""), `acc` says whether an answer is really right. There
-    is no verdict on a group in which nobody answers.
+    Where there is one after all (a row without has ""), `acc` and `group_label_right` say how often answers
+    and labels are really right. There is no verdict on a group in which nobody answers.
     """
-    truth = "unknown" if ground_truth == "" else ground_truth
+    is_known = ground_truth != ""
+    truth = ground_truth if is_known else "unknown"
     results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
     votes = collections.Counter(result["pred"] for result in results if result["pred"] != "[INVALID]")
     [(label, count)] = votes.most_common(1) or [(None, 0)]
     about = {"group_label": label, "group_votes": count / len(results)}
-    about |= {"acc": None} if ground_truth == "" else {}
+    if is_known:
+        about["group_label_right"] = any(result["acc"] for result in results if result["pred"] == label)
+    else:
+        about["acc"] = None
     scores = [None if label is None else 1.0 if result["pred"] == label else -1.0 for result in results]
     return [result | about | {"score": score} for result, score in zip(results, scores)]
 

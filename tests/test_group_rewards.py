@@ -46,6 +46,9 @@ def test_majority_vote():
     assert of_all(results, "score") == [1.0, -1.0, 1.0, -1.0, -1.0]
     assert of_all(results, "acc") == [False, True, False, False, False]  # what the label does not know
     assert of_all(results, "group_label") == ["3"] * 5 and of_all(results, "group_votes") == [0.4] * 5
+    assert of_all(results, "group_label_right") == [False] * 5
+    results = group_rewards.majority_vote(solution_strs=responses[1:2] + responses, **ABOUT)
+    assert of_all(results, "group_label_right") == [True] * 6  # two votes each: who was first
     results = group_rewards.majority_vote(solution_strs=responses, **ABOUT | {"ground_truth": ""})
     assert of_all(results, "score") == [1.0, -1.0, 1.0, -1.0, -1.0] and of_all(results, "acc") == [None] * 5
     results = group_rewards.majority_vote(solution_strs=["no", "idea"], **ABOUT)
