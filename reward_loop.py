@@ -8,12 +8,11 @@ You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md
         future = manager.submit(sample)           # as each rollout ends, from any thread; never waits
         result = await manager.score_one(sample)  # the same for an event loop
         results = manager.score_batch(samples)    # colocate: the reward models are awake while it scores
+        futures = manager.submit_group(samples)   # of one prompt: for a function that takes `solution_strs`
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
 "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
 (raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and no other is touched.
-
-A function with `solution_strs` gets all samples of a prompt at once: `submit_group`, `by_group`.
 
 RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
@@ -21,9 +20,8 @@ standing `collect` call brings what has been scored since the last. Ray restarts
 manager ends one that hangs. What fails in company is tried again, in the end alone; there it is at fault.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
-container (a grading process has your rights). The function's file and this folder need the same path on all
-nodes. Needs reward_worker.py; for models of its own genrm_server.py and cluster/, where no function is named
-compute_score.py.
+container (a grading process has your rights). Function and folder need the same path on all nodes. Needs
+reward_worker.py; for models of its own genrm_server.py and cluster/; by default compute_score.py.
 """
 
 import asyncio
@@ -168,10 +166,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     finally:
         sys.path[:] = import_path  # the driver has modules of its own to import
     takes = (signature := inspect.signature(function)).parameters
-    sees_group = "solution_strs" in takes
-    if sees_group and "solution_str" in takes:
-        raise ValueError(f"{spec} takes solution_str (a response) and solution_strs (a group): drop one")
-    main = next(iter(addresses.values()), None)
+    sees_group, main = "solution_strs" in takes, next(iter(addresses.values()), None)
     models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
     passed_on = [*models][:2] if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else []  # **settings
     models = {key: models[key] for key in models if addresses and (key in takes or key in passed_on)}
@@ -301,11 +296,9 @@ class RewardLoopManager:
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
-        """Scores samples -> results in their order, all with the same keys of extra info (None: missing).
-
-        A function that sees groups gets those of `by_group`. The reward models are awake meanwhile, and only
-        then. on_result(index, result) is called as each result arrives; what it raises ends the batch.
-        """
+        """Scores samples, in the groups of `by_group` if the function sees those -> results in their order,
+        with the keys of all extra info (None: missing). The reward models are awake meanwhile, and only then.
+        on_result(index, result) is called as each result arrives; what it raises ends the batch."""
         from tqdm import tqdm
 
         if self.reward_models:

@@ -7,8 +7,7 @@ have loaded it, with one sample at a time, killed when overdue. Its samples pass
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Used by reward_loop.py. Needs none of our other files. It is sent to the workers by value and loaded by
-grading processes: its imports are Python's own.
+Needs none of our other files. It is sent to workers by value: its imports are Python's own.
 """
 
 import asyncio
@@ -135,10 +134,8 @@ def outcome(value) -> tuple[float | None, dict, str]:
     score, wrong = extra.get("score"), None
     if "score" not in extra:
         wrong = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1": a mistake
-        wrong = f"the score is {score!r:.80}, not a number"
-    elif score is not None and not math.isfinite(score):
-        wrong = f"the score is {score}"
+    elif score is not None and not (hasattr(type(score), "__float__") and math.isfinite(score)):
+        wrong = f"the score is {score!r:.80}, not a finite number"  # float() would take "1"
     status = "error" if wrong else "no_verdict" if score is None else "ok"
     score = float(score) if status == "ok" else None
     return score, extra | {"score": score} | ({"error": wrong} if wrong else {}), status
