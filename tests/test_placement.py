@@ -1,4 +1,4 @@
-"""Who gets which GPU: the layout by hand, and what each process sees of Ray's logical GPUs, which need none."""
+"""Who gets which GPU: the layout by hand, and what each process sees of GPUs that Ray only believes in."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
     "parts, gpus, message",
     [
         ({"rank": Part(1, 0, 1.0)}, 0, "no room for rank 0, which takes 1 of 0 GPUs, beside nothing; lower"),
-        ({"rank": Part(2, 0, 0.5, apart=True)}, 1, "rank 1, which takes 0.5 of 1 GPUs, beside rank 0 (0.5); "),
+        ({"rank": Part(2, 0, 0.5, apart=True)}, 1, "rank 1, which takes 0.5 of 1 GPUs, beside rank 0 (0.5)"),
         (
             {"rank": Part(2, 0, 0.5, apart=True), "server": Part(2, 0, 0.6)},
             2,
