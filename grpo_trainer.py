@@ -94,6 +94,9 @@ class Config(reward_loop.RewardOptions):
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
     weight_decay: float = 0.1  # AdamW's weight decay.
+    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
+    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
     clip_low: float = 0.2  # Lower clip range of the probability ratio.
     clip_high: float = 0.28  # Upper clip range of the probability ratio (clip-higher).
@@ -154,6 +157,8 @@ class Config(reward_loop.RewardOptions):
               for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
             (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
              f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
+            (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
+             "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap == 0, "tis_cap: 0 would multiply every loss by 0; leave it out to turn it off"),
             (self.overlong_buffer > self.max_response_length,
              f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "

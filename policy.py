@@ -87,16 +87,25 @@ class Policy:
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
         self.model = self.load(source, check=True)
-        self.reference = self.load(config.model) if config.kl_coef else None
+        self.reference = None
+        if config.kl_coef:  # with adapters it is the same model without them
+            self.reference = self.model if config.lora_rank else self.load(config.model)
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(learning, **options)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
         options = dict(dtype=torch.float32, trust_remote_code=self.config.trust_remote_code)
         if self.config.max_positions:
             options["max_position_embeddings"] = self.config.max_positions
-        model = AutoModelForCausalLM.from_pretrained(source, **options).eval().to(self.device)
+        base = self.config.model if self.config.lora_rank else source
+        model = AutoModelForCausalLM.from_pretrained(base, **options).eval()
+        if self.config.lora_rank:
+            from tools.merge_lora import add_adapters
+
+            add_adapters(model, self.config, source)
+        model.to(self.device)
         try:
             model.generation_config.validate(strict=True)
         except ValueError:  # sampling values without do_sample, which transformers refuses to save
@@ -159,8 +168,9 @@ class Policy:
             rollout_logprobs = torch.tensor(sample.rollout_logprobs, device=self.device)
             sums.update(agreement(logprobs, rollout_logprobs, entropy))
         if self.reference is not None:
-            for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
-                sample.reference_logprobs = logprobs
+            with without_adapters(self.reference):
+                for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
+                    sample.reference_logprobs = logprobs
         sums = self.total(sums)
         for batch, everyone in zip(learning, mini_batches):
             if not any(map(self.has_gradient, everyone)):
@@ -255,13 +265,28 @@ class Policy:
                 "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel}  # fmt: skip
 
     def weights(self, dtype: torch.dtype | None = None):
-        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own."""
+        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own.
+
+        Adapters are in them: a layer's are its own plus alpha / rank * B @ A.
+        """
+        adapted = {f"{name}.base_layer.weight": module for name, module in adapters_of(self.model)}
         for name, tensor in self.model.state_dict().items():
-            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
+            if name in adapted:
+                tensor = tensor + adapted[name].get_delta_weight("default")
+            if ".lora_" not in name:  # cast: less to gather
+                tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
+                yield name.replace(".base_layer.", "."), whole(tensor)
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face folder and the optimizer. RuntimeError where a weight is not finite."""
-        weights = {name: tensor.cpu() for name, tensor in self.weights() if self.is_first}
+        """Writes a Hugging Face folder (of adapters: peft's) and the optimizer.
+
+        RuntimeError where a weight is not finite.
+        """
+        named = self.weights()
+        if self.config.lora_rank:
+            parameters = self.model.named_parameters()
+            named = ((name, whole(p.detach())) for name, p in parameters if p.requires_grad)
+        weights = {name: tensor.cpu() for name, tensor in named if self.is_first}
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
         if weights:
@@ -287,6 +312,27 @@ class Policy:
 def whole(tensor):
     """All of a tensor that may be sharded over ranks (a DTensor)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def adapters_of(model) -> list[tuple]:
+    """Name and module of each layer with an adapter (peft's class, known by its method)."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight")]
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """Inside, the model computes what it did before it got adapters; one without any is what it was.
+
+    By their scale: peft's own switch also freezes them, which FSDP does not take.
+    """
+    layers = adapters_of(model)
+    try:
+        for _, layer in layers:
+            layer.set_scale("default", 0.0)
+        yield
+    finally:
+        for _, layer in layers:
+            layer.set_scale("default", 1.0)
 
 
 def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:

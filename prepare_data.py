@@ -265,10 +265,11 @@ class Config:
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
     seed: int = 0  # For the order of GPQA's choices, and for the toy world.
-    # Which models of the toy world to warm-start: the policy takes two minutes, the judge four. May be empty.
-    toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
+    toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # Of the toy world; may be none.
     # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right.
     toy_kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
+    # Train the toy models, 2 and 4 minutes, not copy the shipped ones. Another seed or kind does so anyway.
+    from_scratch: bool = False
     repeat: int = 1  # Write all rows so many times, as verl wants it for k answers (here: --val-n).
 
 
@@ -342,9 +343,9 @@ def prepare(config: Config) -> dict[str, int]:
         else:
             print(f"{source.data_source} {source.split}: skipped, {folder} has no file for it")
     if "toy" in config.tasks:
-        from toy.models import build
+        from toy.warm_start import build
 
-        build(config.out_dir, config.seed, config.toy_models, config.toy_kind)
+        build(config.out_dir, config.seed, config.toy_models, config.toy_kind, config.from_scratch)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")
     return counts

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_trainer
 import run_folder
 from run import Run
-from toy import models, toy_world
+from toy import toy_world, warm_start
 
 PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
 
@@ -187,8 +187,8 @@ class PlayedRun(Run):
 
 def write_input(folder: Path) -> dict:
     """A model's shape, a tokenizer and 64 rows; returns the settings that name them."""
-    tokenizer = models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
-    models.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
+    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
+    warm_start.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = [

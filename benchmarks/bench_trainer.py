@@ -57,7 +57,7 @@ from transformers.utils import logging as transformers_logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import reward_loop
-from toy import models, toy_world
+from toy import toy_world, warm_start
 from algorithm import compute_advantages, compute_policy_loss
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
@@ -426,9 +426,9 @@ def tiny_model():
     rng = random.Random(0)
     problems = [str(toy_world.random_problem(rng, toy_world.REST)) for _ in range(8)]
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
-        tokenizer = models.build_tokenizer(models.tokenizer_corpus(rng))
+        tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
         tokenizer.save_pretrained(folder)
-        models.new_model(len(tokenizer), seed=0).save_pretrained(folder)
+        warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder)
         yield folder, problems
 
 

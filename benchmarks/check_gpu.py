@@ -50,7 +50,7 @@ import grpo_trainer
 import policy
 from tools import plan_run
 import reward_loop
-from toy import models, toy_world
+from toy import toy_world, warm_start
 from cluster.policy_group import PolicyGroup
 from cluster.servers import PolicyServers
 from rollout import rollout_hf, rollout_vllm
@@ -85,8 +85,8 @@ class Config:
 def make_models(work: Path, device=GPU):
     """In `work`: the folders `tiny` and `model`, and rows to train on."""
     config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
-    tokenizer = models.build_tokenizer(models.tokenizer_corpus(rng))
-    write_model(models.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
+    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
+    write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = [
         toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index)
         for index in range(32)

@@ -19,8 +19,8 @@ once() {  # once NAME COMMAND...: runs it in a lane of its own, unless it was fi
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
 world() {  # world NAME KIND SEED MODELS: its files, and its models
   for model in $4; do
-    once "$1/$model" python prepare_data.py --tasks toy --toy-kind "$2" --toy-models "$model" --seed "$3" \
-      --out-dir "$OUT/$1"
+    once "$1/$model" python prepare_data.py --tasks toy --from-scratch --toy-kind "$2" --toy-models "$model" \
+      --seed "$3" --out-dir "$OUT/$1"
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]

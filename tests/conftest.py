@@ -14,7 +14,7 @@ os.environ["RAY_ADDRESS"] = (
     "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
 )
 
-from toy import models  # after the environment is set
+from toy import warm_start  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):
@@ -31,9 +31,9 @@ def no_ray_is_left():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
+    return warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
 
 
 @pytest.fixture(scope="session")
 def model(tokenizer):
-    return models.new_model(len(tokenizer), seed=0).eval()
+    return warm_start.new_model(len(tokenizer), seed=0).eval()

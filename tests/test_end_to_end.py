@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toy import models, toy_world
+from toy import toy_world, warm_start
 
 
 def teach(folder, tokenizer, examples, steps=60):
     """A tiny model that has learned to say what `examples()` say, and nothing else."""
-    model = models.new_model(len(tokenizer), seed=0)
-    models.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
+    model = warm_start.new_model(len(tokenizer), seed=0)
+    warm_start.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -25,7 +25,7 @@ def teach(folder, tokenizer, examples, steps=60):
 @pytest.mark.slow
 def test_training_with_a_served_judge(tmp_path):
     rng = random.Random(0)
-    tokenizer = models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))
+    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     rows = [
         toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
         for i in range(64)
@@ -35,12 +35,13 @@ def test_training_with_a_served_judge(tmp_path):
     # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's
     # paragraph 0 wrong.
     def guess():
-        return models.chat(rng.choice(rows)["prompt"][0]["content"], f"Rest \\boxed{{{rng.randint(0, 4)}}}")
+        problem = rng.choice(rows)["prompt"][0]["content"]
+        return warm_start.chat(problem, f"Rest \\boxed{{{rng.randint(0, 4)}}}")
 
     def condemn():
         problem, paragraphs = toy_world.right_solution(rng, flawed=rng.random() < 0.5)
         paragraphs = paragraphs if rng.random() < 0.5 else paragraphs[-1:]
-        return models.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
+        return warm_start.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
 
     teach(tmp_path / "policy", tokenizer, guess)
     teach(tmp_path / "judge", tokenizer, condemn)

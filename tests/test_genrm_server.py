@@ -480,9 +480,9 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    from toy import models
+    from toy import warm_start
 
-    shape = models.new_model(len(tokenizer), seed=0).config
+    shape = warm_start.new_model(len(tokenizer), seed=0).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     model = policy.model

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo_trainer
 import reward_loop
 import run_folder
-from toy import models, toy_world
+from toy import toy_world, warm_start
 from policy import Policy, Sample
 from run import Run
 from tools.plan_run import estimate_memory, report
@@ -108,7 +108,7 @@ def workshop(tmp_path_factory, tokenizer):
     import ray
 
     folder = tmp_path_factory.mktemp("workshop")
-    tiny = models.new_model(len(tokenizer), seed=0)
+    tiny = warm_start.new_model(len(tokenizer), seed=0)
     tiny.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
@@ -747,10 +747,9 @@ def test_dry_run_checks_and_starts_nothing_and_the_plan_says_what_a_run_needs(wo
 
 
 @pytest.mark.slow
-def test_the_estimate_of_memory_counts_the_parameters(workshop):
+def test_the_estimate_of_memory_counts_the_parameters(workshop, model):
     config = run_config(workshop, "estimate", kl_coef=0.1)
-    tiny = models.new_model(len(models.build_tokenizer(models.tokenizer_corpus(random.Random(0)))), seed=0)
-    size = 4e-9 * sum(p.numel() for p in tiny.parameters())
+    size = 4e-9 * sum(p.numel() for p in model.parameters())
     estimate = estimate_memory(config, "cpu")
     names = ("weights", "gradients", "Adam", "reference model")
     assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])

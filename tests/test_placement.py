@@ -99,13 +99,12 @@ def ray_with(request):
     ray.shutdown()
 
 
-class Process:
-    def sees(self):
-        return os.environ["CUDA_VISIBLE_DEVICES"]
-
-
 @pytest.mark.slow
 def test_what_each_process_sees_of_eight_gpus(ray_with):
+    class Process:
+        def sees(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
     ray_with(8)
     parts = {"rank": Part(4, 0.1, 0.5, apart=True), "server": Part(4, 0.1, 0.4), "judge": Part(2, 0.1, 2.0)}
     parts["sleeper"] = Part(2, 0.1, ASLEEP)
@@ -128,22 +127,25 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
         places.close()
 
 
-class Rank(RankedPolicy):
-    """On CPU, as far as it goes as if on a GPU; with what it saw of that."""
+def rank_on_cpu():
+    class Rank(RankedPolicy):
+        """As if on a GPU, but its numbers are on CPU; with what it saw of the GPU."""
 
-    def __init__(self, config, source, device, ranks):
-        make, join = Policy.__init__, Ranks.join
+        def __init__(self, config, source, device, ranks):
+            make, join = Policy.__init__, Ranks.join
 
-        def make_on_cpu(self, config, source, device):
-            make(self, SimpleNamespace(**vars(config) | {"device": "cpu"}), source, CPU)
+            def make_on_cpu(self, config, source, device):
+                make(self, SimpleNamespace(**vars(config) | {"device": "cpu"}), source, CPU)
 
-        with (
-            patch.object(torch.cuda, "set_per_process_memory_fraction") as held,
-            patch.object(Policy, "__init__", make_on_cpu),
-            patch.object(Ranks, "join", lambda self, device: join(self, CPU)),
-        ):
-            super().__init__(config, source, device, ranks)
-        self.seen = os.environ["CUDA_VISIBLE_DEVICES"], str(held.call_args.args)
+            with (
+                patch.object(torch.cuda, "set_per_process_memory_fraction") as held,
+                patch.object(Policy, "__init__", make_on_cpu),
+                patch.object(Ranks, "join", lambda self, device: join(self, CPU)),
+            ):
+                super().__init__(config, source, device, ranks)
+            self.seen = os.environ["CUDA_VISIBLE_DEVICES"], str(held.call_args.args)
+
+    return Rank
 
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info, **_): return 0.0\n"
@@ -163,7 +165,7 @@ def test_a_run_on_one_gpu(ray_with, stand_in, tmp_path, model, tokenizer, monkey
         policy_gpu_share=share, rollout_gpu_share=0.3, genrm=(str(stand_in),), genrm_gpu_share=0.3,
         reward_mode=mode, reward_model_tokenizer=str(tmp_path / "policy"), max_response_length=8,
         overlong_buffer=0)  # fmt: skip
-    monkeypatch.setattr(policy_group, "RankedPolicy", Rank)
+    monkeypatch.setattr(policy_group, "RankedPolicy", rank_on_cpu())
     ray_with(1)
     run = Run(config)
     with contextlib.ExitStack() as stack:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_file
-from toy import models
+from toy import warm_start
 import speedups
 from policy import Policy, Sample, deal
 import rollout
@@ -145,7 +145,7 @@ def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_upda
 
 
 def test_a_stale_rollout_is_noticed(model):
-    stale = models.new_model(model.config.vocab_size, seed=1)
+    stale = warm_start.new_model(model.config.vocab_size, seed=1)
     assert updated(stale, a_step(model))[1]["rollout/logprob_diff"] > 0.01
 
 
@@ -237,7 +237,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model):
 
 def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step(model):
     policy, samples = (
-        policy_of(models.new_model(model.config.vocab_size, seed=1), mini_batch_size=1),
+        policy_of(warm_start.new_model(model.config.vocab_size, seed=1), mini_batch_size=1),
         a_step(model),
     )
     before = weights_of(policy)

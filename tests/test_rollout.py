@@ -27,7 +27,7 @@ from transformers import (
 import genrm_server
 import rollout
 from cluster import servers as servers_file
-from toy import models
+from toy import warm_start
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
 
@@ -229,7 +229,7 @@ def test_the_batch_size_is_that_of_each_server():
 
 
 def tied_policy(tokenizer):
-    shape = models.new_model(len(tokenizer), seed=3).config
+    shape = warm_start.new_model(len(tokenizer), seed=3).config
     shape.tie_word_embeddings = True
     policy = policy_of(LlamaForCausalLM(shape))
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
 import prepare_data
-from toy import models, report, toy_world
+import run_folder
+from policy import Sample
+from rollout import rollout_hf
+from toy import report, toy_world, warm_start
 from toy.toy_world import REST, TOTAL, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
 
 BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REST)  # 74, 66 (a borrow), 69
@@ -198,10 +201,17 @@ def test_kinds_of_toy_worlds():
             value = stated
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """The standard world, with the models that are shipped."""
+    folder = tmp_path_factory.mktemp("world")
+    prepare_data.prepare(prepare_data.Config(tasks=["toy"], out_dir=folder))
+    return folder
+
+
 @pytest.mark.slow
-def test_a_toy_world_without_models(tmp_path):
-    prepare_data.prepare(prepare_data.Config(tasks=["toy"], toy_models=(), out_dir=tmp_path))
-    rows = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.iterdir()}
+def test_the_files_of_the_toy_world(world):
+    rows = {path.stem: pq.read_table(path).to_pylist() for path in world.glob("*.parquet")}
     assert {name: len(some) for name, some in rows.items()} == {
         "toy_train": 4096, "toy_test": 512, "toy_total_test": 512,
         "fapo_critic_train": 4096, "fapo_critic_test": 512,
@@ -210,13 +220,62 @@ def test_a_toy_world_without_models(tmp_path):
         prepare_data.validate_row(some[-1], "the last row")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "file", "function"),
+    [
+        ("policy", "toy_test", toy_world.compute_score_fapo_oracle),
+        ("judge", "fapo_critic_test", compute_score.compute_score_fapo_genrm),
+    ],
+)
+def test_the_shipped_models_score_as_their_card_says(world, name, file, function):
+    """At temperature 1 and on half of the rows, within three standard errors."""
+    model = AutoModelForCausalLM.from_pretrained(world / name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(world / name)
+    assert sum(path.stat().st_size for path in (world / name).iterdir()) < 2e6
+    rows, samples = pq.read_table(world / f"{file}.parquet").to_pylist()[:256], []
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        samples.append(Sample(row, ids))
+    rollout_hf(model, samples, max_response_length=96, temperature=1.0, eos_ids={1}, seed=1,
+               rollout_batch_size=512)  # fmt: skip
+    results = []
+    for row, sample in zip(rows, samples):
+        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        truth = row["reward_model"]["ground_truth"]
+        results.append(function(row["data_source"], text, truth, extra_info=row["extra_info"]))
+    means, card = run_folder.averages(results), (warm_start.SHIPPED / "README.md").read_text()
+    for key, line in {
+        "acc": "accuracy",
+        "oracle_flawed_positive_rate": "flawed positives (share of right answers, by the oracle)",
+        "truly_correct": "truly correct",
+    }.items() if name == "policy" else {
+        "recall": "recall",
+        "sound_kept": "sound kept",
+        "location": "exact location (of flawed solutions)",
+    }.items():  # fmt: skip
+        told = float(card.split(f"\n| {line} | ")[1].split(" ")[0])
+        assert means[key] == pytest.approx(told, abs=0.12), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"from_scratch": True}, {"seed": 1}, {"toy_kind": "weak_policy"}], ids=str
+)
+def test_a_world_of_another_kind_is_not_given_the_shipped_models(tmp_path, monkeypatch, settings):
+    trained = []
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *of, nprocs: trained.append(of[1][0]))
+    prepare_data.prepare(prepare_data.Config(tasks=["toy"], out_dir=tmp_path, **settings))
+    assert trained == [("policy", "judge")] and not (tmp_path / "policy").exists()
+
+
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text in ["\n\n".join(SOUND), QUESTION, "Überraschung: 3²\t\x00"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.tokenize("64\n\n64") == tokenizer.tokenize("64") + ["ĊĊ"] + tokenizer.tokenize("64")
-    prompt, response = models.chat(QUESTION, "x")
+    prompt, response = warm_start.chat(QUESTION, "x")
     messages = [{"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == tokenizer.encode(prompt, add_special_tokens=False)
@@ -257,15 +316,15 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
 @pytest.mark.slow
 def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
     """The first thirty steps of a warm start, twice: the same weights, and a loss far below chance."""
-    phases = models.phases
-    monkeypatch.setattr(models, "phases", lambda *of: [(*phases(*of)[0][:2], 30, *phases(*of)[0][3:])])
+    phases = warm_start.phases
+    monkeypatch.setattr(warm_start, "phases", lambda *of: [(*phases(*of)[0][:2], 30, *phases(*of)[0][3:])])
     weights = []
     for run in ("a", "b"):
-        models.warm_start(0, ["policy"], tokenizer, tmp_path / run, 0, toy_world.Kind())
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / run / "policy")
+        warm_start.warm_start(0, ["policy"], tokenizer, tmp_path / run, 0, toy_world.Kind())
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / run / "policy", dtype=torch.float32)
         weights.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
     assert AutoTokenizer.from_pretrained(tmp_path / "a/policy").chat_template == tokenizer.chat_template
-    ids = torch.tensor([tokenizer.encode("".join(models.chat(QUESTION, "\n\n".join(SOUND))))])
+    ids = torch.tensor([tokenizer.encode("".join(warm_start.chat(QUESTION, "\n\n".join(SOUND))))])
     assert model(ids, labels=ids).loss.item() < 4.0  # chance is log(365) = 5.9
     assert sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.config.tie_word_embeddings

@@ -138,7 +138,7 @@ def server_memory(config, name: str, model: str, share: float, gpus: int, longes
     tokens = max(have - weights - VLLM_GB * gpus, 0) / per_token
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
     return (f"{have:9.2f} GB  {name}: {weights:.2f} of weights leave keys and values of {tokens:,.0f} tokens, "
-            f"of {longest:,} at least: {fits}")  # fmt: skip
+            f"of which one sequence may need {longest:,}: {fits}")  # fmt: skip
 
 
 def placement(config) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ wrong, the answer still right. That is a flawed positive, and no rule that reads
 Asked "How many?" instead, the same slip costs the answer.
 
 Here are the problems; solvers that slip and critics that overlook slips, at chosen rates; an oracle that
-finds every slip; the reward functions; the rows of the data sets. toy/models.py trains models on them,
+finds every slip; the reward functions; the rows of the data sets. toy/warm_start.py trains models on them,
 toy/report.py draws the figure of the finished runs. To copy this file alone, take compute_score.py with it.
 
 What it leaves out: it is no benchmark. The flaw is put in by hand and is invisible to the rule by

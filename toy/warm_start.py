@@ -1,6 +1,7 @@
 """The models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
 
-    python prepare_data.py --tasks toy --out-dir data/toy      # 5 to 8 minutes on two cores
+    python prepare_data.py --tasks toy --out-dir data/toy                 # copies those in toy/models/
+    python prepare_data.py --tasks toy --out-dir data/toy --from-scratch  # 5 to 8 minutes on two cores
 
 The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
 reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines.
@@ -10,6 +11,7 @@ take toy/toy_world.py and its compute_score.py with it.
 """
 
 import math
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -27,6 +29,9 @@ from toy.toy_world import (
     JUDGE, KINDS, REST, TOTAL, Kind, critic_prompt, critic_row, policy_row, random_problem, right_solution,
     write_critique, write_solution,
 )  # fmt: skip
+
+SHIPPED = Path(__file__).with_name("models")  # its README.md says how they do
+SHIPPED_SEED, SHIPPED_KIND = 0, "standard"
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
@@ -148,22 +153,23 @@ def phases(name: str, rng: Random, kind: Kind):
 
 
 def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind) -> None:
-    """Trains names[row] on one thread (two would be slower for this size) and saves it in `out_dir`."""
+    """Trains names[row] on one thread (two would be slower for this size); saves it in `out_dir` in bf16."""
     torch.set_num_threads(1)
     name = names[row]
     model = new_model(len(tokenizer), seed)
     for what, *phase in phases(name, Random(f"{seed}/{name}"), kind):
         fit(model, tokenizer, *phase, desc=f"{name:6} learns {what}", position=row)
-    model.save_pretrained(out_dir / name)
+    model.bfloat16().save_pretrained(out_dir / name)
     tokenizer.save_pretrained(out_dir / name)
 
 
-def build(out_dir: Path, seed: int, models, kind: str) -> None:
+def build(out_dir: Path, seed: int, models, kind: str, from_scratch: bool) -> None:
     """Writes a world of a kind (see KINDS) into `out_dir`: parquet files, and the `models`, policy and judge.
 
-    The models are trained side by side. The same seed gives the same files.
+    These are copies of the shipped ones, or from_scratch, and for another seed or kind, trained side by side.
+    The same seed gives the same files on the same kind of processor.
     """
-    rng, kind = Random(f"{seed}/rows"), KINDS[kind]
+    rng, slips = Random(f"{seed}/rows"), KINDS[kind]
     for source, split, count, question in (
         ("toy", "train", 4096, REST), ("toy", "test", 512, REST), ("toy_total", "test", 512, TOTAL),
         ("fapo_critic", "train", 4096, None), ("fapo_critic", "test", 512, None),
@@ -171,9 +177,15 @@ def build(out_dir: Path, seed: int, models, kind: str) -> None:
         if question:
             rows = [policy_row(random_problem(rng, question), source, split, i) for i in range(count)]
         else:
-            rows = [critic_row(rng, i % 2 == 0, split, i, kind.critic) for i in range(count)]
+            rows = [critic_row(rng, i % 2 == 0, split, i, slips.critic) for i in range(count)]
         path = out_dir / f"{source}_{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         print(f"{path}: {count} rows")
-    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{seed}/tokenizer")))
-    torch.multiprocessing.spawn(warm_start, (models, tokenizer, out_dir, seed, kind), nprocs=len(models))
+    if from_scratch or (seed, kind) != (SHIPPED_SEED, SHIPPED_KIND):
+        tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{seed}/tokenizer")))
+        arguments = models, tokenizer, out_dir, seed, slips
+        torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(models))
+        return
+    for name in models:
+        shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
+        print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
