@@ -131,14 +131,15 @@ def server_memory(config, name: str, model: str, share: float, gpus: int, longes
     try:
         text = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code).get_text_config()
         weights, per_token = 2e-9 * count_parameters(config)[0], 2e-9 * cache_of(text)
-        weights += 2e-9 * text.vocab_size * text.hidden_size * bool(text.tie_word_embeddings)  # served untied
+        if name == "policy server" and text.tie_word_embeddings:  # it is served untied
+            weights += 2e-9 * text.vocab_size * text.hidden_size
         longest = longest or text.max_position_embeddings
     except Exception:  # no such file here, or a family of another kind
         return f"{have:9.2f} GB  {name}: what it takes is unknown"
     tokens = max(have - weights - VLLM_GB * gpus, 0) / per_token
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
-    return (f"{have:9.2f} GB  {name}: {weights:.2f} of weights leave keys and values of {tokens:,.0f} tokens, "
-            f"of which one sequence may need {longest:,}: {fits}")  # fmt: skip
+    return (f"{have:9.2f} GB  {name}: {weights:.2f} of weights, room for {tokens:,.0f} tokens "
+            f"(a sequence: {longest:,}): {fits}")  # fmt: skip
 
 
 def placement(config) -> dict[str, list[str]]:

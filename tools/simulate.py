@@ -1,90 +1,112 @@
-"""What breaks first: a step of training on many GPUs, played event by event from measured constants.
+"""What breaks first: one step of training on many GPUs, played event by event from measured constants.
 
-    python -m tools.simulate --gpus 8 64 1024                        # the paper's 7B run, grown with the GPUs
-    python -m tools.simulate --run outputs/demo_seed0/fapo           # a run of one machine: predicted, measured
+    python -m tools.simulate                                                # FAPO-7B on 8, 64 and 1,024 GPUs
+    python -m tools.simulate --gpus 64 --drawn outputs/RUN/samples.jsonl    # a run's lengths
 
-Each sample passes the stations of the Reward Loop in turn: a slot of a policy server, the trainer's loop, and
-where a judge is asked a reward worker, the router and a slot of a judge. A station serves its line in order.
-Then come the update and the new weights. With --run lengths are drawn from its samples.jsonl, and its first
-half gives the speeds with which the second half is predicted.
+Each sample passes the stations of the Reward Loop: a place on a policy server and the trainer's loop; where a
+judge is asked also a reward worker, the router and a place on a judge. A station serves its line in order.
+Then the samples go to the ranks, they update, and the new weights go to one node of servers after the other.
+benchmarks/bench_simulate.py holds it beside a run that was measured.
 
-Left out: prompts' own cost, prefix caches, failures, --overlap, links that others use.
+Left out: the cost of prompts, cached prefixes, single sequences being faster, failures, --overlap.
 """
 
 import heapq
 import json
+import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import tyro
 
 
 @dataclass
 class Config:
-    """A machine's and a run's constants; the defaults are FAPO-7B on 80 GB GPUs."""
+    """The constants. Of GPUs they are assumed, of everything else measured (docs/cluster.md)."""
 
-    gpus: tuple[int, ...] = (8, 64, 1024)  # Sizes of the cluster; the batch grows with it.
-    samples_per_gpu: float = 512  # 512 prompts x 8 samples on eight GPUs.
-    parts: tuple[float, float, float] = (0.5, 0.25, 0.25)  # Of the GPUs: ranks, policy servers, judges.
-    routers: int = 1  # Processes of the judges' router; 5,000 requests/s each.
-    loops: int = 1  # Trainer's loops, 14,000 samples/s each.
-    workers: int = 2  # Reward workers, 1,800 calls/s each that ask a judge.
-    length: float = 1161  # Mean tokens of a response, log-normal; critiques likewise.
-    critique: float = 3000
-    most: int = 8192  # Tokens of the longest.
-    judged: float = 0.5  # Share of samples that a judge reads.
-    slots: int = 128  # Sequences that a server works on at once.
-    speed: float = 30  # Tokens/s of each of them in a full server of the policy.
-    judge_speed: float = 40  # The same of a judge.
-    train_speed: float = 4000  # Tokens/s of an update, each rank: 40 % of an H100 for 7B.
-    hand_over_speed: float = 2e7  # Tokens/s of samples on their way from the trainer to the ranks.
-    weights: float = 15.2e9  # Bytes of the policy, in bf16.
-    link: float = 12.5e9  # Bytes/s out of the node of rank 0, to one node of servers after the other.
-    run: Path | None = None  # Folder of a run on one machine, with --rollout hf and one judge.
+    gpus: tuple[int, ...] = (8, 64, 1024)  # In the cluster.
+    shares: tuple[float, float, float] = (0.5, 0.25, 0.25)  # Of them: ranks, policy servers, judges.
+    samples: int = 512  # In a step, for each GPU: 512 prompts of 8 samples on eight of them.
+    length: tuple[float, int] = (1161, 8192)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
+    critique: tuple[float, int] = (3000, 16384)  # The same of a critique.
+    judged: float = 0.5  # Share of the samples that the judge reads.
+    places: int = 128  # Sequences that a server works on at once.
+    speed: float = 50  # Tokens/s of each of them, policy.
+    judge_speed: float = 70  # Tokens/s of each of them, judge.
+    train_speed: float = 8000  # Tokens/s of a rank in an update: 35 % of an H100 for 7B.
+    loop: float = 14000  # Samples/s that the trainer's loop hands over and collects.
+    workers: int = 2  # Reward workers, 1,800 calls/s each.
+    router: float = 5000  # Requests/s of a router; the policy's servers and the judges have one each.
+    hand_over: float = 5e6  # Tokens/s from the trainer to the ranks: each unpacks all samples.
+    weights: float = 15.2e9  # Bytes of the policy's weights.
+    link: float = 12.5e9  # Bytes/s out of a node.
+    drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
 
 
-def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[float, float, dict[str, float]]:
-    """Seconds until the last job has left its first station, and its last; and of each station how busy it was.
+def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[dict, dict]:
+    """When each station was done, in seconds, and how long it was busy, divided by its places.
 
-    jobs: what each does, [(station, seconds), ...]; places: how many a station serves at once.
+    jobs: what each does, [(station, seconds), ...]; places: how many jobs a station serves at once.
     """
-    free, busy, first = {name: [0.0] * count for name, count in places.items()}, dict.fromkeys(places, 0.0), 0.0
+    free = {name: [0.0] * count for name, count in places.items()}
+    done, busy = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0.0)
     events = [(0.0, number, 0) for number in range(len(jobs))]
     while events:
         now, number, stage = heapq.heappop(events)
         station, seconds = jobs[number][stage]
         end = max(now, free[station][0]) + seconds
         heapq.heapreplace(free[station], end)
-        busy[station] += seconds
-        first = first if stage else max(first, end)
+        done[station] = max(done[station], end)
+        busy[station] += seconds / places[station]
         if stage + 1 < len(jobs[number]):
             heapq.heappush(events, (end, number, stage + 1))
-    last = max(max(times) for times in free.values())
-    return first, last, {name: seconds / last / places[name] for name, seconds in busy.items()}
+    return done, busy
 
 
-def step(config: Config, gpus: int, lengths=None, critiques=None) -> dict[str, float]:
-    """Seconds of a step's parts and the busiest stations' load."""
-    rng = random.Random(0)
+def step(config: Config, gpus: int) -> tuple[dict, dict]:
+    """Seconds of a step's parts, and for how many of them each station is at work."""
+    rng, jobs, total = random.Random(0), [], 0.0
 
-    def drawn(mean, given):
-        return rng.choice(given) if given else min(rng.lognormvariate(0, 0.7) * mean / 1.278, config.most)
+    def tokens(mean, most):
+        return min(mean * rng.lognormvariate(-0.245, 0.7), most)
 
-    jobs, tokens = [], 0.0
-    for _ in range(round(config.samples_per_gpu * gpus)):
-        length = drawn(config.length, lengths)
-        job, tokens = [("policy servers", length / config.speed), ("loop", 1 / 14000)], tokens + length
+    written = config.drawn.read_text().splitlines() if config.drawn else ()
+    lengths = [json.loads(line)["response_length"] for line in written]
+    for _ in range(config.samples * gpus):
+        total += (length := rng.choice(lengths) if lengths else tokens(*config.length))
+        jobs.append([("policy's router", 1 / config.router), ("policy servers", length / config.speed)])
+        jobs[-1].append(("loop", 1 / config.loop))
         if rng.random() < config.judged:
-            job += [("workers", 1 / 1800), ("router", 1 / 5000)]
-            job += [("judges", drawn(config.critique, critiques) / config.judge_speed)]
-        jobs.append(job)
-    ranks, servers, judges = (max(1, round(part * gpus)) for part in config.parts)
-    places = {"policy servers": servers * config.slots, "judges": judges * config.slots}
-    places |= {"loop": config.loops, "workers": config.workers, "router": config.routers}
-    rollout, scored, busy = play(jobs, places)
-    seconds = {"rollout": rollout, "reward wait": scored - rollout, "hand-over": tokens / config.hand_over_speed}
-    seconds |= {"update": tokens / config.train_speed / ranks}
-    seconds["weights"] = config.weights / config.link * -(-servers // 8)
-    return seconds | busy
+            seconds = tokens(*config.critique) / config.judge_speed
+            jobs[-1] += [("workers", 1 / 1800), ("judges' router", 1 / config.router), ("judges", seconds)]
+    ranks, servers, judges = (max(round(share * gpus), 1) for share in config.shares)
+    places = {"policy's router": 1, "loop": 1, "workers": config.workers, "judges' router": 1}
+    places |= {"policy servers": servers * config.places, "judges": judges * config.places}
+    done, busy = play(jobs, places)
+    parts = {"rollout": done["loop"], "reward wait": max(done.values()) - done["loop"],
+             "to the ranks": total / config.hand_over, "update": total / config.train_speed / ranks,
+             "weights": config.weights / config.link * math.ceil(servers / 8)}  # fmt: skip
+    return parts, busy | {name: parts[name] for name in ("to the ranks", "update", "weights")}
+
+
+def table(config: Config) -> str:
+    """A row for each size: a step's parts in seconds, and what has most to do of what is no GPU's work."""
+    rows = ["| GPUs | rollout | reward wait | to the ranks | update | weights | step s | breaks first |"]
+    rows.append("| ---: " * 7 + "| --- |")
+    for gpus in config.gpus:
+        parts, busy = step(config, gpus)
+        seconds = sum(parts.values())
+        host = {name: busy[name] for name in busy if name not in ("policy servers", "judges", "update")}
+        worst = max(host, key=host.get)
+        shown = "".join(f"{value:,.1f} | " for value in [*parts.values(), seconds])
+        rows.append(f"| {gpus:,} | {shown}{worst}, at work {host[worst] / seconds:.1%} of a step |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    print(table(tyro.cli(Config, description=__doc__)))
+
+
+if __name__ == "__main__":
+    main()
