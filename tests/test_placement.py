@@ -153,7 +153,9 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, share", [("standalone", 0.4), ("colocate", 0.7)])
-def test_a_run_on_one_gpu(ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch, mode, share):  # noqa: F811
+def test_a_run_on_one_gpu(
+    ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch, mode, share  # noqa: F811
+):
     """Rank, policy server and judge see the one GPU, and each is held to its share of the memory."""
     row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
            "reward_model": {"ground_truth": "1"}}  # fmt: skip
