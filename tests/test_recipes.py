@@ -39,11 +39,11 @@ QWEN_1B = Qwen2Config(vocab_size=151936, hidden_size=1536, intermediate_size=896
                       num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
 JUDGE_4B = Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
                        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)  # fmt: skip
-JUDGE_SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                          num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
 ONE_GPU = {  # GB, the policy's shape, the judge's
     "fapo_7b_one_gpu": (80.0, QWEN_7B, JUDGE_4B),
-    "fapo_1.5b_24gb": (24.0, QWEN_1B, JUDGE_SMALL),
+    "fapo_1.5b_24gb": (24.0, QWEN_1B, SMALL),
 }
 
 COMMAND = r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python (?:([\w/]+)\.py|-m ([\w.]+))(?: (.*)|$)"
