@@ -182,7 +182,7 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(works
         grpo_trainer.train(run_config(workshop, "lora_stopped", **options | {"lora_rank": 0}))
     grpo_trainer.train(stopped)
     metrics = [without_times(lines_of(Path(c.out_dir, "metrics.jsonl"))) for c in (whole, stopped)]
-    assert metrics[0] == metrics[1] and metrics[0][-1]["reward/mean"] != metrics[0][1]["reward/mean"]
+    assert metrics[0] == metrics[1] and any(line.get("actor/updates") for line in metrics[0])
     ends = [load_file(Path(config.out_dir, "merged/model.safetensors")) for config in (whole, stopped)]
     assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
     again = AutoModelForCausalLM.from_pretrained(Path(whole.out_dir, "merged"))
