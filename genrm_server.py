@@ -9,7 +9,7 @@ router, is restarted with back-off and comes back when it is healthy; one that d
 before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
 Servers ask for a key on every path but /health; the router sends it along: its own (ROUTER_API_KEY), else a
 random one. They see our environment variables. cluster/placement.py does the same in Ray, on any node.
-Left out: systems but Linux, servers over several nodes, other engines. Needs router.py, vllm_server.py
+Left out: systems but Linux, servers over several nodes, other engines. Needs router.py and vllm_server.py.
 """
 
 import contextlib

@@ -20,8 +20,8 @@ manager ends one that hangs. What fails in company is tried again, in the end al
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
 container (a grading process has your rights). The function's file and this folder need the same path on all
-nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py, for models of
-its own also genrm_server.py and cluster/.
+nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py; for models of
+its own genrm_server.py and cluster/, where no function is named compute_score.py.
 """
 
 import asyncio
@@ -479,8 +479,10 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
 
 
 def needed_verdict(result: dict) -> bool:
-    """False for a sample with a score whose function says that the judge was not asked."""
-    return result["reward_score"] is None or result["reward_extra_info"].get("genrm_status") != "skipped"
+    """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
+    info = result["reward_extra_info"]
+    needless = info.get("genrm_status") and (info["genrm_status"] == "skipped" or info.get("acc") is False)
+    return result["reward_score"] is None or not needless
 
 
 def no_verdict_rate(results: list[dict]) -> float:

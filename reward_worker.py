@@ -7,8 +7,8 @@ have loaded it, with one sample at a time, killed when overdue. Its samples pass
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Used by reward_loop.py; needs no other file of ours. It is sent to the workers by value, and grading processes
-load it, so that its imports are Python's own.
+Used by reward_loop.py. Needs none of our other files. It is sent to the workers by value and loaded by
+grading processes: its imports are Python's own.
 """
 
 import asyncio

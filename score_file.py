@@ -3,8 +3,8 @@
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
 Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
-goes on with --resume, which keeps what has a score. Left out: files that do not fit into memory. Needs
-prepare_data.py (the reader of rows), reward_loop.py, run_folder.py (means), for the penalty algorithm.py.
+goes on with --resume and keeps what has a score. Left out: files larger than memory. Needs prepare_data.py,
+compute_score.py, reward_loop.py, reward_worker.py and run_folder.py; for the length penalty algorithm.py.
 """
 
 import collections
