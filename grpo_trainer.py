@@ -178,8 +178,10 @@ class Config(reward_loop.RewardOptions):
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
+            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
+              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
+             f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
@@ -205,7 +207,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
+        """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -213,22 +215,10 @@ class Config(reward_loop.RewardOptions):
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
-        needs = self.gpus_needed(rollout) if device == "cuda" else {}
-        if (total := sum(needs.values())) > gpus:
-            text = " + ".join(f"{count:g} for {name}" for name, count in needs.items() if count)
-            raise ValueError(f"device: {text} are {total:g} GPUs, Ray has {gpus:g}; lower one of them")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
         tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
         return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
                                    tis_cap=tis_cap)  # fmt: skip
-
-    def gpus_needed(self, rollout: str) -> dict[str, float]:
-        """How many GPUs the ranks, the policy's servers and the judges take."""
-        servers = (rollout == "vllm") * self.rollout_servers * self.rollout_tensor_parallel
-        judges = len(self.genrm) * self.genrm_servers * self.genrm_tensor_parallel
-        return {"policy_ranks": self.policy_ranks * self.policy_gpu_share,
-                "rollout_servers": servers * self.rollout_gpu_share,
-                "genrm_servers": judges * self.genrm_gpu_share}  # fmt: skip
 
 
 # ---- the algorithm
