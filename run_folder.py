@@ -1,9 +1,8 @@
 """What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
 Used by grpo_trainer.py, whose configuration `config` is everywhere. A sample is a policy.Sample, a group is a
-list of them; a sample's `result` is what reward_loop.py returns. Needs no other file of ours. Also: Ctrl-C.
-
-Left out: standard errors, histograms, checkpoints on object stores. tools/view_run.py puts runs side by side.
+list of them; a sample's `result` is what reward_loop.py returns. Also: Ctrl-C. Left out: standard errors,
+checkpoints on object stores. Needs tools/monitor.py. tools/view_run.py puts runs side by side.
 """
 
 import contextlib
@@ -13,21 +12,16 @@ import math
 import os
 import shutil
 import signal
-import socket
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
 
 def check_folder(config):
-    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
-    Raises ValueError, having deleted nothing, where it has a run that is not to be resumed, another process
-    holds it, or it cannot be written to."""
+    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go. Raises
+    ValueError, with nothing deleted, where a run is not to be resumed or goes on, or it cannot be written."""
     out_dir = Path(config.out_dir)
     if config.resume == "never" and (old := checkpoints_in(out_dir / "checkpoints")):
         raise ValueError(f"out_dir: {out_dir} holds a run ({old[-1].name}); give another or --resume auto")
@@ -41,7 +35,7 @@ def check_folder(config):
     except OSError as error:
         raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give another one") from error
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
     lock.flush()
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
         shutil.rmtree(rest, ignore_errors=True)
@@ -60,11 +54,10 @@ def check_room(config, checkpoint: float) -> None:
 def write_config(config, resumed: bool) -> None:
     """Writes config.json; of a run that goes on, prints which settings have changed."""
     path, settings = Path(config.out_dir, "config.json"), json.dumps(asdict(config), indent=2)
-    if resumed:
-        before = json.loads(path.read_text())
-        for name, value in json.loads(settings).items():
-            if value != before.get(name) and name != "resume":
-                print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
+    before = json.loads(path.read_text() if resumed else settings)
+    for name, value in json.loads(settings).items():
+        if value != before.get(name) and name != "resume":
+            print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
     replace_file(path, settings + "\n")
 
 
@@ -125,7 +118,7 @@ def averages(infos: list[dict]) -> dict:
         is_rate = key.endswith("flawed_positive")
         values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
         # Without NaN, and without integers too large for a float, which a model may write out.
-        numbers = [x for x in values if isinstance(x, (int, float)) and abs(x) <= sys.float_info.max]
+        numbers = [x for x in values if isinstance(x, (int, float)) and abs(x) <= 1e308]
         means[f"{key}_rate" if is_rate else key] = mean(numbers)
     return means
 
@@ -135,8 +128,8 @@ def reward_metrics(samples: list) -> dict:
     infos = [sample.result["reward_extra_info"] for sample in samples]
     asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
     seconds = [time for sample in samples if (time := sample.result.get("seconds")) is not None]
-    metrics = {f"reward/{key}": value for key, value in averages(infos).items()}  # "mean" may be among them
-    metrics |= {
+    means = {f"reward/{key}": value for key, value in averages(infos).items()}  # "mean" may be among them
+    metrics = means | {
         "reward/mean": mean(sample.reward for sample in samples),
         "reward/no_verdict": mean(sample.reward is None for sample in samples),
         "reward/seconds_mean": mean(seconds),
@@ -146,10 +139,6 @@ def reward_metrics(samples: list) -> dict:
         "genrm/shared": mean(info.get("genrm_shared") for info in asked),
         "genrm/asked": len(asked) or None,
     }
-    return known(metrics)
-
-
-def known(metrics: dict) -> dict:
     return {key: value for key, value in metrics.items() if value is not None}
 
 
@@ -187,10 +176,8 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
         for k in {2**power for power in range(n.bit_length())} | {n}:
             chances = (pass_at_k(len(g), sum(i["acc"] == 1 for i in g), k) for g in answers if len(g) >= k)
             metrics[f"val/{source}/pass@{k}"] = mean(chances)
-    return known(metrics)
+    return {key: value for key, value in metrics.items() if value is not None}
 
-
-# ------------------------------------------------------------------------------------ metrics, samples, plots
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
     """The objects of a JSONL file, and how many lines are none: a run in progress may end in half of one."""
@@ -213,24 +200,6 @@ def has_evaluation(line: dict) -> bool:
     return any(key.startswith("val/") for key in line)
 
 
-def tensorboard_hook(config, first_step: int) -> tuple:
-    """(what takes a step's metrics to TensorBoard, what ends that)."""
-    from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=first_step + 1)
-    return lambda line: [writer.add_scalar(key, line[key], line["step"]) for key in line], writer.close
-
-
-def wandb_hook(config, first_step: int) -> tuple:
-    """The same for Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
-    import wandb
-    id_file = Path(config.out_dir, "wandb_id")
-    if not (first_step and id_file.is_file()):
-        replace_file(id_file, os.urandom(4).hex())
-    run = wandb.init(project="fapo", name=id_file.parent.name, dir=id_file.parent, id=id_file.read_text(),
-                     resume="allow", config=asdict(config))  # fmt: skip
-    return lambda line: run.log(line, step=line["step"]), run.finish
-
-
 class Log:
     """metrics.jsonl (one line a step), samples.jsonl and curves.png; TensorBoard and W&B where asked for.
     Lines of steps after `first_step` are dropped: they will be done again."""
@@ -238,8 +207,8 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config, self.folder = config, Path(config.out_dir)
         self.rewind(first_step or -1)
-        wanted = [tensorboard_hook] * config.tensorboard + [wandb_hook] * config.wandb
-        self.hooks = [hook(config, first_step) for hook in wanted]
+        from tools.monitor import Monitor  # which needs matplotlib
+        self.monitor = Monitor(config, first_step)
 
     def rewind(self, step: int) -> None:
         """Drops lines of later steps, and samples of an evaluation that ended before it wrote its metrics."""
@@ -260,60 +229,36 @@ class Log:
             self.history.append(values)
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(values) + "\n")
-        for send, _ in self.hooks:
-            send(values)
+        self.monitor.send(values)
 
     def samples(self, step: int, split: str, groups: list[list], eos_ids) -> None:
-        """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source.
-        Groups of training are whole, to show where their advantages come from; of those of an evaluation the
-        first sample is written, and three of these are printed."""
-        written = Counter()
+        """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
+        whole groups of training; of an evaluation the first sample of each, three of them on the screen."""
+        written, lines = Counter(), []
+        for number, group in enumerate(groups):
+            row, shown = group[0].row, group if split == "train" else group[:1]
+            if written[row["data_source"]] >= self.config.samples_per_step:
+                continue
+            written[row["data_source"]] += len(shown)
+            prompt, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+            lines += [{"step": step, "split": split, "group": number, "data_source": row["data_source"],
+                       "prompt": prompt, "ground_truth": truth, **sample.result,
+                       "advantage": sample.advantage, "response_length": len(sample.response_ids),
+                       "clipped": sample.response_ids[-1] not in eos_ids,
+                       "response": sample.text} for sample in shown]  # fmt: skip
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
-            for number, group in enumerate(groups):
-                row, shown = group[0].row, group if split == "train" else group[:1]
-                if written[row["data_source"]] >= self.config.samples_per_step:
-                    continue
-                written[row["data_source"]] += len(shown)
-                prompt, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
-                for sample in shown:
-                    line = {"step": step, "split": split, "group": number, "data_source": row["data_source"],
-                            "prompt": prompt, "ground_truth": truth, **sample.result,
-                            "advantage": sample.advantage, "response_length": len(sample.response_ids),
-                            "clipped": sample.response_ids[-1] not in eos_ids,
-                            "response": sample.text}  # fmt: skip
-                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-                if split == "val" and written.total() <= 3:
-                    print(f"    ... {prompt[-40:]!r} | ... {sample.text[-60:]!r} | truth {str(truth)[:12]} | "
-                          f"reward {sample.reward}")  # fmt: skip
+            file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        if split == "val":
+            self.monitor.print_samples(lines[:3])
 
     def plot(self) -> None:
-        """Redraws curves.png from all metrics so far; evaluations as points, not lines."""
-        seen = sorted({key for line in self.history for key in line if not key.endswith("/greedy")})
-        held_out = [key.replace("/no_verdict/", "/") for key in seen if "/no_verdict/mean@" in key]
-        panels = {
-            "reward": ["reward/mean", "reward/score"],
-            "accuracy": ["reward/acc", *held_out],
-            "flawed positives among right answers": [key for key in seen if "flawed_positive_rate" in key],
-            "response length (tokens)": ["response_length/mean", "response_length/max"],
-            "entropy": ["actor/entropy"],
-            "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
-        }
-        figure = Figure(figsize=(15, 7.5), layout="constrained")
-        for axis, (title, keys) in zip(figure.subplots(2, 3).flat, panels.items()):
-            for key in filter(seen.__contains__, keys):
-                points = [(line["step"], line[key]) for line in self.history if key in line]
-                axis.plot(*zip(*points), "o" if key.startswith("val/") else "-", label=key)
-            axis.set(title=title, xlabel="step")
-            axis.grid()
-            if axis.lines:
-                axis.legend()
-        figure.savefig(self.folder / "curves.png")
+        """Redraws curves.png from all metrics so far."""
+        self.monitor.draw(self.history)
 
     def close(self) -> None:
         """Draws the curves a last time and ends TensorBoard and W&B."""
         self.plot()
-        for _, end in self.hooks:
-            end()
+        self.monitor.close()
 
 
 class Interrupts:

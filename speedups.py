@@ -90,8 +90,7 @@ class RoomyLayer(DynamicLayer):
         # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
         stale = not self.buffers or self.keys.data_ptr() != self.buffers[0].data_ptr()
         if stale or end > self.buffers[0].shape[-2]:
-            # A GPU computes keys in float32 (rotary positions) and values in bf16; attention takes both in
-            # bf16.
+            # On a GPU keys come in float32 (rotary positions), values in bf16; attention takes both in bf16.
             shapes = [(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
             self.buffers = [values.new_empty(shape) for shape in shapes]
             if start:

@@ -150,12 +150,17 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
         (0.25, 2, False),
     ]
     shown = capsys.readouterr().out.splitlines()
-    assert (
-        len(shown) == 3
-        and "ask a1" in shown[1]
-        and "line one\\nanswer 2" in shown[1]
-        and "reward 1.0" in shown[1]
-    )
+    assert len(shown) == 3 and shown[1] == "    'ask a1' | 'line one\\nanswer 2' | truth 7 | reward 1"
+
+
+def test_the_screen_shows_four_digits_and_an_ellipsis_for_what_was_cut(tmp_path, capsys):
+    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
+    prompt, truth, text = "Once upon a time " + "p" * 40, "x" * 13, "Let me see. " + "t" * 60
+    row = {"data_source": "a", "prompt": [{"content": prompt}], "reward_model": {"ground_truth": truth}}
+    groups = [[scored(score, row, text)] for score in (-2 / 3, None)]
+    run_folder.Log(config, first_step=0).samples(1, "val", groups, eos_ids={1})
+    shown = f"    '…{'p' * 40}' | '…{'t' * 60}' | truth {'x' * 12}… | reward "
+    assert capsys.readouterr().out == f"{shown}-0.6667\n{shown}none\n"
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
