@@ -18,11 +18,17 @@ BASELINE=$!
 train_judge data/toy "$SEED" "$RUNS/judge"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-stage "3. The trained judge becomes a service: one vLLM server behind the router"
+stage "3. The trained judge becomes a service, one vLLM server behind the router, for the same policy with FAPO"
+train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}" &  # its first samples wait for the server
+FAPO=$!
 serve_judge "$RUNS/judge/checkpoints/step_60" "$RUNS/genrm_logs"
-
-stage "4. The same policy again, with FAPO: the served judge finds its flawed positives"
-train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}"
+until grep -q '"step": 30,.*"val/' "$RUNS/fapo/metrics.jsonl" 2>/dev/null; do
+  kill -0 $FAPO 2>/dev/null || wait $FAPO
+  sleep 1
+done
+stage "4. Half of FAPO's steps are done"
+python -m toy.report --runs "$RUNS" --so-far
+wait $FAPO
 
 stage "5. The figure, the tables and the page"
 python -m toy.report --runs "$RUNS"
