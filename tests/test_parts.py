@@ -167,7 +167,8 @@ from policy import Policy, Sample, logprobs_and_entropy, speedups
 config = types.SimpleNamespace(**json.load(open("config.json")))
 policy = Policy(config, config.model, torch.device("cpu"))
 answers = (([8, 9, 1], 1.0), ([10, 1], -1.0))
-group = [Sample({}, [5, 6, 7], response_ids=ids, advantage=advantage) for ids, advantage in answers]
+group = [Sample({}, [5, 6, 7], response_ids=ids, rollout_logprobs=[-1.0] * len(ids), advantage=advantage)
+         for ids, advantage in answers]
 def logprobs():
     with torch.no_grad():
         sequences = [sample.prompt_ids + sample.response_ids for sample in group]
@@ -291,10 +292,10 @@ print(server.alive())
 @pytest.mark.slow
 def test_genrm_server_with_two(alone):
     with_stand_in(alone("genrm_server.py"))
-    command = ("genrm_server.py", "--model", "model", "--port", "0", "--device", "cpu", "--num-servers", "2")
-    with serving(*command) as url:
-        assert "--served-model-name" in json.loads(get(f"{url}/v1/args"))["argv"]
-        assert len(json.loads(get(f"{url}/workers"))["workers"]) == 2
+    command = "genrm_server.py --model model --port 0 --device cpu --num-servers 2 --policy round_robin"
+    with serving(*command.split()) as url:
+        servers = {json.loads(get(f"{url}/v1/args"))["pids"][0] for _ in range(4)}
+    assert len(servers) == 2
 
 
 REWARD = """
