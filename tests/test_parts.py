@@ -109,11 +109,11 @@ def write_lines(path, *lines):
 
 @contextmanager
 def serving(*command):
-    """The first line that a server of the folder prints with its address, while it runs."""
+    """The address that a router of the folder prints when it is ready, while it runs."""
     with subprocess.Popen([sys.executable, "-u", *command], text=True, stdout=subprocess.PIPE) as server:
         try:
-            said = next(line for line in server.stdout if "http://" in line)
-            yield re.search(r"http://[\d.]+:\d+", said)[0]
+            ready = (re.search(r"router \w+ at (http\S+) \(\d servers\)", line) for line in server.stdout)
+            yield next(filter(None, ready))[1]
         finally:
             server.send_signal(signal.SIGTERM)
             server.stdout.read()
