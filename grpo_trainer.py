@@ -23,6 +23,7 @@ reward within its group).
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -41,8 +42,9 @@ import tyro
 from tqdm import tqdm
 
 import reward_loop
-from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
-from algorithm import compute_process_aware_advantages
+from algorithm import CLIP_RANGES, compute_advantages, compute_prefix_advantages, count_tokens_before
+from algorithm import compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
+from algorithm import compute_process_aware_advantages, compute_term_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -88,18 +90,30 @@ class Config(reward_loop.RewardOptions):
     max_logprob_diff: float = 0.2
     overlap: bool = False  # Roll out and judge the next step during the update, from weights one update old.
 
-    # fapo: the reward within its group. papo: answer and reasoning apart, from acc and flawed_positive.
-    advantage: Literal["fapo", "papo"] = "fapo"
+    # fapo: the reward within its group. dr_grpo: without the deviation, per constant length. papo: answer and
+    # reasoning apart, from acc and flawed_positive. vppo: good prefixes pay. terms: each of --reward-terms.
+    advantage: Literal["fapo", "dr_grpo", "papo", "vppo", "terms"] = "fapo"
+    reward_terms: tuple[str, ...] = ()  # Of the function's numbers, weighted: acc=1 flawed_positive=-0.5
+    credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
+    prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
+    prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
+    # clip: per token (GRPO, DAPO). gspo: by the sequence's ratio. cispo: by a weight, dropping no token.
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
     weight_decay: float = 0.1  # AdamW's weight decay.
+    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
+    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
-    clip_low: float = 0.2  # Lower clip range of the probability ratio.
-    clip_high: float = 0.28  # Upper clip range of the probability ratio (clip-higher).
-    clip_c: float = 10.0  # Dual clip: bound on the ratio where the advantage is negative.
+    clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
+    clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
+    clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
     # Cap of truncated importance sampling between rollout and trainer; default: off, 2 with --overlap.
     tis_cap: float | None = None
+    # What is beyond the cap: cut to it, left out, or left out by whole sequences (beyond 1/cap, too).
+    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -130,6 +144,20 @@ class Config(reward_loop.RewardOptions):
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
+    def __post_init__(self) -> None:
+        low, high = CLIP_RANGES[self.loss]
+        self.clip_low = low if self.clip_low is None else self.clip_low
+        self.clip_high = high if self.clip_high is None else self.clip_high
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """--reward-terms by name."""
+        try:
+            return {name: float(weight) for name, weight in (term.split("=") for term in self.reward_terms)}
+        except ValueError:
+            text = " ".join(self.reward_terms)
+            raise ValueError(f"reward_terms: {text!r} is not NAME=WEIGHT ..., such as acc=1") from None
+
     def check(self) -> None:
         """Refuses what cannot work before anything expensive starts. Raises ValueError."""
         least = {"group_size": 2, "seed": -math.inf, "max_no_verdict_rate": 0}
@@ -152,7 +180,14 @@ class Config(reward_loop.RewardOptions):
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
             (self.policy_gpu_share < 1 and self.policy_ranks > 1,
              f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
-            (self.tis_cap == 0, "tis_cap: 0 would multiply every loss by 0; leave it out to turn it off"),
+            (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
+             "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
+            (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
+             f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
+            (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,
+             f"tis_mode: {self.tis_mode} needs --tis-cap"),
+            (bool(self.terms) != (self.advantage == "terms"),
+             "reward_terms: goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"),
             (self.overlong_buffer > self.max_response_length,
              f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "
              f"{self.max_response_length}; lower it, 0 is no penalty"),
@@ -229,7 +264,7 @@ def train(config: Config) -> Path | None:
                     batch = next_batch(run, step)
 
                     # 2. Each sample's advantage within its group.
-                    set_advantages(batch.kept, config.advantage)
+                    set_advantages(batch.kept, config)
                     log.samples(step, "train", batch.groups, run.eos_ids)
                     rewarded = time.perf_counter()
 
@@ -323,12 +358,11 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         if not refills:
             rolled_out.set_result(None)
         times["time/reward_wait"] += await_verdicts(run, samples, step)
-        if config.advantage == "papo":
-            require_reasoning(samples)
+        prepare_credit(samples, config, run.tokenizer)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
-            reason = why_useless(group, config.advantage)
+            reason = why_useless(group, config.advantage, config.terms)
             dropped.update([reason] if reason else [])
             if not (reason and config.dynamic_sampling):
                 kept.append(group)
@@ -405,12 +439,31 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
     return time.perf_counter() - started
 
 
-def require_reasoning(samples: list[Sample]) -> None:
-    """PAPO learns from answer and reasoning: a right answer whose reasoning nobody judged has no verdict."""
+def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
+    """What advantages need beside rewards. RuntimeError where the function does not give it.
+
+    PAPO: a right answer whose reasoning nobody judged has no verdict. VPPO and --credit prefix: the tokens
+    before the first wrong paragraph, none where nobody knows it.
+    """
+    keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
+    keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
+    infos = [sample.result["reward_extra_info"] for sample in samples if sample.reward is not None]
+    numbers = [{key for key, x in info.items() if isinstance(x, (int, float, type(None)))} for info in infos]
+    if infos and (absent := set(keys) - set.union(*numbers)):
+        raise RuntimeError(
+            f"advantage {config.advantage}, credit {config.credit}: need {', '.join(sorted(absent))} from "
+            f"the reward function, which gives {', '.join(infos[0])}; compute_score_fapo gives "
+            "flawed_positive and first_wrong, that of wrong answers with judge_wrong in --reward-kwargs"
+        )
     for sample in samples:
         info = sample.result["reward_extra_info"]
-        if is_right(info) and info.get("flawed_positive", False) is None:
+        if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+        elif "first_wrong" in keys and sample.reward is not None and (info.get("first_wrong") or 0) > 0:
+            decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+            before = count_tokens_before(info["first_wrong"], sample.text, sample.response_ids, decode)
+            cut = config.prefix_cut * len(sample.prompt_ids) if config.advantage == "vppo" else 0
+            sample.prefix = max(0, before - round(cut))
 
 
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
@@ -428,17 +481,22 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
 
 
-def why_useless(group: list[Sample], advantage: str = "fapo") -> str | None:
+def why_useless(group: list[Sample], advantage: str = "fapo", terms=()) -> str | None:
     """Why a group teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups.
 
-    By the function's scores, as in DAPO: different lengths alone make no group worth learning from. PAPO does
-    not look at the score but at answer and reasoning.
+    By the function's scores, as in DAPO: different lengths alone make no group worth learning from. Others
+    look at answer and reasoning (PAPO), at the terms, at good prefixes among wrong answers (VPPO).
     """
-    infos = [sample.result["reward_extra_info"] for sample in group if sample.reward is not None]
+    judged = [sample for sample in group if sample.reward is not None]
+    infos = [sample.result["reward_extra_info"] for sample in judged]
     if len(infos) < 2:
         return "no_verdict"
-    key = (lambda i: (is_right(i), i.get("flawed_positive"))) if advantage == "papo" else lambda i: i["score"]
-    if len(set(map(key, infos))) > 1:
+    keys = {"papo": ("acc", "flawed_positive"), "terms": tuple(terms)}.get(advantage, ("score",))
+    seen = {tuple(info.get(key) for key in keys) for info in infos}
+    if advantage == "vppo":  # right or wrong, and a prefix that is rewarded all the same
+        seen = {value > 0 for (value,) in seen}
+        seen |= {s.prefix for s, info in zip(judged, infos) if s.prefix and not info["score"] > 0}
+    if len(seen) > 1:
         return None
     right = {is_right(info) for info in infos if info.get("acc") is not None}  # where the function says so
     return "all_right" if right == {True} else "all_wrong" if right == {False} else "equal_scores"
@@ -448,38 +506,38 @@ def is_right(info: dict) -> bool:
     return info.get("acc") == 1  # true or 1, nothing in between
 
 
-def set_advantages(groups: list[list[Sample]], advantage: str = "fapo") -> None:
-    """Each sample's advantage within its group; None without a verdict."""
+def set_advantages(groups: list[list[Sample]], config: Config) -> None:
+    """Each sample's advantage within its group, on its prefix and on the rest; None without a verdict."""
 
     def tensor_P_G(value_of):
-        values = [[math.nan if s.reward is None else value_of(s.result) for s in group] for group in groups]
-        return torch.tensor(values)
+        values = [[None if s.reward is None else value_of(s) for s in group] for group in groups]
+        return torch.tensor([[math.nan if x is None else float(x) for x in row] for row in values])
 
-    if advantage == "papo":
-        right_P_G = tensor_P_G(lambda result: float(is_right(result["reward_extra_info"]))) == 1
-        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process), right_P_G)
+    def term_P_G(key):
+        return tensor_P_G(lambda sample: sample.result["reward_extra_info"].get(key))
+
+    rewards_P_G, kind = tensor_P_G(lambda sample: sample.reward), config.advantage
+    if kind == "papo":
+        right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
+        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - term_P_G("score")
+        process_P_G = 1 - term_P_G("flawed_positive")
+        rest_P_G = compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
+    elif kind == "terms":
+        rest_P_G = compute_term_advantages(list(map(term_P_G, config.terms)), list(config.terms.values()))
+    elif kind == "vppo":
+        right_P_G = term_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
+        outcome_P_G = right_P_G + rewards_P_G - term_P_G("score")
+        share_P_G = tensor_P_G(lambda sample: sample.prefix / len(sample.response_ids))
+        three, alpha = (outcome_P_G, right_P_G, share_P_G), config.prefix_reward
+        prefix_P_G, rest_P_G = compute_prefix_advantages(*three, alpha)
     else:
-        advantages_P_G = compute_advantages(tensor_P_G(lambda result: result["reward_score"]))
-    for group, advantages in zip(groups, advantages_P_G.tolist()):
-        for sample, value in zip(group, advantages):
-            sample.advantage = None if sample.reward is None else value
-
-
-def outcome(result: dict) -> float:
-    """PAPO's outcome: 1 for a right answer, else -1, and what the length cost."""
-    info = result["reward_extra_info"]
-    if not {"acc", "flawed_positive"} <= info.keys():
-        raise RuntimeError(
-            "advantage: papo needs acc and flawed_positive from the reward function, which gives "
-            + ", ".join(info)
-        )
-    return (1.0 if is_right(info) else -1.0) + result["reward_score"] - info["score"]
-
-
-def process(result: dict) -> float:
-    """PAPO's quality of the reasoning: 1 sound, 0 with a wrong step, NaN where nobody says."""
-    flawed = result["reward_extra_info"]["flawed_positive"]
-    return math.nan if flawed is None else 1.0 - flawed
+        rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
+    prefix_P_G = prefix_P_G if kind == "vppo" else rest_P_G
+    prefix_P_G = prefix_P_G.clamp(min=0) if config.credit == "prefix" else prefix_P_G
+    values = zip(prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist())
+    for sample, (prefix, rest) in zip(sum(groups, []), values):
+        if sample.reward is not None:
+            sample.prefix_advantage, sample.advantage = prefix, rest
 
 
 def hand_over_weights(run: Run) -> dict:

@@ -480,8 +480,10 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
 
 
 def needed_verdict(result: dict) -> bool:
-    """False for a sample with a score whose function says that the judge was not asked."""
-    return result["reward_score"] is None or result["reward_extra_info"].get("genrm_status") != "skipped"
+    """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
+    info = result["reward_extra_info"]
+    needless = info.get("genrm_status") and (info["genrm_status"] == "skipped" or info.get("acc") is False)
+    return result["reward_score"] is None or not needless
 
 
 def no_verdict_rate(results: list[dict]) -> float:

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_trainer
 import reward_loop
+from algorithm import CLIP_RANGES
 import run_folder
 from toy import toy_world, warm_start
 from policy import Policy, Sample
@@ -474,6 +475,7 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
 def test_papo_normalises_answer_and_reasoning_apart():
     """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones
     nothing does."""
+    papo = config_of(advantage="papo")
     right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
     group = [
         scored(1.0, **right),
@@ -481,23 +483,152 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    grpo_trainer.set_advantages([group], "papo")
+    grpo_trainer.set_advantages([group], papo)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    grpo_trainer.set_advantages([long], "papo")  # the length penalty is part of the outcome
+    grpo_trainer.set_advantages([long], papo)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    grpo_trainer.set_advantages([late], "papo")
+    grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(
-        RuntimeError,
-        match="papo needs acc and flawed_positive from the reward function, which gives score, acc",
-    ):
-        grpo_trainer.set_advantages([[scored(1.0, acc=True)] * 4], "papo")
+    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive from .* gives score, acc;"):
+        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, None)
+
+
+class Letters:
+    """A tokenizer with a token for each character; those below 0 are special."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(token) for token in ids if token >= 0)
+
+
+def written(text, score, first_wrong, **info):
+    """A sample of this text and an end token, to a prompt of two tokens."""
+    sample = scored(score, first_wrong=first_wrong, acc=score is not None and score >= 0, **info)
+    return dataclasses.replace(sample, prompt_ids=[5, 6], response_ids=[*map(ord, text), -1], text=text)
+
+
+def credited(group, **changes):
+    """(prefix, prefix_advantage, advantage) of each sample, as a step would set them."""
+    config = config_of(**changes)
+    grpo_trainer.prepare_credit(group, config, Letters())
+    grpo_trainer.set_advantages([group], config)
+    return [(sample.prefix, sample.prefix_advantage, sample.advantage) for sample in group]
+
+
+def a_group():
+    """Right; flawed; wrong; wrong, and nobody knows where; no verdict. The prefix is 3 of 5 tokens."""
+    return [
+        written("1\n\n2", 1.0, -1),
+        written("1\n\n2", 0.0, 1),
+        written("1\n\n2", -1.0, 1),
+        written("1\n\n2", -1.0, None),
+        written("1\n\n2", None, None),
+    ]
+
+
+def test_credit_for_the_good_prefix_blames_no_token_before_the_first_wrong_paragraph():
+    std = math.sqrt((1.25**2 + 0.25**2 + 2 * 0.75**2) / 3) + 1e-6  # of 1, 0, -1, -1
+    right, flawed, wrong, unknown, silent = credited(a_group(), credit="prefix")
+    assert right[0] == unknown[0] == silent[0] == 0 and flawed[0] == wrong[0] == 3
+    assert [one[2] for one in (right, flawed, wrong, unknown)] == pytest.approx(
+        [1.25 / std, 0.25 / std, -0.75 / std, -0.75 / std]
+    )
+    assert flawed[1] == flawed[2] > 0  # what is praised is praised as a whole
+    assert wrong[1] == 0 and silent[2] is None
+    assert [one[0] for one in credited(a_group())] == [0] * 5  # by default nobody looks
+    (missing,) = credited([written("1\n\n2", -1.0, 2)], credit="prefix")
+    assert missing[0] == 4  # a paragraph is missing: the end token came too early
+
+
+def test_vppo_by_hand():
+    """The flawed one has score 0 and is not right. Values: 1; 0.5 on 3 of 5 tokens, twice; 0. Mean 0.4."""
+    mean = (1 + 2 * 0.5 * 3 / 5) / 4
+    right, flawed, wrong, unknown, silent = credited(a_group(), advantage="vppo", prefix_cut=0.0)
+    assert right[2] == pytest.approx(1 - mean) and silent[2] is None
+    assert flawed == wrong == (3, pytest.approx(0.5 - mean), pytest.approx(-mean))
+    assert unknown[2] == pytest.approx(-mean) and unknown[0] == 0
+    short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # by the prompt's two tokens
+    assert short[2] == (1, pytest.approx(0.5 - 1.2 / 4), pytest.approx(-1.2 / 4))
+    assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2][0] == 0
+    # eq. 8: a good prefix is not blamed, however good the others are
+    good = [written("1\n\n2", 1.0, -1) for _ in range(3)] + [written("1\n\n2", -1.0, 1)]
+    assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][1] < 0
+    assert credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3][1] == 0
+    # what the length cost belongs to the outcome
+    late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1)]
+    late[1].result["reward_score"] = 0.5
+    assert [one[2] for one in credited(late, advantage="vppo")] == [0.25, -0.25]
+
+
+def test_reward_terms_and_dr_grpo():
+    group = [written("1", 1.0, -1, style=style) for style in (2.0, 4.0, None)]
+    options = dict(advantage="terms", reward_terms=("acc=1", "style=-0.5"))
+    low, high, unknown = (one[2] for one in credited(group, **options))
+    assert low > 0 > high and unknown == 0 and low == pytest.approx(1, rel=1e-5) == -high
+    assert [one[2] for one in credited(a_group()[:3], advantage="dr_grpo")] == [1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    "changes, absent",
+    [
+        (dict(credit="prefix"), "first_wrong"),
+        (dict(advantage="vppo"), "first_wrong"),
+        (dict(advantage="terms", reward_terms=("acc=1", "stile=2")), "stile"),
+        (dict(advantage="terms", reward_terms=("pred=1",)), "pred"),  # not a number
+    ],
+)
+def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
+    samples = [scored(1.0, acc=True, pred="7"), scored(None)]
+    with pytest.raises(RuntimeError, match=f"need {absent} from .* gives score, acc, pred; .* judge_wrong"):
+        grpo_trainer.prepare_credit(samples, config_of(**changes), None)
+    grpo_trainer.prepare_credit(samples[1:], config_of(**changes), None)  # no verdicts: said elsewhere
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(advantage="terms"), "reward_terms: goes with --advantage terms"),
+        (dict(reward_terms=("acc=1",)), "reward_terms: goes with --advantage terms"),
+        (dict(advantage="terms", reward_terms=("acc",)), "reward_terms: 'acc' is not NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=much",)), "reward_terms: 'acc=much' is not NAME=WEIGHT"),
+        (dict(tis_mode="mask"), "tis_mode: mask needs --tis-cap"),
+        (dict(tis_mode="sequence", tis_cap=1.0), "tis_cap: 1.0 would multiply every loss by 0"),
+    ],
+)
+def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of(model=str(tmp_path), **changes).check()
+
+
+def test_each_loss_has_its_own_clip_range():
+    ranges = {loss: (config_of(loss=loss).clip_low, config_of(loss=loss).clip_high) for loss in CLIP_RANGES}
+    assert ranges == {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+    assert config_of(loss="gspo", clip_low=0.1).clip_low == 0.1
+
+
+def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
+    def why(*samples, **changes):
+        for sample in samples:
+            sample.prefix = 2 * (sample.result["reward_extra_info"]["first_wrong"] == 1)
+        config = config_of(**changes)
+        return grpo_trainer.why_useless(list(samples), config.advantage, config.terms)
+
+    wrong, early, right = written("1\n\n2", -1.0, 1), written("1\n\n2", -1.0, 0), written("1", 1.0, -1)
+    wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
+    for advantage in ("fapo", "dr_grpo", "papo"):
+        assert why(wrong, wrong, advantage=advantage) == "all_wrong"
+    # VPPO: the prefix up, the rest down, also where all went wrong in the same place
+    assert why(wrong, wrong, advantage="vppo") is None and why(wrong, early, advantage="vppo") is None
+    assert why(early, early, advantage="vppo") == "all_wrong"
+    assert why(right, right, advantage="vppo") == "all_right"
+    terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
+    assert why(wrong, early, **terms) is None and why(early, early, **terms) == "all_wrong"
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
