@@ -353,12 +353,11 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         run.drawn += len(rows)
         new = [[Sample(row, row["prompt_ids"]) for _ in range(config.group_size)] for row in rows]
         seed = config.seed * 1_000_003 + step + (rounds << 40)
-        samples, title = sum(new, []), f"step {step}"
-        times["time/rollout"] += roll_out(run, samples, step, config.temperature, 1.0, seed, title)
+        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
         if not refills:
             rolled_out.set_result(None)
-        times["time/reward_wait"] += await_verdicts(run, samples, step)
-        prepare_credit(samples, config, run.tokenizer)
+        times["time/reward_wait"] += await_verdicts(run, new, step)
+        prepare_credit(sum(new, []), config, run.tokenizer)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
@@ -398,14 +397,19 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, seed: int, title: str) -> float:
-    """Fills in responses, each on its way to its reward the moment it ends. Returns seconds."""
-    config, started = run.config, time.perf_counter()
+def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed, title) -> float:
+    """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
+    config, started, samples = run.config, time.perf_counter(), sum(groups, [])
+    calls = groups if run.rewards.job.sees_group else [[sample] for sample in samples]
+    running = {id(sample): call for call in calls for sample in call}
 
     def finished(sample):
         sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        if config.reward_mode == "standalone":
-            sample.verdict = run.rewards.submit(to_score(sample, step))
+        call = running.pop(id(sample))
+        if config.reward_mode == "standalone" and not any(id(other) in running for other in call):
+            verdicts = run.rewards.submit_group([to_score(other, step) for other in call])
+            for other, verdict in zip(call, verdicts):
+                other.verdict = verdict
         progress.update()
 
     options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
@@ -422,9 +426,9 @@ def to_score(sample: Sample, step: int) -> dict:
     return sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
 
 
-def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
+def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
-    started = time.perf_counter()
+    started, samples = time.perf_counter(), sum(groups, [])
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
         while concurrent.futures.wait(waiting, timeout=1.0).not_done:
@@ -433,7 +437,8 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
         results = [verdict.result() for verdict in waiting]
     else:
         run.policy.release_memory()  # a judge that slept wakes up
-        results = run.rewards.score_batch([to_score(sample, step) for sample in samples])
+        rows = [to_score(s, step) | {"group": n} for n, group in enumerate(groups) for s in group]
+        results = run.rewards.score_batch(rows)
     for sample, sample.result in zip(samples, results):
         sample.verdict = None
     return time.perf_counter() - started
@@ -566,9 +571,8 @@ def evaluate(run: Run) -> None:
     for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
         rows = [(row, 1 if suffix else n) for row, n in run.val_rows]
         groups = [[Sample(row, row["prompt_ids"]) for _ in range(n)] for row, n in rows]
-        samples, title = sum(groups, []), f"evaluation {step}"
-        roll_out(run, samples, step, temperature, config.val_top_p, config.seed, title)
-        await_verdicts(run, samples, step)
+        roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+        await_verdicts(run, groups, step)
         check_verdicts(run, step, "val", groups)
         metrics |= validation_metrics(groups, suffix)
         if not suffix:

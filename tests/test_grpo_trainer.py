@@ -251,6 +251,35 @@ def test_colocate_gives_the_same_run_as_standalone(workshop):
 
 
 @pytest.mark.slow
+def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop):
+    """In training, where each prompt comes twice a step, and in evaluation; in both modes, with refills."""
+    rows = pq.read_table(workshop / "train.parquet").slice(0, 2)
+    pq.write_table(rows, workshop / "two.parquet")
+    function = Path(__file__).parent / "reward_functions/groups.py:against_the_mean"
+    options = dict(reward_fn=str(function), train_file=str(workshop / "two.parquet"), total_steps=1, val_n=2)
+    options |= dict(val_file=(str(workshop / "two.parquet"),), samples_per_step=1000)
+    options |= dict(dynamic_sampling=True, max_refills=1)
+    metrics = {}
+    for mode in ("standalone", "colocate"):
+        folder = workshop / f"groups_{mode}"
+        grpo_trainer.train(run_config(workshop, folder.name, reward_mode=mode, **options))
+        metrics[mode], samples = lines_of(folder / "metrics.jsonl"), lines_of(folder / "samples.jsonl")
+        assert metrics[mode][1]["reward/no_verdict"] == 0
+        groups = {}
+        for line in samples:
+            groups.setdefault((line["step"], line["split"], line["group"]), []).append(line)
+        assert len(groups) >= 4 + 2
+        for (_, split, _), lines in groups.items():
+            seen = lines[0]["reward_extra_info"]["group_texts"]
+            assert all(line["reward_extra_info"]["group_texts"] == seen for line in lines)
+            if split == "train":
+                assert seen == sorted(line["response"] for line in lines)
+            else:  # of an evaluation's groups the first sample is written
+                assert len(seen) == 2 and lines[0]["response"] in seen
+    assert metrics["standalone"][0]["val/toy/pass@2"] == metrics["colocate"][0]["val/toy/pass@2"]
+
+
+@pytest.mark.slow
 def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
     options = dict(reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True, max_refills=100)
     options |= dict(total_steps=4, samples_per_step=1000)
