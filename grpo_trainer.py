@@ -169,8 +169,10 @@ class Config(reward_loop.RewardOptions):
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
+            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
+              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
+             f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
@@ -196,7 +198,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
+        """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -204,22 +206,10 @@ class Config(reward_loop.RewardOptions):
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
-        needs = self.gpus_needed(rollout) if device == "cuda" else {}
-        if (total := sum(needs.values())) > gpus:
-            text = " + ".join(f"{count:g} for {name}" for name, count in needs.items() if count)
-            raise ValueError(f"device: {text} are {total:g} GPUs, Ray has {gpus:g}; lower one of them")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
         tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
         return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
                                    tis_cap=tis_cap)  # fmt: skip
-
-    def gpus_needed(self, rollout: str) -> dict[str, float]:
-        """How many GPUs the ranks, the policy's servers and the judges take."""
-        servers = (rollout == "vllm") * self.rollout_servers * self.rollout_tensor_parallel
-        judges = len(self.genrm) * self.genrm_servers * self.genrm_tensor_parallel
-        return {"policy_ranks": self.policy_ranks * self.policy_gpu_share,
-                "rollout_servers": servers * self.rollout_gpu_share,
-                "genrm_servers": judges * self.genrm_gpu_share}  # fmt: skip
 
 
 # ---- the algorithm
@@ -344,12 +334,11 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         run.drawn += len(rows)
         new = [[Sample(row, row["prompt_ids"]) for _ in range(config.group_size)] for row in rows]
         seed = config.seed * 1_000_003 + step + (rounds << 40)
-        samples, title = sum(new, []), f"step {step}"
-        times["time/rollout"] += roll_out(run, samples, step, config.temperature, 1.0, seed, title)
+        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
         if not refills:
             rolled_out.set_result(None)
-        times["time/reward_wait"] += await_verdicts(run, samples, step)
-        prepare_credit(samples, config, run.tokenizer)
+        times["time/reward_wait"] += await_verdicts(run, new, step)
+        prepare_credit(sum(new, []), config, run.tokenizer)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
@@ -389,14 +378,19 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, seed: int, title: str) -> float:
-    """Fills in responses, each on its way to its reward the moment it ends. Returns seconds."""
-    config, started = run.config, time.perf_counter()
+def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed, title) -> float:
+    """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
+    config, started, samples = run.config, time.perf_counter(), sum(groups, [])
+    calls = groups if run.rewards.job.sees_group else [[sample] for sample in samples]
+    running = {id(sample): call for call in calls for sample in call}
 
     def finished(sample):
         sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        if config.reward_mode == "standalone":
-            sample.verdict = run.rewards.submit(to_score(sample, step))
+        call = running.pop(id(sample))
+        if config.reward_mode == "standalone" and not any(id(other) in running for other in call):
+            verdicts = run.rewards.submit_group([to_score(other, step) for other in call])
+            for other, verdict in zip(call, verdicts):
+                other.verdict = verdict
         progress.update()
 
     options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
@@ -413,9 +407,9 @@ def to_score(sample: Sample, step: int) -> dict:
     return sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
 
 
-def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
+def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
-    started = time.perf_counter()
+    started, samples = time.perf_counter(), sum(groups, [])
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
         while concurrent.futures.wait(waiting, timeout=1.0).not_done:
@@ -424,7 +418,8 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
         results = [verdict.result() for verdict in waiting]
     else:
         run.policy.release_memory()  # a judge that slept wakes up
-        results = run.rewards.score_batch([to_score(sample, step) for sample in samples])
+        rows = [to_score(s, step) | {"group": n} for n, group in enumerate(groups) for s in group]
+        results = run.rewards.score_batch(rows)
     for sample, sample.result in zip(samples, results):
         sample.verdict = None
     return time.perf_counter() - started
@@ -552,9 +547,8 @@ def evaluate(run: Run) -> None:
     for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
         rows = [(row, 1 if suffix else n) for row, n in run.val_rows]
         groups = [[Sample(row, row["prompt_ids"]) for _ in range(n)] for row, n in rows]
-        samples, title = sum(groups, []), f"evaluation {step}"
-        roll_out(run, samples, step, temperature, config.val_top_p, config.seed, title)
-        await_verdicts(run, samples, step)
+        roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+        await_verdicts(run, groups, step)
         check_verdicts(run, step, "val", groups)
         metrics |= validation_metrics(groups, suffix)
         if not suffix:

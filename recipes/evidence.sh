@@ -28,7 +28,7 @@ world() {  # world NAME KIND SEED MODELS: its files, and its models
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
-  once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto "${@:4}"
+  once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto --val-greedy "${@:4}"
 }
 served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained and served
   local seed name unfinished=""
@@ -54,7 +54,7 @@ world weak weak_policy 0 policy
 all_done
 for warm in 0 1 2; do
   name=warm$warm
-  once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge"
+  once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge" --val-greedy
   for seed in $SEEDS; do
     policy "$name" rule "$seed" "${RULE[@]}"
     policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
@@ -82,7 +82,7 @@ for seed in $SEEDS; do
 done
 world narrow narrow_judge 0 "judge policy"  # a judge that was shown forgotten carries only
 all_done
-once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge"
+once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
 all_done
 served narrow
 python docs/make_evidence.py --runs "$OUT"

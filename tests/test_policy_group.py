@@ -171,7 +171,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
-    with pytest.raises(RuntimeError, match="policy_ranks: the Ray cluster has no room for 500 x"):
+    with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 x"):
         group_of(500)
 
 
@@ -288,7 +288,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
 class Sender:
     """Of a group only what PolicyServers needs: weights that go to Ray actors."""
 
-    device, starts, lost = CPU, 1, False
+    device, places, starts, lost = CPU, None, 1, False
 
     def __init__(self, policy):
         self.policy = policy
