@@ -4,10 +4,10 @@
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; faster with speedups.py.
+it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
+LoRA tools/merge_lora.py. Left out: a critic model, images. Shapes:
 
-Left out: a critic model, images. Shapes: B sequences of a micro-batch, T tokens of the longest response,
-N response tokens in a row, H hidden, V vocabulary.
+B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
 import contextlib
