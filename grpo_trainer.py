@@ -95,7 +95,7 @@ class Config(reward_loop.RewardOptions):
     credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
     prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
     prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
-    loss: Literal["clip", "gspo", "cispo"] = "clip"  # Ratio of tokens, of sequences, or as a weight of tokens.
+    loss: Literal["clip", "gspo", "cispo"] = "clip"  # Ratio per token, per sequence, or as a constant weight.
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
