@@ -73,7 +73,7 @@ class PolicyGroup:
                                    master_listen_fd=listener.detach())  # fmt: skip
         for rank, node in enumerate(nodes):
             ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
-                          turn=nodes[:rank].count(node), turns=max(per_node.values()))  # fmt: skip
+                          max(per_node.values()))  # fmt: skip
             options = dict(num_cpus=RANK_CPUS, num_gpus=on_gpu * config.policy_gpu_share, max_restarts=0)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.placement, rank)
             device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
