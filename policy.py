@@ -4,10 +4,10 @@
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides the four seams `mine`, `total`, `compute` and `forward`. To copy it, take algorithm.py along.
+it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
+LoRA tools/merge_lora.py. Left out: a critic model, images. Shapes:
 
-Left out: a critic model, images. Shapes: B sequences of a micro-batch, T tokens of the longest response,
-N response tokens in a row, H hidden, V vocabulary.
+B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
 import contextlib
@@ -52,6 +52,8 @@ class Sample:
     text: str = ""  # the response, decoded
     result: dict = field(default_factory=dict)  # the Reward Loop's: reward_score, reward_extra_info, status
     advantage: float | None = None  # None: no verdict, no part in the loss
+    prefix: int = 0  # so many tokens, those before the first wrong paragraph, have an advantage of their own
+    prefix_advantage: float = 0.0
     # On its way from the Reward Loop: a future result.
     verdict: Future | None = field(default=None, repr=False, compare=False)
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
@@ -182,9 +184,12 @@ class Policy:
         for batch, everyone in zip(learning, mini_batches):
             if not any(map(self.has_gradient, everyone)):
                 continue  # every group is all right or all wrong: no update
-            num_tokens = sum(len(sample.response_ids) for sample in everyone if sample.advantage is not None)
+            lengths = [len(sample.response_ids) for sample in everyone if sample.advantage is not None]
+            num_tokens = sum(lengths)
+            if config.advantage == "dr_grpo":  # as if all were of full length
+                num_tokens = len(lengths) * config.max_response_length
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.total(self.accumulate_gradients(batch, num_tokens))
+            found = self.total(self.accumulate_gradients(batch, num_tokens, len(lengths)))
             sums.update(found)
             if not norms:  # by now all samples from before the first update are counted
                 check_sampler(sums, max_logprob_diff)
@@ -195,12 +200,13 @@ class Policy:
 
     def has_gradient(self, sample: Sample) -> bool:
         always = self.config.entropy_coef != 0 or self.reference is not None
-        return sample.advantage is not None and (always or sample.advantage != 0)
+        moves = sample.advantage != 0 or sample.prefix and sample.prefix_advantage != 0
+        return sample.advantage is not None and bool(always or moves)
 
-    def accumulate_gradients(self, samples: list[Sample], num_tokens: int) -> Counter:
+    def accumulate_gradients(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> Counter:
         """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
-        num_tokens: response tokens of the whole mini-batch, so that any split of it, over micro-batches or
+        num_tokens, num_sequences: of the whole mini-batch, so that any split of it, over micro-batches or
         ranks, adds up to the same gradient. Without old_logprobs they are what the model says now.
         """
         config, sums = self.config, Counter()
@@ -209,10 +215,10 @@ class Policy:
                 is_first = part[0].old_logprobs is None
                 old = logprobs.detach() if is_first else padded([s.old_logprobs for s in part], self.device)
                 rollout = padded([sample.rollout_logprobs for sample in part], self.device)
-                advantages = torch.tensor([sample.advantage for sample in part], device=self.device)
                 loss, found = compute_policy_loss(
-                    logprobs, old, advantages, mask, num_tokens, config.clip_low, config.clip_high,
-                    config.clip_c, rollout, config.tis_cap,
+                    logprobs, old, self.advantages(part), mask, num_tokens, config.clip_low, config.clip_high,
+                    config.clip_c, rollout, config.tis_cap, loss=config.loss, tis_mode=config.tis_mode,
+                    num_sequences=num_sequences,
                 )  # fmt: skip
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
@@ -226,6 +232,12 @@ class Policy:
                 if is_first:
                     sums.update(agreement(old[mask], rollout[mask], entropy[mask]))
         return sums
+
+    def advantages(self, samples: list[Sample]):
+        """B x T: each sample's prefix_advantage on its prefix, its advantage on the rest."""
+        pieces = [(s.prefix, len(s.response_ids) - s.prefix, s) for s in samples]
+        rows = [[s.prefix_advantage] * n + [s.advantage] * rest for n, rest, s in pieces]
+        return padded(rows, self.device)
 
     def step(self, loss: float) -> float:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
