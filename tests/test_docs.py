@@ -126,6 +126,8 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
     assert names["my_rule"](solution_str="2+2\n#### 4", **about) == 1.0
+    answers = ["it is #### 4", "#### 4", "5", "#### 5"]
+    assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
     result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))
     assert result["paragraphs"] == 9 and result["score"] == pytest.approx(-1.03)
