@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from tools import simulate
-from tools.simulate import Config, play, step
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import simulate
+from simulate import Config, play, predict, step
 
 
 def test_lines_by_hand():
@@ -45,3 +47,14 @@ def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["simulate.py", "--gpus", "2", "--samples", "8", flag])
     simulate.main()
     assert f"| {first}, at work" in capsys.readouterr().out
+
+
+def test_a_run_is_predicted_from_every_second_step(tmp_path):
+    """Four samples of 10 tokens in 1 s; then three critiques, 40 characters a second; an update of 2 s."""
+    line = {"time/rollout": 1.0, "time/reward_wait": 3.0, "time/update": 2.0, "time/step": 6.5}
+    line |= {"response_length/max": 10, "response_length/mean": 10, "perf/tokens": 40, "genrm/asked": 3}
+    sample = {"split": "train", "response_length": 10, "reward_extra_info": {"critique": "x" * 40}}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line | {"step": i}) for i in (1, 2, 3, 4)))
+    (tmp_path / "samples.jsonl").write_text("\n".join(json.dumps(sample | {"step": i}) for i in (1, 2, 3, 4)))
+    expected = {"rollout": (1, 1), "reward_wait": (3, 3), "update": (2, 2), "step": (6.5, 6.5)}
+    assert predict(tmp_path) == {name: pytest.approx(both) for name, both in expected.items()}
