@@ -8,7 +8,7 @@
     compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
 
 Use: python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward
-function, or copied alone: it needs none of our files. Settings come after the "*"; a misspelt one is refused.
+function. Needs none of our other files. Settings come after the "*"; a misspelt one is refused.
 A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
 ("no verdict"), not +1 and not 0. A framework that needs numbers, such as verl, sets on_no_verdict="rule".
 Left out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
@@ -391,13 +391,14 @@ async def compute_score_discriminative(
 async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
-    judge_test=False, keep_critique=False, verifier: Literal["rule", "math_verify"] = "rule",
-    prompt_style="tagged", genrm_model=None, genrm_temperature=None, genrm_max_tokens=GENRM_MAX_TOKENS,
-    genrm_timeout_s=GENRM_TIMEOUT_S, genrm_chat_kwargs=None) -> dict:  # fmt: skip
+    judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
+    verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
+    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
     and may be missing. judge_test: ask about the test split, too; its score is the rule's all the same.
+    judge_wrong: ask about wrong answers, too, for first_wrong; their score is the rule's, verdict or not.
     on_no_verdict: without a verdict "none" scores None; "rule" scores as if the solution were sound, as the
     original does, and returns no None at all, because verl takes the mean of every value.
     genrm_*: see `chat`; chat_kwargs: {"enable_thinking": false} for judges with such a switch.
@@ -415,7 +416,8 @@ async def compute_score_fapo(
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
     verdict = dict(first_wrong=None, genrm_status="skipped", genrm_error="", genrm_shared=False, critique="")
-    if result["acc"] and (judge_test or not is_test) and (reward_router_address or not only_measures):
+    is_asked = result["acc"] or judge_wrong and result["acc"] is False
+    if is_asked and (judge_test or not is_test) and (reward_router_address or not only_measures):
         if reward_router_address is None:
             raise ValueError("reward_router_address: missing; start a GenRM (--genrm or --router-address)")
         if extra_info.get("question") is None:

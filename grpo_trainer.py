@@ -7,8 +7,7 @@
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, the model and its
-update in policy.py, sampling in rollout.py, scoring in reward_loop.py, and what a run writes in
-run_folder.py.
+update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process. On GPUs Ray places everything: the policy's ranks (cluster/), its
 servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a
@@ -23,6 +22,7 @@ reward within its group).
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -40,9 +40,9 @@ import torch
 import tyro
 from tqdm import tqdm
 
+import algorithm
 import reward_loop
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
-from algorithm import compute_process_aware_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -88,18 +88,30 @@ class Config(reward_loop.RewardOptions):
     max_logprob_diff: float = 0.2
     overlap: bool = False  # Roll out and judge the next step during the update, from weights one update old.
 
-    # fapo: the reward within its group. papo: answer and reasoning apart, from acc and flawed_positive.
-    advantage: Literal["fapo", "papo"] = "fapo"
+    # fapo: the reward within its group. dr_grpo: without the deviation, per constant length. papo: answer and
+    # reasoning apart, from acc and flawed_positive. vppo: good prefixes pay. terms: each of --reward-terms.
+    advantage: Literal["fapo", "dr_grpo", "papo", "vppo", "terms"] = "fapo"
+    reward_terms: tuple[str, ...] = ()  # Of the function's numbers, weighted: acc=1 flawed_positive=-0.5
+    credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
+    prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
+    prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
+    # clip: per token (GRPO, DAPO). gspo: by the sequence's ratio. cispo: by a weight, dropping no token.
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
     weight_decay: float = 0.1  # AdamW's weight decay.
+    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
+    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
-    clip_low: float = 0.2  # Lower clip range of the probability ratio.
-    clip_high: float = 0.28  # Upper clip range of the probability ratio (clip-higher).
-    clip_c: float = 10.0  # Dual clip: bound on the ratio where the advantage is negative.
-    # Cap of truncated importance sampling between rollout and trainer; default: off, 2 with --overlap.
+    clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
+    clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
+    clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
+    # Cap of the importance weights between rollout and trainer; default: off, 2 with --overlap.
     tis_cap: float | None = None
+    # Beyond --tis-cap: cut to it, tokens left out, or whole sequences left out (also below 1/cap).
+    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -130,6 +142,13 @@ class Config(reward_loop.RewardOptions):
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
+    @property
+    def terms(self) -> dict[str, float]:
+        try:
+            return {name: float(weight) for name, weight in (term.split("=") for term in self.reward_terms)}
+        except ValueError:
+            raise ValueError(f"reward_terms: {self.reward_terms}: write NAME=WEIGHT, as in acc=1") from None
+
     def check(self) -> None:
         """Refuses what cannot work before anything expensive starts. Raises ValueError."""
         least = {"group_size": 2, "seed": -math.inf, "max_no_verdict_rate": 0}
@@ -150,9 +169,18 @@ class Config(reward_loop.RewardOptions):
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
-            (self.tis_cap == 0, "tis_cap: 0 would multiply every loss by 0; leave it out to turn it off"),
+            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
+              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
+             f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
+            (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
+             "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
+            (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
+             f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
+            (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,
+             f"tis_mode: {self.tis_mode} needs --tis-cap"),
+            (bool(self.terms) != (self.advantage == "terms"),
+             "reward_terms: goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"),
             (self.overlong_buffer > self.max_response_length,
              f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "
              f"{self.max_response_length}; lower it, 0 is no penalty"),
@@ -170,7 +198,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
+        """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -178,22 +206,10 @@ class Config(reward_loop.RewardOptions):
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
-        needs = self.gpus_needed(rollout) if device == "cuda" else {}
-        if (total := sum(needs.values())) > gpus:
-            text = " + ".join(f"{count:g} for {name}" for name, count in needs.items() if count)
-            raise ValueError(f"device: {text} are {total:g} GPUs, Ray has {gpus:g}; lower one of them")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
         tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
         return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
                                    tis_cap=tis_cap)  # fmt: skip
-
-    def gpus_needed(self, rollout: str) -> dict[str, float]:
-        """How many GPUs the ranks, the policy's servers and the judges take."""
-        servers = (rollout == "vllm") * self.rollout_servers * self.rollout_tensor_parallel
-        judges = len(self.genrm) * self.genrm_servers * self.genrm_tensor_parallel
-        return {"policy_ranks": self.policy_ranks * self.policy_gpu_share,
-                "rollout_servers": servers * self.rollout_gpu_share,
-                "genrm_servers": judges * self.genrm_gpu_share}  # fmt: skip
 
 
 # ---- the algorithm
@@ -229,7 +245,7 @@ def train(config: Config) -> Path | None:
                     batch = next_batch(run, step)
 
                     # 2. Each sample's advantage within its group.
-                    set_advantages(batch.kept, config.advantage)
+                    set_advantages(batch.kept, config)
                     log.samples(step, "train", batch.groups, run.eos_ids)
                     rewarded = time.perf_counter()
 
@@ -248,7 +264,7 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        show(metrics, config.total_steps)
+                        log.monitor.print_step(metrics)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -318,17 +334,15 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         run.drawn += len(rows)
         new = [[Sample(row, row["prompt_ids"]) for _ in range(config.group_size)] for row in rows]
         seed = config.seed * 1_000_003 + step + (rounds << 40)
-        samples, title = sum(new, []), f"step {step}"
-        times["time/rollout"] += roll_out(run, samples, step, config.temperature, 1.0, seed, title)
+        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
         if not refills:
             rolled_out.set_result(None)
-        times["time/reward_wait"] += await_verdicts(run, samples, step)
-        if config.advantage == "papo":
-            require_reasoning(samples)
+        times["time/reward_wait"] += await_verdicts(run, new, step)
+        prepare_credit(sum(new, []), config, run.tokenizer)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
-            reason = why_useless(group, config.advantage)
+            reason = why_useless(group, config.advantage, config.terms)
             dropped.update([reason] if reason else [])
             if not (reason and config.dynamic_sampling):
                 kept.append(group)
@@ -346,8 +360,8 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:
-        metrics |= {"dynamic/prompts": len(groups), "dynamic/refills": rounds - 1}
-        metrics |= {"dynamic/kept": len(groups) - dropped.total()}
+        counts = {"prompts": len(groups), "refills": rounds - 1, "kept": len(groups) - dropped.total()}
+        metrics |= {f"dynamic/{name}": count for name, count in counts.items()}
         metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
     return Batch(groups, kept, metrics, run.drawn)
 
@@ -364,14 +378,19 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, seed: int, title: str) -> float:
-    """Fills in responses, each on its way to its reward the moment it ends. Returns seconds."""
-    config, started = run.config, time.perf_counter()
+def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed, title) -> float:
+    """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
+    config, started, samples = run.config, time.perf_counter(), sum(groups, [])
+    calls = groups if run.rewards.job.sees_group else [[sample] for sample in samples]
+    running = {id(sample): call for call in calls for sample in call}
 
     def finished(sample):
         sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        if config.reward_mode == "standalone":
-            sample.verdict = run.rewards.submit(to_score(sample, step))
+        call = running.pop(id(sample))
+        if config.reward_mode == "standalone" and not any(id(other) in running for other in call):
+            verdicts = run.rewards.submit_group([to_score(other, step) for other in call])
+            for other, verdict in zip(call, verdicts):
+                other.verdict = verdict
         progress.update()
 
     options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
@@ -388,9 +407,9 @@ def to_score(sample: Sample, step: int) -> dict:
     return sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
 
 
-def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
+def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
-    started = time.perf_counter()
+    started, samples = time.perf_counter(), sum(groups, [])
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
         while concurrent.futures.wait(waiting, timeout=1.0).not_done:
@@ -399,18 +418,33 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
         results = [verdict.result() for verdict in waiting]
     else:
         run.policy.release_memory()  # a judge that slept wakes up
-        results = run.rewards.score_batch([to_score(sample, step) for sample in samples])
+        rows = [to_score(s, step) | {"group": n} for n, group in enumerate(groups) for s in group]
+        results = run.rewards.score_batch(rows)
     for sample, sample.result in zip(samples, results):
         sample.verdict = None
     return time.perf_counter() - started
 
 
-def require_reasoning(samples: list[Sample]) -> None:
-    """PAPO learns from answer and reasoning: a right answer whose reasoning nobody judged has no verdict."""
-    for sample in samples:
-        info = sample.result["reward_extra_info"]
-        if is_right(info) and info.get("flawed_positive", False) is None:
+def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
+    keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
+    keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
+    judged = [sample for sample in samples if sample.reward is not None]
+    infos = [sample.result["reward_extra_info"] for sample in judged]
+    numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
+    if infos and (absent := [key for key in keys if key not in numbers]):
+        raise RuntimeError(
+            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    for sample, info in zip(judged, infos):
+        if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
+            # nobody has judged its reasoning
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+        elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
+            before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)
+            cut = config.prefix_cut * len(sample.prompt_ids) * (config.advantage == "vppo")
+            sample.prefix = max(0, before - round(cut))
 
 
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
@@ -428,17 +462,22 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
 
 
-def why_useless(group: list[Sample], advantage: str = "fapo") -> str | None:
+def why_useless(group: list[Sample], advantage: str = "fapo", terms=()) -> str | None:
     """Why a group teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups.
 
-    By the function's scores, as in DAPO: different lengths alone make no group worth learning from. PAPO does
-    not look at the score but at answer and reasoning.
+    By the function's scores, as in DAPO: different lengths alone make no group worth learning from. Others
+    look at answer and reasoning (PAPO), at the terms, at good prefixes among wrong answers (VPPO).
     """
-    infos = [sample.result["reward_extra_info"] for sample in group if sample.reward is not None]
+    judged = [sample for sample in group if sample.reward is not None]
+    infos = [sample.result["reward_extra_info"] for sample in judged]
     if len(infos) < 2:
         return "no_verdict"
-    key = (lambda i: (is_right(i), i.get("flawed_positive"))) if advantage == "papo" else lambda i: i["score"]
-    if len(set(map(key, infos))) > 1:
+    keys = {"papo": ("acc", "flawed_positive"), "terms": tuple(terms)}.get(advantage, ("score",))
+    seen = {tuple(info.get(key) for key in keys) for info in infos}
+    if advantage == "vppo":  # right or wrong, and a prefix that is rewarded all the same
+        seen = {value > 0 for (value,) in seen}
+        seen |= {s.prefix for s, info in zip(judged, infos) if s.prefix and not info["score"] > 0}
+    if len(seen) > 1:
         return None
     right = {is_right(info) for info in infos if info.get("acc") is not None}  # where the function says so
     return "all_right" if right == {True} else "all_wrong" if right == {False} else "equal_scores"
@@ -448,38 +487,38 @@ def is_right(info: dict) -> bool:
     return info.get("acc") == 1  # true or 1, nothing in between
 
 
-def set_advantages(groups: list[list[Sample]], advantage: str = "fapo") -> None:
-    """Each sample's advantage within its group; None without a verdict."""
+def set_advantages(groups: list[list[Sample]], config: Config) -> None:
+    """Each sample's advantages within its group, on its prefix and on the rest; None without a verdict."""
 
     def tensor_P_G(value_of):
-        values = [[math.nan if s.reward is None else value_of(s.result) for s in group] for group in groups]
-        return torch.tensor(values)
+        values = [[None if s.reward is None else value_of(s) for s in group] for group in groups]
+        return torch.tensor([[math.nan if x is None else float(x) for x in row] for row in values])
 
-    if advantage == "papo":
-        right_P_G = tensor_P_G(lambda result: float(is_right(result["reward_extra_info"]))) == 1
-        advantages_P_G = compute_process_aware_advantages(tensor_P_G(outcome), tensor_P_G(process), right_P_G)
+    def number_P_G(key):
+        return tensor_P_G(lambda sample: sample.result["reward_extra_info"].get(key))
+
+    rewards_P_G, kind = tensor_P_G(lambda sample: sample.reward), config.advantage
+    if kind == "papo":
+        right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
+        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - number_P_G("score")
+        process_P_G = 1 - number_P_G("flawed_positive")
+        rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
+    elif kind == "terms":
+        terms, weights = map(number_P_G, config.terms), config.terms.values()
+        rest_P_G = algorithm.compute_term_advantages(list(terms), list(weights))
+    elif kind == "vppo":
+        right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
+        outcome_P_G = right_P_G + rewards_P_G - number_P_G("score")
+        given = right_P_G, tensor_P_G(lambda s: s.prefix / len(s.response_ids)), config.prefix_reward
+        prefix_P_G, rest_P_G = algorithm.compute_prefix_advantages(outcome_P_G, *given)
     else:
-        advantages_P_G = compute_advantages(tensor_P_G(lambda result: result["reward_score"]))
-    for group, advantages in zip(groups, advantages_P_G.tolist()):
-        for sample, value in zip(group, advantages):
-            sample.advantage = None if sample.reward is None else value
-
-
-def outcome(result: dict) -> float:
-    """PAPO's outcome: 1 for a right answer, else -1, and what the length cost."""
-    info = result["reward_extra_info"]
-    if not {"acc", "flawed_positive"} <= info.keys():
-        raise RuntimeError(
-            "advantage: papo needs acc and flawed_positive from the reward function, which gives "
-            + ", ".join(info)
-        )
-    return (1.0 if is_right(info) else -1.0) + result["reward_score"] - info["score"]
-
-
-def process(result: dict) -> float:
-    """PAPO's quality of the reasoning: 1 sound, 0 with a wrong step, NaN where nobody says."""
-    flawed = result["reward_extra_info"]["flawed_positive"]
-    return math.nan if flawed is None else 1.0 - flawed
+        rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
+    prefix_P_G = prefix_P_G if kind == "vppo" else rest_P_G
+    if config.credit == "prefix":
+        prefix_P_G = prefix_P_G.clamp(min=0)
+    for sample, *values in zip(sum(groups, []), prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist()):
+        if sample.reward is not None:
+            sample.prefix_advantage, sample.advantage = values
 
 
 def hand_over_weights(run: Run) -> dict:
@@ -508,9 +547,8 @@ def evaluate(run: Run) -> None:
     for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
         rows = [(row, 1 if suffix else n) for row, n in run.val_rows]
         groups = [[Sample(row, row["prompt_ids"]) for _ in range(n)] for row, n in rows]
-        samples, title = sum(groups, []), f"evaluation {step}"
-        roll_out(run, samples, step, temperature, config.val_top_p, config.seed, title)
-        await_verdicts(run, samples, step)
+        roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+        await_verdicts(run, groups, step)
         check_verdicts(run, step, "val", groups)
         metrics |= validation_metrics(groups, suffix)
         if not suffix:
@@ -521,14 +559,6 @@ def evaluate(run: Run) -> None:
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
-
-
-def show(metrics: dict, total_steps: int) -> None:
-    """One line on the screen."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
-    print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
 
 
 def main() -> None:

@@ -4,10 +4,10 @@
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides the four seams `mine`, `total`, `compute` and `forward`. To copy it, take algorithm.py along.
+it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
+LoRA tools/merge_lora.py. Left out: a critic model, images. Shapes:
 
-Left out: a critic model, images. Shapes: B sequences of a micro-batch, T tokens of the longest response,
-N response tokens in a row, H hidden, V vocabulary.
+B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
 import contextlib
@@ -52,6 +52,8 @@ class Sample:
     text: str = ""  # the response, decoded
     result: dict = field(default_factory=dict)  # the Reward Loop's: reward_score, reward_extra_info, status
     advantage: float | None = None  # None: no verdict, no part in the loss
+    prefix: int = 0  # so many tokens, those before the first wrong paragraph, have an advantage of their own
+    prefix_advantage: float = 0.0
     # On its way from the Reward Loop: a future result.
     verdict: Future | None = field(default=None, repr=False, compare=False)
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
@@ -87,16 +89,25 @@ class Policy:
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
         self.model = self.load(source, check=True)
-        self.reference = self.load(config.model) if config.kl_coef else None
+        self.reference = None
+        if config.kl_coef:  # with adapters it is the same model without them
+            self.reference = self.model if config.lora_rank else self.load(config.model)
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(learning, **options)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
         options = dict(dtype=torch.float32, trust_remote_code=self.config.trust_remote_code)
         if self.config.max_positions:
             options["max_position_embeddings"] = self.config.max_positions
-        model = AutoModelForCausalLM.from_pretrained(source, **options).eval().to(self.device)
+        base = self.config.model if self.config.lora_rank else source
+        model = AutoModelForCausalLM.from_pretrained(base, **options).eval()
+        if self.config.lora_rank:
+            from tools.merge_lora import add_adapters
+
+            add_adapters(model, self.config, source)
+        model.to(self.device)
         try:
             model.generation_config.validate(strict=True)
         except ValueError:  # sampling values without do_sample, which transformers refuses to save
@@ -159,15 +170,19 @@ class Policy:
             rollout_logprobs = torch.tensor(sample.rollout_logprobs, device=self.device)
             sums.update(agreement(logprobs, rollout_logprobs, entropy))
         if self.reference is not None:
-            for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
-                sample.reference_logprobs = logprobs
+            with without_adapters(self.reference):
+                for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
+                    sample.reference_logprobs = logprobs
         sums = self.total(sums)
         for batch, everyone in zip(learning, mini_batches):
             if not any(map(self.has_gradient, everyone)):
                 continue  # every group is all right or all wrong: no update
-            num_tokens = sum(len(sample.response_ids) for sample in everyone if sample.advantage is not None)
+            lengths = [len(sample.response_ids) for sample in everyone if sample.advantage is not None]
+            num_tokens = sum(lengths)
+            if config.advantage == "dr_grpo":  # as if all were of full length
+                num_tokens = len(lengths) * config.max_response_length
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.total(self.accumulate_gradients(batch, num_tokens))
+            found = self.total(self.accumulate_gradients(batch, num_tokens, len(lengths)))
             sums.update(found)
             if not norms:  # by now all samples from before the first update are counted
                 check_sampler(sums, max_logprob_diff)
@@ -178,12 +193,13 @@ class Policy:
 
     def has_gradient(self, sample: Sample) -> bool:
         always = self.config.entropy_coef != 0 or self.reference is not None
-        return sample.advantage is not None and (always or sample.advantage != 0)
+        moves = sample.advantage != 0 or sample.prefix and sample.prefix_advantage != 0
+        return sample.advantage is not None and bool(always or moves)
 
-    def accumulate_gradients(self, samples: list[Sample], num_tokens: int) -> Counter:
+    def accumulate_gradients(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> Counter:
         """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
-        num_tokens: response tokens of the whole mini-batch, so that any split of it, over micro-batches or
+        num_tokens, num_sequences: of the whole mini-batch, so that any split of it, over micro-batches or
         ranks, adds up to the same gradient. Without old_logprobs they are what the model says now.
         """
         config, sums = self.config, Counter()
@@ -192,10 +208,10 @@ class Policy:
                 is_first = part[0].old_logprobs is None
                 old = logprobs.detach() if is_first else padded([s.old_logprobs for s in part], self.device)
                 rollout = padded([sample.rollout_logprobs for sample in part], self.device)
-                advantages = torch.tensor([sample.advantage for sample in part], device=self.device)
                 loss, found = compute_policy_loss(
-                    logprobs, old, advantages, mask, num_tokens, config.clip_low, config.clip_high,
-                    config.clip_c, rollout, config.tis_cap,
+                    logprobs, old, self.advantages(part), mask, num_tokens, config.clip_low, config.clip_high,
+                    config.clip_c, rollout, config.tis_cap, loss=config.loss, tis_mode=config.tis_mode,
+                    num_sequences=num_sequences,
                 )  # fmt: skip
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
@@ -209,6 +225,12 @@ class Policy:
                 if is_first:
                     sums.update(agreement(old[mask], rollout[mask], entropy[mask]))
         return sums
+
+    def advantages(self, samples: list[Sample]):
+        """B x T: each sample's prefix_advantage on its prefix, its advantage on the rest."""
+        pieces = [(s.prefix, len(s.response_ids) - s.prefix, s) for s in samples]
+        rows = [[s.prefix_advantage] * n + [s.advantage] * rest for n, rest, s in pieces]
+        return padded(rows, self.device)
 
     def step(self, loss: float) -> float:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
@@ -255,13 +277,28 @@ class Policy:
                 "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel}  # fmt: skip
 
     def weights(self, dtype: torch.dtype | None = None):
-        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own."""
+        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own.
+
+        Adapters are in them: a layer's are its own plus alpha / rank * B @ A.
+        """
+        adapted = {f"{name}.base_layer.weight": module for name, module in adapters_of(self.model)}
         for name, tensor in self.model.state_dict().items():
-            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
+            if name in adapted:
+                tensor = tensor + adapted[name].get_delta_weight("default")
+            if ".lora_" not in name:  # cast: less to gather
+                tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
+                yield name.replace(".base_layer.", "."), whole(tensor)
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face folder and the optimizer. RuntimeError where a weight is not finite."""
-        weights = {name: tensor.cpu() for name, tensor in self.weights() if self.is_first}
+        """Writes a Hugging Face folder (of adapters: peft's) and the optimizer.
+
+        RuntimeError where a weight is not finite.
+        """
+        named = self.weights()
+        if self.config.lora_rank:
+            parameters = self.model.named_parameters()
+            named = ((name, whole(p.detach())) for name, p in parameters if p.requires_grad)
+        weights = {name: tensor.cpu() for name, tensor in named if self.is_first}
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
         if weights:
@@ -287,6 +324,27 @@ class Policy:
 def whole(tensor):
     """All of a tensor that may be sharded over ranks (a DTensor)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def adapters_of(model) -> list[tuple]:
+    """Name and module of each layer with an adapter (peft's class, known by its method)."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight")]
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """Inside, the model computes what it did before it got adapters; one without any is what it was.
+
+    By their scale: peft's own switch also freezes them, which FSDP does not take.
+    """
+    layers = adapters_of(model)
+    try:
+        for _, layer in layers:
+            layer.set_scale("default", 0.0)
+        yield
+    finally:
+        for _, layer in layers:
+            layer.set_scale("default", 1.0)
 
 
 def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:

@@ -11,7 +11,7 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
 A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
 then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test).
-Left out: data larger than memory, filters and several answers per problem (trainer). Needs compute_score.py.
+Left out: data larger than memory, filters (trainer). Needs compute_score.py; for the toy world toy/.
 """
 
 import csv

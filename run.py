@@ -45,9 +45,11 @@ class Run:
         self.servers, self.leaving, self.num_restarts, self.updates = None, threading.Event(), 0, 0
         self.find_checkpoint()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.source, **self.remote)
+        # Checkpoints of adapters have no model in them.
+        self.base = config.model if config.lora_rank else self.source
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"model: the tokenizer of {self.source} has no chat template; take an instruct "
+            raise ValueError(f"model: the tokenizer of {self.base} has no chat template; take an instruct "
                              "model or add one")  # fmt: skip
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = []  # (row, samples of it)
@@ -61,7 +63,7 @@ class Run:
     def check_sizes(self) -> int:
         """Tokens of the longest prompt and response. ValueError where model or disk are too small."""
         config, rows = self.config, self.train_rows + [row for row, _ in self.val_rows]
-        shape = AutoConfig.from_pretrained(self.source, **self.remote).get_text_config()
+        shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()
         longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond these lengths such models compute all positions differently: a sample's log-probabilities
@@ -73,7 +75,8 @@ class Run:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
         if config.total_steps:  # an evaluation writes no checkpoint
-            check_room(config, checkpoint=12e-9 * count_weights(self.source))
+            # with adapters it is the merged model at the end that needs room
+            check_room(config, (4e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
         return longest
 
     def find_checkpoint(self) -> None:
@@ -83,6 +86,12 @@ class Run:
         state = {"step": 0, "prompts_drawn": 0}
         if done:
             state = json.loads((done[-1] / "trainer_state.json").read_text())
+            before = {"lora_rank": 0} | json.loads(Path(self.config.out_dir, "config.json").read_text())
+            for name in ("lora_rank", "lora_alpha", "lora_targets"):
+                new = json.loads(json.dumps(getattr(self.config, name)))
+                if (old := before.get(name, new)) != new:
+                    raise ValueError(f"{name}: {new}, but the run in out_dir has {old}; give that or another "
+                                     "out_dir")  # fmt: skip
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
@@ -98,6 +107,12 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
+        self.places = None  # on CPU all have places of their own
+        if config.device == "cuda":
+            from cluster import placement
+
+            self.places = placement.Places(placement.parts_of(config))
+            stack.callback(self.places.close)
         write_config(config, resumed=self.step > 0)
         self.log = Log(config, self.step)
         stack.callback(self.log.close)
@@ -120,7 +135,8 @@ class Run:
         if config.overlong_buffer:
             lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
             overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
-        self.rewards = reward_loop.start_rewards(config, stack, sleep_mode=sleep_mode, overlong=overlong)
+        self.rewards = reward_loop.start_rewards(config, stack, self.places, sleep_mode=sleep_mode,
+                                                  overlong=overlong)
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
         config = self.config
@@ -129,7 +145,7 @@ class Run:
         else:
             from cluster.policy_group import PolicyGroup
 
-            self.policy = PolicyGroup(config, self.source)
+            self.policy = PolicyGroup(config, self.source, self.places)
             stack.callback(self.policy.shutdown)
         if self.step:
             self.policy.load_optimizer(Path(self.source))
@@ -167,6 +183,12 @@ class Run:
             self.saved = self.step
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
+        if self.config.lora_rank and self.step == self.config.total_steps:
+            from tools.merge_lora import merge
+
+            out = Path(self.config.out_dir, "merged")
+            merge(Path(self.source), out, max_positions=self.config.max_positions, **self.remote)
+            print(f"the last checkpoint as one model: {out}", flush=True)
 
     @contextlib.contextmanager
     def saved_on_failure(self):

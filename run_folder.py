@@ -245,6 +245,7 @@ class Log:
                        "prompt": prompt, "ground_truth": truth, **sample.result,
                        "advantage": sample.advantage, "response_length": len(sample.response_ids),
                        "clipped": sample.response_ids[-1] not in eos_ids,
+                       **({"prefix_advantage": sample.prefix_advantage} if sample.prefix else {}),
                        "response": sample.text} for sample in shown]  # fmt: skip
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)

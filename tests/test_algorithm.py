@@ -1,18 +1,26 @@
 """The mathematics: advantages and losses worked out by hand, and the invariances that training relies on."""
 
 import math
+import random
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import grpo_trainer
 from algorithm import (
     compute_advantages,
     compute_kl_loss,
     compute_policy_loss,
+    compute_prefix_advantages,
     compute_process_aware_advantages,
+    compute_term_advantages,
+    count_tokens_before,
+    importance_weights,
     overlong_penalty,
 )
+from compute_score import split_paragraphs
 
 NAN = math.nan
 
@@ -89,6 +97,66 @@ def test_truncated_importance_sampling():
     assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)  # weights 4 -> 2 and 0.5
     with pytest.raises(ValueError, match="rollout_logprobs"):
         compute_policy_loss(logprobs, old, torch.ones(1), torch.ones(1, 2), 2, tis_cap=2.0)
+
+
+def losses_of(log_ratios, advantages, lengths, num_tokens=6, **options):
+    """Loss, gradient and sums for these log-ratios; what stands in the padding is NaN."""
+    mask = torch.arange(len(log_ratios[0])) < torch.tensor(lengths)[:, None]
+    old = torch.full(mask.shape, -1.0)
+    logprobs = torch.where(mask, torch.tensor(log_ratios) + old, NAN).requires_grad_()
+    loss, sums = compute_policy_loss(logprobs, old, torch.tensor(advantages), mask, num_tokens, **options)
+    loss.backward()
+    assert logprobs.grad[~mask].abs().sum() == 0
+    return loss.item(), logprobs.grad.nan_to_num(), sums
+
+
+def test_gspo_by_hand():
+    """Two sequences of 3 tokens and 1: ratios exp(0.2), below the clip, and exp(0.9), above it."""
+    log_ratios, wide = [[0.1, 0.2, 0.3], [0.9, 0.0, 0.0]], dict(loss="gspo", clip_low=0.5, clip_high=0.5)
+    loss, grad, sums = losses_of(log_ratios, [2.0, 1.0], [3, 1], **wide)
+    assert loss == pytest.approx(-(2 * math.exp(0.2) + 1.5) / 2, rel=1e-5)  # each sequence weighs 1/2
+    assert grad[0].tolist() == pytest.approx([-2 * math.exp(0.2) / 3 / 2] * 3, rel=1e-5)
+    assert grad[1, 0] == 0 and sums["clipped_tokens"] == 1 and sums["loss_tokens"] == 4
+    kl = sum(math.exp(x) - 1 - x for x in (0.1, 0.2, 0.3, 0.9))
+    assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # of tokens, whatever the loss
+    # of four sequences in the mini-batch; an advantage per token is that of GSPO-token
+    assert losses_of(log_ratios, [2.0, 1.0], [3, 1], num_sequences=4, **wide)[0] == pytest.approx(loss / 2)
+    loss, grad, _ = losses_of(log_ratios, [[0.0, 2.0, -1.0], [0.0] * 3], [3, 1], **wide)
+    assert loss == pytest.approx(-math.exp(0.2) / 3 / 2, rel=1e-5) and grad[0, 0] == 0 > grad[0, 1]
+    # its own range where none is given: exp(0.2) is far outside; no dual clip
+    own = dict(loss="gspo", clip_low=None, clip_high=None)
+    assert losses_of(log_ratios, [2.0, 1.0], [3, 1], **own)[0] == pytest.approx(-3 * 1.0004 / 2, rel=1e-5)
+    assert losses_of([[5.0]], [-1.0], [1], **own)[0] == pytest.approx(math.exp(5), rel=1e-4)
+
+
+def test_cispo_by_hand():
+    """A ratio above the range is cut and learns all the same; no dual clip, no lower end by default."""
+    log_ratios, advantages = [[0.0, 2.0, -1.0], [3.0, 0.0, 0.0]], [1.0, -2.0]
+    loss, grad, sums = losses_of(log_ratios, advantages, [3, 1], loss="cispo", clip_low=None, clip_high=None)
+    weights = [1.0, 5.0, math.exp(-1)], [5.0]
+    logprobs = [-1.0, 1.0, -2.0], [2.0]
+    expected = sum(a * w * x for a, *row in zip(advantages, weights, logprobs) for w, x in zip(*row))
+    assert loss == pytest.approx(-expected / 6, rel=1e-5) and sums["clipped_tokens"] == 2
+    assert grad[0].tolist() == pytest.approx([-w / 6 for w in weights[0]], rel=1e-5)
+    assert grad[1, 0].item() == pytest.approx(2 * 5 / 6)
+
+
+def test_importance_weights_by_hand():
+    """Tokens with weights 4 and 1/2, their geometric mean sqrt(2); a second sequence with 1/3."""
+    old = torch.tensor([[0.0, 0.0], [0.0, NAN]])
+    rollout = torch.tensor([[-math.log(4), math.log(2)], [math.log(3), NAN]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    third = pytest.approx(1 / 3)
+    for mode, cap, expected, beyond in (
+        ("truncate", 2.0, [2.0, 0.5, third], 1),
+        ("mask", 2.0, [0.0, 0.5, third], 1),
+        ("sequence", 2.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), 0.0], 1),
+        ("sequence", 4.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), third], 0),
+        ("sequence", 1.2, [0.0, 0.0, 0.0], 3),
+    ):
+        weight, is_beyond = importance_weights(old, rollout, mask, cap, mode)
+        assert weight.expand(2, 2)[mask > 0].tolist() == expected, mode
+        assert (is_beyond * mask).sum() == beyond and weight.isfinite().all()
 
 
 def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
@@ -193,6 +261,131 @@ def test_process_aware_advantages_by_hand():
     assert got[2].tolist() == [0, 0, 0, 0]  # however good its steps, a wrong answer gains nothing
     late = compute_process_aware_advantages(outcome[1:2] - 1.5, process[1:2], outcome[1:2] > 0)
     assert torch.equal(late[0], got[1])  # a right answer that came late is a right answer
+
+
+def test_without_the_deviation_by_hand():
+    rewards = torch.tensor([[1.0, 0.0, -1.0, NAN], [0.5, 0.5, NAN, NAN]])
+    got = compute_advantages(rewards, divide_by_std=False)
+    assert got.tolist() == [[1, 0, -1, 0], [0, 0, 0, 0]]
+
+
+def test_prefix_advantages_by_hand():
+    """Right, wrong at half of it, wrong from the start, no verdict. Mean value: (1 + 0.25 + 0) / 3."""
+    outcome = torch.tensor([[1.0, 0.0, 0.0, NAN]])
+    right, share = outcome > 0, torch.tensor([[0.0, 0.5, 0.0, 0.7]])
+    prefix, rest = compute_prefix_advantages(outcome, right, share, 0.5)
+    mean = 1.25 / 3
+    assert rest[0].tolist() == pytest.approx([1 - mean, -mean, -mean, 0])
+    assert prefix[0].tolist() == pytest.approx([1 - mean, 0.5 - mean, 0.5 - mean, 0])
+    # all wrong at the same place: no mean of rewards tells them apart, but prefix and rest do
+    prefix, rest = compute_prefix_advantages(torch.zeros(1, 2), right[:, 1:3], torch.full((1, 2), 0.5), 0.5)
+    assert prefix.tolist() == [[0.25, 0.25]] and rest.tolist() == [[-0.25, -0.25]]
+    for outcome in (torch.ones(1, 3), torch.zeros(1, 3), torch.tensor([[1.0, NAN, NAN]])):
+        both = compute_prefix_advantages(outcome, outcome > 0, torch.zeros(1, 3))
+        assert both[1].tolist() == [[0, 0, 0]]  # all right, all wrong from the start, one verdict
+
+
+def test_term_advantages_by_hand():
+    """Two groups, two terms; the second term is unknown for one sample, and without spread in one group."""
+    acc = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    flawed = torch.tensor([[1.0, 0.0, NAN], [0.0, 0.0, 0.0]])
+    got = compute_term_advantages([acc, flawed], [1.0, -0.5])
+    third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample deviations of 1, 1, 0 and of 1, 0
+    total = torch.tensor([
+        [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
+        [2 / 3 / third, -1 / 3 / third, -1 / 3 / third],
+    ])  # fmt: skip
+    assert torch.allclose(got, total / (total.std() + 1e-6), atol=1e-6)  # their mean is 0
+    unknown = torch.full((1, 3), NAN)
+    assert compute_term_advantages([acc[:1], unknown], [1.0, 1.0])[0].tolist() == pytest.approx(
+        (acc[0] - 2 / 3).div(third).div(1 + 1e-6).tolist(), rel=1e-4
+    )
+    assert compute_term_advantages([torch.ones(2, 3)], [2.0]).abs().max() == 0
+
+
+def byte_level(*merged):
+    """A tokenizer over bytes, as of GPT and Qwen, with these pieces of text as single tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary, merges = {letter: number for number, letter in enumerate(letters)}, []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in merged:
+        letters = [*level.pre_tokenize_str(text)[0][0]]
+        while len(letters) > 1:
+            merges.append((letters[0], letters[1]))
+            letters[:2] = [letters[0] + letters[1]]
+            vocabulary.setdefault(letters[0], len(vocabulary))
+    raw = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges))))
+    raw.pre_tokenizer, raw.decoder = level, decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+
+
+def byte_fallback():
+    """One of SentencePiece's kind, as of Llama 2: words with a leading space, other characters as bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"absetp"]
+    merges = [("▁", "a"), ("▁", "s"), ("▁s", "t"), ("▁st", "e"), ("▁ste", "p")]
+    pieces += [left + right for left, right in merges if left + right not in pieces]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    raw = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<unk>")
+
+
+def decoding(tokenizer):
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "pieces, paragraph, count",
+    [
+        (["ab", "\n\n", "cd", "\n\n", "ef"], 0, 0),
+        (["ab", "\n\n", "cd", "\n\n", "ef"], 1, 2),
+        (["ab", "\n\n", "cd", "\n\n", "ef"], 2, 4),
+        (["ab", "\n\ncd", "\n\n", "ef"], 1, 1),  # across the boundary: of the later one
+        (["ab", "\n", "\n", " ", "cd"], 1, 4),
+        (["\n\n", "ab", "\n\n\n", "cd"], 0, 1),  # empty paragraphs are none
+        (["\n\n", "ab", "\n\n\n", "cd"], 1, 3),
+        (["ab", "\n\n", "cd"], 2, 3),  # missing: from the end token on, the fourth
+        (["ab"], 7, 1),
+    ],
+)
+def test_tokens_before_a_paragraph_by_hand(pieces, paragraph, count):
+    tokenizer = byte_level(*pieces)
+    ids = [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(piece)) for piece in pieces]
+    assert all(len(one) == 1 for one in ids)
+    ids = sum(ids, []) + [tokenizer.eos_token_id]
+    decode = decoding(tokenizer)
+    assert decode(ids) == "".join(pieces)
+    assert count_tokens_before(paragraph, decode(ids), ids, decode) == count
+
+
+def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
+    """The tokens before it decode to no more than what precedes it, and one token more to more than that."""
+    rng = random.Random(0)
+    kinds = {
+        "bytes": (byte_level("\n\n", "\n\ns", "step"), "abstep \n\n\n\té€😀"),
+        "byte fallback": (byte_fallback(), "abstep \n\n\n\té€😀"),
+        "toy": (tokenizer, "0123456789+-=\n\n\n Rest"),
+    }
+    seen = 0
+    for name, (kind, alphabet) in kinds.items():
+        for _ in range(400):
+            written = "".join(rng.choices(alphabet, k=rng.randint(1, 40)))
+            ids = kind.encode(written, add_special_tokens=False) + [kind.eos_token_id] * rng.randint(0, 1)
+            decode = decoding(kind)
+            text = decode(ids)
+            paragraphs, end = split_paragraphs(text), 0
+            for index, paragraph in enumerate(paragraphs):
+                # where it is: whole, between empty lines
+                start = min(i for i in range(end, len(text)) if text.startswith(paragraph, i)
+                            and split_paragraphs(text[:i]) == paragraphs[:index])  # fmt: skip
+                count, end = count_tokens_before(index, text, ids, decode), start + len(paragraph)
+                assert len(decode(ids[: count + 1])) > start, (name, text, index)
+                assert count == 0 or len(decode(ids[:count])) <= start, (name, text, index)
+                seen += index > 0
+            assert count_tokens_before(len(paragraphs), text, ids, decode) == len(ids) - 1
+    assert seen > 300
 
 
 def test_the_trainer_has_the_same_functions_under_the_same_names():

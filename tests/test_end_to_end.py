@@ -2,84 +2,132 @@
 trains on its word."""
 
 import json
+import random
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import prepare_data
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import requests
+from test_reward_loop import free_port, until
+
+from toy import toy_world, warm_start
+
+
+def teach(folder, tokenizer, examples, steps=60):
+    """A tiny model that has learned to say what `examples()` say, and nothing else."""
+    model = warm_start.new_model(len(tokenizer), seed=0)
+    warm_start.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def answers(port):
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(folder with a policy, its problems and a judge, the address of that judge, which is being served)."""
+    folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
+    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
+    rows = [
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        for i in range(64)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+
+    # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's
+    # paragraph 0 wrong.
+    def guess():
+        problem = rng.choice(rows)["prompt"][0]["content"]
+        return warm_start.chat(problem, f"Rest \\boxed{{{rng.randint(0, 4)}}}")
+
+    def condemn():
+        problem, paragraphs = toy_world.right_solution(rng, flawed=rng.random() < 0.5)
+        paragraphs = paragraphs if rng.random() < 0.5 else paragraphs[-1:]
+        return warm_start.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
+
+    teach(folder / "policy", tokenizer, guess)
+    teach(folder / "judge", tokenizer, condemn)
+    port = free_port()
+    command = [sys.executable, "genrm_server.py", "--model", folder / "judge", "--port", port, "--cpus", 1]
+    server = subprocess.Popen([str(part) for part in [*command, "--max-model-len", 512]])
+    until(lambda: answers(port), 240)
+    yield folder, f"127.0.0.1:{port}"
+    server.send_signal(signal.SIGTERM)
+    server.wait(60)
+
+
+def train(world, name, **flags):
+    """A run of the trainer with the served judge -> (its samples, its metrics)."""
+    folder, address = world
+    judge = {"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}
+    flags = dict(
+        model=folder / "policy", train_file=folder / "train.parquet", out_dir=folder / name,
+        router_address=address, reward_kwargs=json.dumps(judge), train_batch_size=8, mini_batch_size=4,
+        group_size=8, max_response_length=12, overlong_buffer=0, lr=1e-4, num_threads=1, samples_per_step=64,
+        num_reward_workers=1) | flags  # fmt: skip
+    command = [sys.executable, "grpo_trainer.py"]
+    for flag, value in flags.items():
+        command += ["--" + flag.replace("_", "-"), str(value)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [
+        [json.loads(line) for line in (folder / name / f"{file}.jsonl").read_text().splitlines()]
+        for file in ("samples", "metrics")
+    ]
 
 
 @pytest.mark.slow
-def test_training_with_a_served_judge(tmp_path):
-    """The two models that are shipped, as a newcomer's first run would take them."""
-    prepare_data.prepare(prepare_data.Config(tasks=["toy"], out_dir=tmp_path))
-    command = [
-        sys.executable,
-        "grpo_trainer.py",
-        "--model",
-        tmp_path / "policy",
-        "--train-file",
-        tmp_path / "toy_train.parquet",
-        "--out-dir",
-        tmp_path / "run",
-        "--genrm",
-        tmp_path / "judge",
-        "--reward-fn",
-        "toy/toy_world.py:compute_score_fapo",
-        "--reward-kwargs",
-        json.dumps({"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}
-                   | {"keep_critique": True}),  # fmt: skip
-        "--total-steps",
-        "3",
-        "--train-batch-size",
-        "8",
-        "--mini-batch-size",
-        "4",
-        "--group-size",
-        "8",
-        "--max-response-length",
-        "64",
-        "--overlong-buffer",
-        "0",
-        "--lr",
-        "1e-4",
-        "--num-threads",
-        "1",
-        "--samples-per-step",
-        "64",
-        "--num-reward-workers",
-        "1",
-    ]
-    run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+def test_training_with_a_served_judge(world):
+    samples, metrics = train(world, "run", reward_fn="toy/toy_world.py:compute_score_fapo", total_steps=3)
     assert len(samples) == 3 * 64
-    infos = [sample["reward_extra_info"] for sample in samples]
-    right = [info for info in infos if info["acc"]]
-    judged = [info for info in right if info["genrm_status"] == "ok"]
-    assert len(right) > 60 and len(judged) > 0.9 * len(right)
-    assert 0.1 < sum(info["flawed_positive"] for info in judged) / len(judged) < 0.9
-    for sample, info in zip(samples, infos):
-        if not info["acc"]:
-            assert sample["reward_score"] == -1.0 and info["genrm_status"] == "skipped"
-        elif info["genrm_status"] == "ok":  # the judge's own words, and its verdict is the reward
-            assert info["critique"].startswith("0:")
-            assert sample["reward_score"] == 1.0 - info["flawed_positive"]
-            assert info["critique"].endswith(f"\\boxed{{{info['first_wrong']}}}")
-    words = {}  # to equal solutions it said the same, and was asked once
-    for sample, info in zip(samples, infos):
-        if info["acc"]:
-            words.setdefault((sample["prompt"], sample["response"]), []).append(info)
-    for equal in words.values():
-        assert len({info["critique"] for info in equal}) == 1
-        assert [info["genrm_shared"] for info in equal].count(False) == 1
-    assert any(len(equal) > 1 for equal in words.values())
+    right = [sample for sample in samples if sample["reward_extra_info"]["acc"]]
+    assert len(right) > 10
+    judged = [sample for sample in right if sample["reward_extra_info"]["critique"] == "\\boxed{0}"]
+    assert len(judged) > 0.9 * len(right)  # the judge really answered, in words that only it says ...
+    for sample in judged:  # ... and its verdict is the reward: right but flawed
+        assert sample["reward_score"] == 0.0 and sample["reward_extra_info"]["genrm_status"] == "ok"
+        assert sample["reward_extra_info"]["flawed_positive"] is True
+    for sample in samples:
+        if not sample["reward_extra_info"]["acc"]:
+            assert sample["reward_score"] == -1.0 and sample["reward_extra_info"]["genrm_status"] == "skipped"
 
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
-        assert 0 < m["genrm/shared"] < 1 and m["genrm/error_rate"] < 0.1 and m["actor/updates"] >= 1
-    assert (tmp_path / "run/curves.png").stat().st_size > 10_000
-    assert Path(tmp_path / "run/checkpoints/step_3/model.safetensors").is_file()
+        assert (
+            m["reward/flawed_positive_rate"] > 0.9 and m["genrm/error_rate"] < 0.1 and m["actor/updates"] >= 1
+        )
+    folder = world[0] / "run"
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert (folder / "checkpoints/step_3/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_training_with_a_judge_that_is_asked_about_whole_groups(world):
+    function = "docs/group_rewards.py:fapo_against_others"
+    samples, metrics = train(world, "groups", reward_fn=function, total_steps=2)
+    groups = {}
+    for sample in samples:
+        groups.setdefault((sample["step"], sample["group"]), []).append(sample)
+    assert [len(group) for group in groups.values()] == [8] * 16
+    compared = 0
+    for group in groups.values():
+        distinct = len({sample["response"] for sample in group})
+        known = [sample for sample in group if sample["reward_score"] is not None]
+        infos = [sample["reward_extra_info"] for sample in known]
+        places = [(info["acc"], info["first_wrong"] == -1) for info in infos]  # they have one paragraph
+        for sample, info, mine in zip(known, infos, places):
+            assert info["group_distinct"] == distinct and info["acc"] == ("boxed" in info["critique"])
+            beaten = sum(mine > other for other in places) - sum(mine < other for other in places)
+            assert sample["reward_score"] == pytest.approx(beaten / max(len(known) - 1, 1))
+        compared += len({acc for acc, _ in places}) == 2
+    assert compared > 8  # in which right answers beat wrong ones
+    for m in metrics[1:]:
+        assert m["genrm/error_rate"] < 0.1 and m["reward/group_distinct"] < 8 and m["actor/updates"] >= 1

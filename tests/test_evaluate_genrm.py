@@ -138,7 +138,7 @@ def run(judge: Judge, config: Config) -> list[dict]:
     async def main():
         async with judge.running():
             config.router_address = judge.address
-            return await asyncio.to_thread(judge_rows, read_judge_rows(config.data), config)
+            return await asyncio.to_thread(judge_rows, read_judge_rows(config.data, config.limit), config)
 
     return asyncio.run(main())
 
@@ -257,16 +257,45 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 @pytest.mark.parametrize(
-    "setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}, {}]
+    "setting", [{"chat_kwargs": '{"a": 1}'}, {"model": "other"}, {"max_tokens": 7}, {"top_p": 1.0}]
 )
-def test_a_resumed_run_has_the_same_settings_and_the_same_data(bench, tmp_path, setting):
+def test_a_resumed_run_has_the_same_settings(bench, tmp_path, setting):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
     run(Judge(answer), config)
-    if not setting:  # the file is there under the same name, with as many rows
-        rows = pq.read_table(bench).to_pylist()
-        pq.write_table(pa.Table.from_pylist(rows[::-1]), bench)
     with pytest.raises(ValueError, match="c.jsonl belongs to another run"):
         run(Judge(answer), replace(config, **setting))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
+def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
+    """First a --limit by mistake; then rows in another order, a corrected label, a server with more room."""
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, limit=4)
+    first = Judge(answer)
+    first.card["max_model_len"] = 4096
+    run(first, config)
+    rows = pq.read_table(bench).to_pylist()[::-1]
+    rows[-2]["reward_model"]["ground_truth"] = 2  # of problem 1
+    pq.write_table(pa.Table.from_pylist(rows), bench)
+    judge = Judge(answer)
+    judged = run(judge, replace(config, limit=None, timeout_s=100.0, concurrency=2))
+    assert sorted(map(problem_of, judge.requests)) == [1, 4, 5]
+    assert [row["prediction"] for row in judged] == [None, 2, -1, 2, 1, -1]
+    assert [row["critiques"][0]["score"] for row in judged] == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
+def test_a_long_prompt_takes_nothing_from_the_others(bench, tmp_path):
+    rows = pq.read_table(bench).to_pylist()
+    rows[5]["prompt"][0]["content"] += "x" * 1000
+    pq.write_table(pa.Table.from_pylist(rows), bench)
+    longest = max(len(row["prompt"][0]["content"]) for row in rows[:5])
+    judge = Judge(answer)
+    judge.card["max_model_len"] = 2000 + longest
+    run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, max_tokens=2000))
+    asked = {problem_of(request): request.get("max_tokens") for request in judge.requests}
+    assert asked == dict.fromkeys(range(5), 2000) | {5: None}  # the server gives what that prompt leaves
 
 
 @pytest.mark.slow

@@ -250,6 +250,35 @@ def test_colocate_gives_the_same_run_as_standalone(workshop):
 
 
 @pytest.mark.slow
+def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop):
+    """In training, where each prompt comes twice a step, and in evaluation; in both modes, with refills."""
+    rows = pq.read_table(workshop / "train.parquet").slice(0, 2)
+    pq.write_table(rows, workshop / "two.parquet")
+    function = Path(__file__).parent / "reward_functions/groups.py:against_the_mean"
+    options = dict(reward_fn=str(function), train_file=str(workshop / "two.parquet"), total_steps=1, val_n=2)
+    options |= dict(val_file=(str(workshop / "two.parquet"),), samples_per_step=1000)
+    options |= dict(dynamic_sampling=True, max_refills=1)
+    metrics = {}
+    for mode in ("standalone", "colocate"):
+        folder = workshop / f"groups_{mode}"
+        grpo_trainer.train(run_config(workshop, folder.name, reward_mode=mode, **options))
+        metrics[mode], samples = lines_of(folder / "metrics.jsonl"), lines_of(folder / "samples.jsonl")
+        assert metrics[mode][1]["reward/no_verdict"] == 0
+        groups = {}
+        for line in samples:
+            groups.setdefault((line["step"], line["split"], line["group"]), []).append(line)
+        assert len(groups) >= 4 + 2
+        for (_, split, _), lines in groups.items():
+            seen = lines[0]["reward_extra_info"]["group_texts"]
+            assert all(line["reward_extra_info"]["group_texts"] == seen for line in lines)
+            if split == "train":
+                assert seen == sorted(line["response"] for line in lines)
+            else:  # of an evaluation's groups the first sample is written
+                assert len(seen) == 2 and lines[0]["response"] in seen
+    assert metrics["standalone"][0]["val/toy/pass@2"] == metrics["colocate"][0]["val/toy/pass@2"]
+
+
+@pytest.mark.slow
 def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
     options = dict(reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True, max_refills=100)
     options |= dict(total_steps=4, samples_per_step=1000)
@@ -474,6 +503,7 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
 def test_papo_normalises_answer_and_reasoning_apart():
     """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones
     nothing does."""
+    papo = config_of(advantage="papo")
     right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
     group = [
         scored(1.0, **right),
@@ -481,23 +511,146 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    grpo_trainer.set_advantages([group], "papo")
+    grpo_trainer.set_advantages([group], papo)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    grpo_trainer.set_advantages([long], "papo")  # the length penalty is part of the outcome
+    grpo_trainer.set_advantages([long], papo)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    grpo_trainer.set_advantages([late], "papo")
+    grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(
-        RuntimeError,
-        match="papo needs acc and flawed_positive from the reward function, which gives score, acc",
-    ):
-        grpo_trainer.set_advantages([[scored(1.0, acc=True)] * 4], "papo")
+    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
+        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, Letters())
+
+
+class Letters:
+    """A tokenizer with a token for each character; those below 0 are special."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(token) for token in ids if token >= 0)
+
+
+def written(text, score, first_wrong, **info):
+    """A sample of this text and an end token, to a prompt of two tokens."""
+    sample = scored(score, first_wrong=first_wrong, acc=score is not None and score >= 0, **info)
+    return dataclasses.replace(sample, prompt_ids=[5, 6], response_ids=[*map(ord, text), -1], text=text)
+
+
+def credited(group, **changes):
+    """(prefix, prefix_advantage, advantage) of each sample, as a step would set them."""
+    config = config_of(**changes)
+    grpo_trainer.prepare_credit(group, config, Letters())
+    grpo_trainer.set_advantages([group], config)
+    return [(sample.prefix, sample.prefix_advantage, sample.advantage) for sample in group]
+
+
+def a_group():
+    """Right; flawed; wrong; wrong, and nobody knows where; no verdict. The prefix is 3 of 5 tokens."""
+    return [
+        written("1\n\n2", 1.0, -1),
+        written("1\n\n2", 0.0, 1),
+        written("1\n\n2", -1.0, 1),
+        written("1\n\n2", -1.0, None),
+        written("1\n\n2", None, None),
+    ]
+
+
+def test_credit_for_the_good_prefix_blames_no_token_before_the_first_wrong_paragraph():
+    std = math.sqrt((1.25**2 + 0.25**2 + 2 * 0.75**2) / 3) + 1e-6  # of 1, 0, -1, -1
+    right, flawed, wrong, unknown, silent = credited(a_group(), credit="prefix")
+    assert right[0] == unknown[0] == silent[0] == 0 and flawed[0] == wrong[0] == 3
+    assert [one[2] for one in (right, flawed, wrong, unknown)] == pytest.approx(
+        [1.25 / std, 0.25 / std, -0.75 / std, -0.75 / std]
+    )
+    assert flawed[1] == flawed[2] > 0  # what is praised is praised as a whole
+    assert wrong[1] == 0 and silent[2] is None
+    assert [one[0] for one in credited(a_group())] == [0] * 5  # by default nobody looks
+    (missing,) = credited([written("1\n\n2", -1.0, 2)], credit="prefix")
+    assert missing[0] == 4  # a paragraph is missing: the end token came too early
+
+
+def test_vppo_by_hand():
+    """The flawed one has score 0 and is not right. Values: 1; 0.5 on 3 of 5 tokens, twice; 0. Mean 0.4."""
+    mean = (1 + 2 * 0.5 * 3 / 5) / 4
+    right, flawed, wrong, unknown, silent = credited(a_group(), advantage="vppo", prefix_cut=0.0)
+    assert right[2] == pytest.approx(1 - mean) and silent[2] is None
+    assert flawed == wrong == (3, pytest.approx(0.5 - mean), pytest.approx(-mean))
+    assert unknown[2] == pytest.approx(-mean) and unknown[0] == 0
+    short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # by the prompt's two tokens
+    assert short[2] == (1, pytest.approx(0.5 - 1.2 / 4), pytest.approx(-1.2 / 4))
+    assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2][0] == 0
+    # eq. 8: a good prefix is not blamed, however good the others are
+    good = [written("1\n\n2", 1.0, -1) for _ in range(3)] + [written("1\n\n2", -1.0, 1)]
+    assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][1] < 0
+    assert credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3][1] == 0
+    # what the length cost belongs to the outcome
+    late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1)]
+    late[1].result["reward_score"] = 0.5
+    assert [one[2] for one in credited(late, advantage="vppo")] == [0.25, -0.25]
+
+
+def test_reward_terms_and_dr_grpo():
+    group = [written("1", 1.0, -1, style=style) for style in (2.0, 4.0, None)]
+    options = dict(advantage="terms", reward_terms=("acc=1", "style=-0.5"))
+    low, high, unknown = (one[2] for one in credited(group, **options))
+    assert low > 0 > high and unknown == 0 and low == pytest.approx(1, rel=1e-5) == -high
+    assert [one[2] for one in credited(a_group()[:3], advantage="dr_grpo")] == [1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    "changes, absent",
+    [
+        (dict(credit="prefix"), "first_wrong"),
+        (dict(advantage="vppo"), "first_wrong"),
+        (dict(advantage="terms", reward_terms=("acc=1", "stile=2")), "stile"),
+        (dict(advantage="terms", reward_terms=("pred=1",)), "pred"),  # not a number
+    ],
+)
+def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
+    samples = [scored(1.0, acc=True, pred="7"), scored(None)]
+    with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
+        grpo_trainer.prepare_credit(samples, config_of(**changes), Letters())
+    grpo_trainer.prepare_credit(samples[1:], config_of(**changes), Letters())  # no verdicts: said elsewhere
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(advantage="terms"), "reward_terms: goes with --advantage terms"),
+        (dict(reward_terms=("acc=1",)), "reward_terms: goes with --advantage terms"),
+        (dict(advantage="terms", reward_terms=("acc",)), "reward_terms: ('acc',): write NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=a",)), "reward_terms: ('acc=a',): write NAME=WEIGHT"),
+        (dict(tis_mode="mask"), "tis_mode: mask needs --tis-cap"),
+        (dict(tis_mode="sequence", tis_cap=1.0), "tis_cap: 1.0 would multiply every loss by 0"),
+    ],
+)
+def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of(model=str(tmp_path), **changes).check()
+
+
+def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
+    def why(*samples, **changes):
+        for sample in samples:
+            sample.prefix = 2 * (sample.result["reward_extra_info"]["first_wrong"] == 1)
+        config = config_of(**changes)
+        return grpo_trainer.why_useless(list(samples), config.advantage, config.terms)
+
+    wrong, early, right = written("1\n\n2", -1.0, 1), written("1\n\n2", -1.0, 0), written("1", 1.0, -1)
+    wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
+    for advantage in ("fapo", "dr_grpo", "papo"):
+        assert why(wrong, wrong, advantage=advantage) == "all_wrong"
+    # VPPO: the prefix up, the rest down, also where all went wrong in the same place
+    assert why(wrong, wrong, advantage="vppo") is None and why(wrong, early, advantage="vppo") is None
+    assert why(early, early, advantage="vppo") == "all_wrong"
+    assert why(right, right, advantage="vppo") == "all_right"
+    terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
+    assert why(wrong, early, **terms) is None and why(early, early, **terms) == "all_wrong"
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
@@ -548,25 +701,9 @@ def test_what_depends_on_the_machines():
     for changes, gpus, message in (
         (dict(rollout="hf"), 1, "rollout: hf needs the policy in this process"),
         (dict(rollout="hf", policy_ranks=2), 0, "rollout: hf needs the policy in this process"),
-        (dict(device="cuda"), 0, "device: 1 for policy_ranks + 1 for rollout_servers are 2 GPUs, Ray has 0"),
-        (dict(genrm=("j",), genrm_servers=2), 3, "2 for genrm_servers are 4 GPUs, Ray has 3; lower"),
-        (
-            dict(policy_gpu_share=0.5, rollout_gpu_share=0.6),
-            1,
-            "0.5 for policy_ranks + 0.6 for rollout_servers are 1.1 GPUs",
-        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             config_of(**changes).settled(gpus)
-
-
-def test_a_judge_that_sleeps_may_have_no_share_of_a_gpu_and_another_needs_one(tmp_path):
-    (tmp_path / "reward.py").write_text(REWARD)
-    options = dict(reward_fn=f"{tmp_path}/reward.py:likes_sevens", model="a/b", genrm=("a/b",))
-    options["genrm_gpu_share"] = 0.0
-    config_of(**options, reward_mode="colocate").check()
-    with pytest.raises(ValueError, match="gpu-share 0.0: must be above 0 without --sleep-mode"):
-        config_of(**options).check()
 
 
 def test_the_baseline_of_a_file_of_a_function_in_it_or_of_none(tmp_path, model, tokenizer):
@@ -794,7 +931,9 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     [
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(mini_batch_size=3), "mini_batch_size: 3 does not divide"),
-        (dict(policy_gpu_share=0.5, policy_ranks=2), "policy_gpu_share: 0.5 would have Ray put ranks"),
+        (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0 and at most 1"),
+        (dict(rollout_gpu_share=1.5), "rollout_gpu_share: 1.5 must be above 0"),
+        (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "rollout_gpu_share: 0.5, but several GPUs"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),

@@ -48,13 +48,68 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
 
 
-def test_update_does_not_depend_on_micro_batches(model):
-    samples = a_step(model)
-    whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, entropy_coef=0.01)
-    parts, part_metrics = updated(model, samples, max_tokens_per_micro_batch=1, entropy_coef=0.01)
+ALGORITHMS = [
+    dict(entropy_coef=0.01),
+    dict(advantage="dr_grpo", max_response_length=12),
+    dict(loss="gspo"),
+    dict(loss="cispo"),
+    dict(tis_cap=1.01),
+    dict(tis_cap=1.01, tis_mode="mask", loss="gspo"),
+    dict(tis_cap=1.01, tis_mode="sequence"),
+]
+
+
+def off_policy(model, with_prefixes=True):
+    """A step whose samples came from slightly other weights, some with an advantage of their own before an
+    error: everything that the losses differ in."""
+    samples, rng = a_step(model), random.Random(0)
+    for sample in samples:
+        sample.rollout_logprobs = [x + rng.gauss(0, 0.02) for x in sample.rollout_logprobs]
+        if with_prefixes:
+            sample.prefix = rng.randint(0, len(sample.response_ids) - 1)
+            sample.prefix_advantage = rng.choice((0.0, 0.5))
+    return samples
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS, ids=str)
+def test_update_does_not_depend_on_micro_batches(model, changes):
+    """Two mini-batches: in the second the ratio is no longer 1."""
+    samples, changes = off_policy(model), changes | dict(mini_batch_size=2)
+    whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, **changes)
+    parts, part_metrics = updated(model, samples, max_tokens_per_micro_batch=1, **changes)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert (whole - before).abs().max() > 1e-5
     assert torch.allclose(whole, parts, atol=2e-7)
-    for key in ("actor/loss", "actor/entropy", "actor/grad_norm"):
-        assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4)
+    for key in metrics:
+        assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_prefix_has_an_advantage_of_its_own(model):
+    """Prefix and rest: the gradient is the sum of that of the prefixes alone and that of the rests alone; a
+    sample with an advantage of 0 after its prefix learns all the same, and nobody's prefix is its rest."""
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def step(prefix_advantage, advantage):
+        samples = off_policy(model, with_prefixes=False)
+        for number, sample in enumerate(samples):
+            sample.prefix = number % len(sample.response_ids)
+            sample.prefix_advantage, sample.advantage = prefix_advantage, advantage
+        return updated(model, samples, max_grad_norm=1e9)[0] - before
+
+    both, first, second = step(0.5, -1.0), step(0.5, 0.0), step(0.0, -1.0)
+    assert torch.allclose(both, first + second, atol=3e-7)
+    assert first.abs().max() > 1e-5 < second.abs().max()
+    assert torch.allclose(step(-1.0, -1.0), step(0.0, -1.0) + step(-1.0, 0.0), atol=3e-7)
+
+
+def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    options = dict(max_grad_norm=1e9, max_response_length=20)
+    token_mean, constant = (updated(model, a_step(model), advantage=name, **options)[0] - before
+                            for name in ("fapo", "dr_grpo"))  # fmt: skip
+    scored = [len(sample.response_ids) for sample in a_step(model) if sample.advantage is not None]
+    assert torch.allclose(constant, token_mean * sum(scored) / (20 * len(scored)), atol=1e-7)
+    assert constant.abs().max() > 1e-5
 
 
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):

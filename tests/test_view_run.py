@@ -414,8 +414,16 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
             "right answer, flawed",
             ["rule +1", "judge −0.75"],
         ),
+        (
+            dict(acc=True, flawed_positive=True, oracle_flawed_positive=True, score=0.0),
+            "right answer, flawed",
+            ["rule +1", "oracle −1"],
+        ),
         (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
         (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),
+        (dict(acc=False, score=-1.0), "wrong answer", ["rule −1"]),
+        (dict(acc=True, exact=False, score=0.8), "right that it is flawed, other paragraph",
+         ["flawed or not +1", "distance −0.2"]),
         (dict(acc=0.5, score=0.5), "wrong answer", ["score +0.5"]),
         (dict(acc="yes", score=0.5), "wrong answer", ["score +0.5"]),
     ]
@@ -426,10 +434,81 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
     page = view_run.write_page([write_run(tmp_path / "run", lines)])
     samples = played(
         page,
-        """document.title = JSON.stringify(RUNS[0].groups[0].samples.map(sample =>
-        [sample.verdict, termsOf(sample).map(([name, value]) => `${name} ${signed(value)}`)]))""",
+        """const [group] = RUNS[0].groups, words = ([name, value]) => `${name} ${signed(value)}`;
+        document.title = JSON.stringify(group.samples.map(sample =>
+        [sample.verdict, termsOf(sample, group).map(words)]))""",
     )
     assert samples == [[verdict, [*terms, "length −0.1"]] for _, verdict, terms in cases]
+
+
+GROUP = {"group_label": "4", "group_votes": 0.5, "group_critique": "0 beats 1\n\\boxed{1, 0}"}
+
+
+def test_what_a_function_says_of_the_whole_group_is_there_once(tmp_path):
+    lines = [line(info=GROUP | {"group_rank": rank, "group_none": None}) for rank in (0, 1)]
+    (data,) = data_of(view_run.write_page([write_run(tmp_path / "run", lines)]))["runs"]
+    (group,) = data["groups"]
+    assert group["verdict"] == {key.removeprefix("group_"): value for key, value in GROUP.items()}
+    infos = [sample["reward_extra_info"] for sample in group["samples"]]
+    assert [{key: info[key] for key in info if key.startswith("group_")} for info in infos] == [
+        {"group_rank": 0},
+        {"group_rank": 1},
+    ]
+
+
+@in_browser
+def test_a_groups_verdict_is_at_its_head_and_its_score_is_the_groups(tmp_path):
+    page = view_run.write_page([write_run(tmp_path / "run", [line(info=GROUP), line(info=GROUP)])])
+    text = dom(page, view="groups")
+    group = part(text, "group")
+    assert "<b>The group's verdict: </b>label 4 · votes 0.5</p>" in group
+    assert f"<b>The group's critique</b><pre>{GROUP['group_critique']}</pre>" in group
+    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", part(text, "sample")))
+    assert rows["group"] == "+1" and not {"rule", "judge", "group_label"} & rows.keys()
+
+
+@in_browser
+def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
+    """What is before the first wrong paragraph is not blamed; a sample without one has one advantage."""
+    blamed = CAUGHT | {"prefix_advantage": 0.25, "solution": (*SOUND, "71-1=60")}
+    blamed = line(**blamed | {"info": CAUGHT["info"] | {"first_wrong": 2}})
+    text = dom(view_run.write_page([write_run(tmp_path / "run", [blamed, line()])]), view="groups")
+    items = re.findall('<li class="[a-z]*"(?: style="(.*?)")?>(.*?)</li>', part(text, "sample"), re.S)
+    assert [re.findall("good|bad", style) for style, _ in items] == [["good"], ["good"], ["bad"], ["bad"]]
+    said = [re.findall("advantage [^<]*", inner) for _, inner in items]
+    assert said == [["advantage +0.25"], [], ["advantage −1.5"], []]
+    bars = re.findall('class="advantage" style="(.*?)">(.*?)<', part(text, "group"))
+    assert [words for _, words in bars] == ["advantage +0.25", "then −1.5", "advantage +0.5"]
+    assert [re.findall("good|bad", style) for style, _ in bars] == [["good"], ["bad"], ["good"]]
+    assert "−1.5; +0.25 before paragraph 2" in part(text, "sample")
+    text = dom(view_run.write_page([tmp_path / "run"]), view="groups", sample=1)
+    assert "<li" in part(text, "sample") and "<li class=\"\" style" not in part(text, "sample")
+
+
+@in_browser
+def test_settings_that_all_runs_share_are_said_once(tmp_path):
+    lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"])
+    for name, more in {"plain": {}, "lora": lora}.items():
+        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="fapo", seed=1)
+        (write_run(tmp_path / name, [line()]) / "config.json").write_text(json.dumps(settings | more))
+    said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
+    assert [re.sub("<.*?>", "", text) for text in said] == [
+        "all runs · model m · reward compute_score.py:compute_score_fapo · λ 1 · seed 1",
+        "lora · LoRA rank 8 · advantage terms acc=1",
+        "plain · advantage fapo",
+    ]
+
+
+@in_browser
+def test_what_a_function_measures_only_in_evaluations_has_a_chart_too(tmp_path):
+    metrics = {f"val/toy/{key}mean@1": 0.5 for key in ("", "no_verdict/", "politeness/")}
+    write_run(tmp_path / "policy", [], [{"step": 0} | metrics])
+    judge = {f"val/critic/{key}mean@1": 0.5 for key in ("", "no_verdict/", "exact/")}
+    write_run(tmp_path / "judge", [], [{"step": 0} | judge])
+    text = part(dom(view_run.write_page([tmp_path])), "main-charts")
+    charts = re.findall('<figure data-key="(.*?)"><figcaption>(.*?)</figcaption>', text)
+    assert ("reward/politeness", "politeness") in charts
+    assert ("reward/acc", "accuracy") in charts and ("reward/acc", "accuracy, judges in training") in charts
 
 
 @in_browser

@@ -6,7 +6,7 @@
         --n 8 --temperature 0.6 --out critiques.parquet
 
 Asks for n critiques of every judge row of prepare_data.py; each goes to critiques.jsonl as it comes: a run
-that was stopped goes on where it was. Prints two tables:
+that was stopped goes on where it was, also with other rows, a larger n, another address. Prints two tables:
     ProcessBench         per subset: share of flawed solutions whose first error is found exactly (error), of
                          correct ones that are called correct (correct), their harmonic mean (F1); mean F1
     FlawedPositiveBench  rows whose final answer is correct: precision, recall and F1 of "flawed"
@@ -44,7 +44,7 @@ class Config:
     n: int = 8  # Critiques per row; the majority is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
-    max_tokens: int = scores.GENRM_MAX_TOKENS  # Longest critique; or all that the server has, if less.
+    max_tokens: int = scores.GENRM_MAX_TOKENS  # Longest critique; or all that its prompt leaves, if less.
     chat_kwargs: str = "{}"  # JSON for the judge's chat template, such as '{"enable_thinking": false}'.
     concurrency: int = 256  # Requests at the same time.
     timeout_s: float = 3600.0  # Seconds for one critique, waiting in the queue and all attempts included.
@@ -120,8 +120,15 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat) -> dict:
-    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: none."""
+async def ask_judge(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, chat, context):  # fmt: skip
+    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: none.
+
+    context: the tokens that the server has for both. A prompt has no more tokens than bytes; where that does
+    not leave max_tokens none are named, and the server gives what there is.
+    """
+    if chat["max_tokens"] + len(solution_str.encode()) > context:
+        chat = chat | {"max_tokens": None}
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = scores.parse_critique(text, extra_info["total_steps"]) if status == "ok" else None
     score = float(index == ground_truth) if status in ANSWERED else None
@@ -142,41 +149,41 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     return rows
 
 
-async def chat_settings(config: Config, longest: int) -> dict:
-    """How `scores.chat` asks the judge; longest: bytes of the longest prompt, no fewer than its tokens."""
+async def chat_settings(config: Config) -> tuple[dict, int]:
+    """(how `scores.chat` asks the judge, the tokens that its server has). Raises ValueError, OSError."""
     try:
         chat_kwargs = dict(json.loads(config.chat_kwargs)) or None
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
     try:
         model = await scores.served_model(config.router_address)
-        fits = config.max_tokens + longest <= model.get("max_model_len", sys.maxsize)
+        name, context = config.model or model["id"], int(model.get("max_model_len") or sys.maxsize)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
     finally:
         await scores.close_session()
-    return dict(
-        model=config.model or model["id"], temperature=config.temperature, top_p=config.top_p,
-        max_tokens=config.max_tokens if fits else None, chat_kwargs=chat_kwargs)  # fmt: skip
+    return dict(model=name, temperature=config.temperature, top_p=config.top_p,
+                max_tokens=config.max_tokens, chat_kwargs=chat_kwargs), context  # fmt: skip
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
-    chat = asyncio.run(chat_settings(config, max(len(row["response"].encode()) for row in rows)))
-    header = json.dumps(chat | {"data (sha256)": hashlib.sha256(config.data.read_bytes()).hexdigest()})
+    chat, context = asyncio.run(chat_settings(config))
+    header = json.dumps(chat)  # what an answer depends on, beside its row's prompt and label
+    names = [hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()[:16] for row in rows]
     progress = config.out.with_suffix(".jsonl")
     if progress.exists() and not scored_before(progress, progress.read_text().split("\n")[0], resume=True):
         progress.unlink()  # nothing came of the last command, so that this one may correct it
-    done = scored_before(progress, header, resume=True)  # {"row/sample": result}
-    samples = {f"{i}/{j}": row for i, row in enumerate(rows) for j in range(config.n)}
+    done = scored_before(progress, header, resume=True)  # {"name of row/sample": result}
+    samples = {f"{name}/{j}": row for name, row in zip(names, rows) for j in range(config.n)}
     options = RewardOptions(
         reward_fn=f"{Path(__file__).resolve()}:ask_judge", router_address=(config.router_address,),
-        reward_kwargs=json.dumps({"chat": chat | {"timeout_s": config.timeout_s}}), num_workers=1,
-        max_in_flight=config.concurrency, timeout=config.timeout_s + 60)  # fmt: skip
+        reward_kwargs=json.dumps({"chat": chat | {"timeout_s": config.timeout_s}, "context": context}),
+        num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60)  # fmt: skip
     score_the_rest(options, samples, done, progress, header)
     nothing = {"text": None, "tokens": 0, "index": None}
-    for i, row in enumerate(rows):
-        results = [done[f"{i}/{j}"] for j in range(config.n)]
+    for name, row in zip(names, rows):
+        results = [done[f"{name}/{j}"] for j in range(config.n)]
         row["critiques"] = [nothing | {"status": r["status"]} | r["reward_extra_info"] for r in results]
         row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])
     return rows

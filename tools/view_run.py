@@ -36,8 +36,9 @@ MAX_POINTS = 1000  # of a curve
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
 # Of config.json, what the page shows.
-SETTINGS = ("model", "reward_fn", "reward_kwargs", "baseline", "genrm", "router_address", "advantage",
-            "credit", "loss", "lr", "train_batch_size", "group_size", "total_steps", "seed")  # fmt: skip
+SETTINGS = ("model", "lora_rank", "reward_fn", "reward_kwargs", "genrm", "router_address", "advantage",
+            "reward_terms", "credit", "loss", "lr", "train_batch_size", "group_size", "total_steps",
+            "seed")  # fmt: skip
 
 
 @dataclass
@@ -83,10 +84,24 @@ def sample_of(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in OF_GROUP}
 
 
+def group_of(lines: list[dict]) -> dict:
+    """One prompt with its samples. What a function of groups says of all of them alike (its keys begin with
+    group_) is the group's `verdict`, once."""
+    samples, shared = list(map(sample_of, lines)), {key: lines[0][key] for key in OF_GROUP}
+    infos = [sample["reward_extra_info"] for sample in samples]
+    verdict = {key: value for key, value in infos[0].items() if key.startswith("group_")
+               and all(info.get(key) == value for info in infos)}  # fmt: skip
+    for info in infos:
+        for key in verdict:
+            del info[key]
+    verdict = {key.removeprefix("group_"): value for key, value in verdict.items() if value is not None}
+    return shared | {"verdict": verdict, "samples": samples}
+
+
 def groups_of(lines: list[dict]) -> list[dict]:
-    """The lines of samples.jsonl as groups: one prompt with its samples each."""
-    groups = [list(group) for _, group in itertools.groupby(lines, itemgetter("step", "split", "group"))]
-    return [{key: g[0][key] for key in OF_GROUP} | {"samples": list(map(sample_of, g))} for g in groups]
+    """The groups in the lines of samples.jsonl."""
+    groups = itertools.groupby(lines, itemgetter("step", "split", "group"))
+    return [group_of(list(group)) for _, group in groups]
 
 
 def thin(groups: list[dict], limit: float) -> tuple[list[dict], float]:

@@ -192,10 +192,11 @@ KINDS = {
 
 
 def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
-    """Adds what only the oracle knows, under keys that the trainer averages and plots. The score stays."""
-    sound = first_wrong_paragraph(extra_info["question"], solution_str) == -1
-    acc = result["acc"]
-    return result | {"oracle_flawed_positive": acc and not sound, "truly_correct": acc and sound}
+    """Adds what only the oracle knows, under keys that the trainer averages. What is there stays."""
+    first_wrong, acc = first_wrong_paragraph(extra_info["question"], solution_str), result["acc"]
+    sound = first_wrong == -1
+    known = {"oracle_flawed_positive": acc and not sound, "truly_correct": acc and sound}
+    return {"first_wrong": first_wrong} | result | known
 
 
 def watched(function):

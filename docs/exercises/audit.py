@@ -1,0 +1,42 @@
+"""Exercise 3: a judge that can be hacked, and how to notice (docs/teaching.md).
+
+`compute_score` pays like FAPO, with a judge that knows forgotten carries and no other slip. It is given, and
+right. A policy trained with it soon looks flawless to it. `missed_by_judge` is the alarm, and it never rings:
+it looks again at what the judge has flagged. Mend it.
+
+    pytest docs/exercises/test_audit.py
+    python grpo_trainer.py ... --reward-fn docs/exercises/audit.py:compute_score
+"""
+
+import re
+
+import compute_score as scores
+from toy import toy_world
+
+
+def narrow_verdict(solution: str) -> int:
+    """The first paragraph in which a carry was forgotten, -1 if there is none."""
+    for index, line in enumerate(scores.split_paragraphs(solution)):
+        parts = re.fullmatch(r"(\d+)([+-]\d+)=(\d+)", line)
+        if parts and int(parts[3]) == toy_world.forgets_carry(int(parts[1]), int(parts[2])):
+            return index
+    return -1
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1.0) -> dict:
+    """FAPO with that judge; the oracle looks on (`oracle_flawed_positive`) and pays nothing."""
+    rule = scores.compute_score(data_source, solution_str, ground_truth)
+    flawed = rule["acc"] and narrow_verdict(solution_str) != -1
+    result = rule | {"score": rule["score"] - penalty * flawed, "flawed_positive": flawed}
+    return toy_world.with_oracle(result, solution_str, extra_info)
+
+
+def missed_by_judge(samples: list[dict], second_opinion, n: int = 100) -> float:
+    """Share of flawed solutions, by a second opinion, where the judge found none. The exercise.
+
+    samples: lines of samples.jsonl. second_opinion(question, solution) says whether a solution is flawed.
+    It is expensive (a larger judge, a person), so it is asked `n` times at most.
+    """
+    doubtful = [sample for sample in samples if sample["reward_extra_info"]["flawed_positive"]][:n]
+    overruled = [not second_opinion(sample["prompt"], sample["response"]) for sample in doubtful]
+    return sum(overruled) / max(len(overruled), 1)

@@ -1,0 +1,20 @@
+"""Exercise 2: another reward term (docs/teaching.md).
+
+FAPO tells a wrong answer only that it is wrong. Pay `share` for the part of a solution that stands before its
+first wrong paragraph (`progress`, from 0 to 1), in the toy world, whose oracle knows it.
+
+    pytest docs/exercises/test_reward_term.py
+    python grpo_trainer.py ... --reward-fn docs/exercises/reward_term.py:compute_score
+"""
+
+from toy import toy_world
+
+
+def with_progress(result: dict, solution_str: str, question: str, share: float) -> dict:
+    """`result` with the term in its score and `progress` beside it. The exercise."""
+    return result
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1.0, share=0.5) -> dict:
+    result = toy_world.compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, penalty)
+    return with_progress(result, solution_str, extra_info["question"], share)

@@ -1,0 +1,37 @@
+"""Exercise 2: red without the term, green with it."""
+
+import pytest
+from reward_term import compute_score, with_progress
+
+import reward_loop
+
+QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+
+
+def score(solution, **settings):
+    return compute_score("toy", solution.replace(", ", "\n\n"), "4", {"question": QUESTION}, **settings)
+
+
+def test_the_sound_beginning_is_paid():
+    """Of four paragraphs two are sound, four, and one (a forgotten carry, whose answer is right)."""
+    wrong = score(r"65+9=74, 74-8=66, 66+3=68, Rest \boxed{3}")
+    sound = score(r"65+9=74, 74-8=66, 66+3=69, Rest \boxed{4}")
+    flawed = score(r"65+9=74, 74-8=76, 76+3=79, Rest \boxed{4}", share=0.2)
+    assert [each["progress"] for each in (wrong, sound, flawed)] == [0.5, 1.0, 0.25]
+    assert wrong["score"] == pytest.approx(-0.75) and not wrong["acc"]
+    assert sound["score"] == pytest.approx(1.5) and flawed["score"] == pytest.approx(0.05)
+
+
+def test_a_failure_is_a_status_and_never_a_number():
+    """A judge that is down gives None, and half a reward is no verdict either."""
+    result = {"score": None, "acc": True}
+    assert with_progress(result, r"65+9=74", QUESTION, 0.5)["score"] is None
+    assert result == {"score": None, "acc": True}
+
+
+def test_the_trainer_takes_its_setting():
+    """Green before and after: settings come from --reward-kwargs, and a misspelt one is refused."""
+    options = dict(reward_fn="docs/exercises/reward_term.py:compute_score")
+    reward_loop.RewardOptions(**options, reward_kwargs='{"share": 0.1}').check_rewards()
+    with pytest.raises(ValueError, match="shares"):
+        reward_loop.RewardOptions(**options, reward_kwargs='{"shares": 0.1}').check_rewards()

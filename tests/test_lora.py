@@ -1,0 +1,192 @@
+"""Adapters (LoRA): what learns and what stays, the reference without them, files that others read."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo_trainer
+from policy import Policy
+from rollout import check_sampling
+from tiny import CPU, a_step, config_of, groups_of, policy_of, with_sgd, write_model
+from test_grpo_trainer import lines_of, prepared, run_config, without_times, workshop  # noqa: F401
+from test_policy import FAMILIES, of_family
+from tools import merge_lora
+
+IDS = torch.arange(3, 40)[None]
+
+
+def learnt(model, steps=1, **changes):
+    """A policy with adapters that have learnt, and the samples of its last step."""
+    policy = policy_of(model, lora_rank=4, **changes)
+    for seed in range(steps):
+        samples = a_step(policy.model, seed=seed)
+        policy.update(groups_of(samples), lr=1e-2)
+    return policy, samples
+
+
+def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
+    """At first they change nothing. Names and shapes of the weights are those of the model without any."""
+    fresh = policy_of(model, lora_rank=4)
+    assert torch.equal(fresh.model(IDS).logits, model(IDS).logits)
+    policy, _ = learnt(model)
+    base = model.state_dict()
+    parameters = dict(policy.model.named_parameters())
+    learning = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert len(learning) == 2 * 4 * 7 and all(".lora_" in name for name in learning)  # all but the head
+    for name, parameter in parameters.items():
+        if name not in learning:
+            assert torch.equal(parameter, base[name.replace(".base_layer", "")]) and parameter.grad is None
+    assert {name.rsplit("/", 1)[0] for name in policy.moments()} == learning
+    weights = dict(policy.weights())
+    assert list(weights) == list(base)
+    moved = {name for name, weight in weights.items() if not torch.equal(weight, base[name])}
+    assert moved == {name for name in base if "_proj" in name}
+    served = copy.deepcopy(model)
+    served.load_state_dict(weights)
+    own = policy.model(IDS).logits
+    assert torch.allclose(served(IDS).logits, own, atol=1e-5)
+    assert (own - model(IDS).logits).abs().max() > 0.01
+
+
+def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model):
+    policy = policy_of(model, lora_rank=4, lora_alpha=12, lora_targets=("v_proj",))
+    learning = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert len(learning) == 2 * 4 and all(".self_attn.v_proj." in name for name in learning)
+    layer = "model.layers.2.self_attn.v_proj"
+    a, b = (learning[f"{layer}.lora_{which}.default.weight"] for which in "AB")
+    torch.nn.init.normal_(b)
+    expected = model.state_dict()[f"{layer}.weight"] + 3.0 * b @ a
+    assert torch.allclose(dict(policy.weights())[f"{layer}.weight"], expected, atol=1e-6)
+
+
+def test_the_reference_is_the_model_without_adapters(model):
+    """The same update as with a reference model of its own; no second model is held."""
+    policies = [with_sgd(policy_of(model, lora_rank=4, kl_coef=0.5)) for _ in range(2)]
+    assert policies[0].reference is policies[0].model
+    policies[1].reference = copy.deepcopy(model)
+    samples, found = a_step(model), []
+    for policy in policies:
+        policy.update(groups_of(samples), lr=1.0)  # the adapters leave zero
+        metrics = policy.update(groups_of(samples), lr=1.0)
+        found.append((metrics, [p.detach().clone() for p in policy.model.parameters()]))
+    assert found[0][0]["actor/kl_to_reference"] > 1e-3
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for one, other in zip(found[0][1], found[1][1]):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatch):
+    found = []
+    samples = a_step(model, length=3)
+    for options in ({}, {"gradient_checkpointing": True}):
+        policy = with_sgd(policy_of(model, lora_rank=4, **options))
+        assert policy.model.shares_prompts
+        found.append((policy.update(groups_of(samples), lr=1.0), dict(policy.weights())))
+    policy = with_sgd(policy_of(model, lora_rank=4))
+    policy.model.shares_prompts = False
+    found.append((policy.update(groups_of(samples), lr=1.0), dict(policy.weights())))
+    for metrics, weights in found[1:]:
+        assert metrics == pytest.approx(found[0][0], rel=1e-4, abs=1e-6)
+        assert all(torch.allclose(weights[name], found[0][1][name], atol=1e-6) for name in weights)
+
+
+def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, tmp_path):
+    """And the merged folder holds what the servers had; a policy goes on from a checkpoint as if nothing had
+    happened."""
+    base, saved, out = write_model(tmp_path / "base", model, tokenizer), tmp_path / "saved", tmp_path / "out"
+    policy = Policy(config_of(model=base, lora_rank=4), base, CPU)
+    samples = a_step(model)
+    policy.update(groups_of(samples), lr=1e-2)
+    policy.save(saved)
+    tokenizer.save_pretrained(saved)
+    assert not (saved / "model.safetensors").exists() and not (saved / "config.json").exists()
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    assert size < 0.3 * sum(path.stat().st_size for path in Path(base).iterdir())
+    others = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved).eval()
+    assert torch.equal(others(IDS).logits, policy.model(IDS).logits)
+    merge_lora.merge(saved, out, max_positions=4096)
+    merged = load_file(out / "model.safetensors")
+    weights = dict(policy.weights())
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4096
+    again = Policy(config_of(model=base, lora_rank=4), str(saved), CPU)
+    again.load_optimizer(saved)
+    for one in (policy, again):
+        one.update(groups_of(a_step(model, seed=1)), lr=1e-2)
+    for (name, got), (same, weight) in zip(again.model.named_parameters(), policy.model.named_parameters()):
+        assert name == same and torch.equal(got, weight) and got.requires_grad == weight.requires_grad
+    with pytest.raises(ValueError, match=f"checkpoint: {base} has no adapter_config.json"):
+        merge_lora.merge(Path(base), out)
+
+
+PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_learn_with_adapters_or_their_experts_are_named(name):
+    family_model = of_family(name, **FAMILIES[name])
+    if name in PARTIAL:
+        with pytest.raises(ValueError, match=rf"lora_targets: [\w.]+ is a {PARTIAL[name]}, no plain linear"):
+            policy_of(family_model, lora_rank=4)
+    targets = ("q_proj", "v_proj") if name in PARTIAL else ("all-linear",)
+    policy, _ = learnt(family_model, lora_targets=targets)
+    check_sampling(policy)
+    family_model.load_state_dict(dict(policy.weights()))
+    assert torch.allclose(family_model(IDS % 96).logits, policy.model(IDS % 96).logits, atol=1e-3)
+
+
+def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
+    shape = copy.deepcopy(model.config)
+    shape.tie_word_embeddings = True
+    tied = AutoModelForCausalLM.from_config(shape).eval()
+    policy, _ = learnt(tied)
+    weights = dict(policy.weights())
+    assert torch.equal(weights["lm_head.weight"], tied.lm_head.weight)
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(lora_rank=-1), "lora_rank: -1 must be at least 0"),
+        (dict(lora_alpha=64), "lora_alpha, lora_targets: are about adapters, and there are none"),
+        (dict(lora_targets=("q_proj",)), "give --lora-rank 32"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, model, tokenizer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        prepared(tmp_path, model, tokenizer, **changes)
+
+
+def test_targets_that_are_in_no_layer_are_named(model):
+    with pytest.raises(ValueError, match="^lora_targets: query: Target modules {'query'} not found"):
+        policy_of(model, lora_rank=4, lora_targets=("query",))
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(workshop):  # noqa: F811
+    options = dict(lora_rank=8, lr=2e-2, resume="auto", max_positions=1024)
+    whole = run_config(workshop, "lora", total_steps=4, **options)
+    stopped = run_config(workshop, "lora_stopped", total_steps=4, **options)
+    grpo_trainer.train(whole)
+    grpo_trainer.train(run_config(workshop, "lora_stopped", total_steps=2, **options))
+    with pytest.raises(ValueError, match="lora_rank: 0, but the run in out_dir has 8; give that or another"):
+        grpo_trainer.train(run_config(workshop, "lora_stopped", **options | {"lora_rank": 0}))
+    grpo_trainer.train(stopped)
+    metrics = [without_times(lines_of(Path(c.out_dir, "metrics.jsonl"))) for c in (whole, stopped)]
+    assert metrics[0] == metrics[1] and any(line.get("actor/updates") for line in metrics[0])
+    ends = [load_file(Path(config.out_dir, "merged/model.safetensors")) for config in (whole, stopped)]
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+    again = AutoModelForCausalLM.from_pretrained(Path(whole.out_dir, "merged"))
+    assert again.config.max_position_embeddings == 1024
+    saved = Path(whole.out_dir, "checkpoints/step_4")
+    loaded = Policy(whole, str(saved), CPU)
+    assert torch.allclose(again(IDS).logits, loaded.model(IDS).logits, atol=1e-5)

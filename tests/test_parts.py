@@ -1,0 +1,343 @@
+"""Parts that can be taken away: each file, with those that its header names, works in an empty folder."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import ray
+from test_genrm_server import STAND_IN
+from test_house import ROOT, TOP
+from tiny import config_of, write_model
+
+import reward_loop
+
+WHOLE = ("grpo_trainer.py", "run.py")  # these two need nearly all of the others
+PARTS = [path.name for path in TOP if path.name not in WHOLE]
+
+
+def header_of(name):
+    return " ".join(ast.get_docstring(ast.parse((ROOT / name).read_text())).split())
+
+
+def needs(name):
+    """(the files that a copy needs, what more it may use), as "Needs A.py and B.py; for C D.py." says it."""
+    (sentence,) = re.findall(r"Needs (.*?)\.(?= |$)", header_of(name))
+    always, _, sometimes = sentence.partition(";")
+    assert always.endswith(".py") or always == "none of our other files"
+    return set(re.findall(r"[\w/]+\.py", always)), set(re.findall(r"[\w/]+(?:\.py|/)", sometimes))
+
+
+def imports_of(name):
+    """(our files that are imported with this one, those that a function or an attempt may import later)."""
+    tree, at_once, later = ast.parse((ROOT / name).read_text()), set(), set()
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        files = {f"{module.replace('.', '/')}.py" for module in names}
+        (at_once if node in tree.body else later).update(one for one in files if (ROOT / one).is_file())
+    return at_once, later - at_once
+
+
+def all_imports_of(name):
+    """The files that are imported when this one is."""
+    found, waiting = set(), [name]
+    while waiting:
+        new = imports_of(waiting.pop())[0] - found
+        found |= new
+        waiting += new
+    return found
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_header_names_what_its_file_imports(name):
+    always, sometimes = needs(name)
+    at_once, (_, later) = all_imports_of(name), imports_of(name)
+    assert at_once <= always <= at_once | later
+    assert {one for one in later - always if not {one, one.split("/")[0] + "/"} & sometimes} == set()
+
+
+# ------------------------------------------------------------------------------------ each in an empty folder
+
+
+@pytest.fixture(scope="module")
+def ray_address():
+    """One Ray for all."""
+    reward_loop.connect_ray()
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Copies a file with those that it needs into an empty folder, where commands then run."""
+    for name in ("PYTHONPATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def copy(name, *more):
+        for file in {name, *more} | needs(name)[0]:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / file)
+        return tmp_path
+
+    return copy
+
+
+def run(*command, **env):
+    """What a command of the folder prints. Its files come from there: the repository is on no path."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120,
+                          env=os.environ | env)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@contextmanager
+def serving(*command):
+    """The address that a router of the folder prints when it is ready, while it runs."""
+    with subprocess.Popen([sys.executable, "-u", *command], text=True, stdout=subprocess.PIPE) as server:
+        try:
+            ready = (re.search(r"router \w+ at (http\S+) \(\d servers\)", line) for line in server.stdout)
+            yield next(filter(None, ready))[1]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.stdout.read()
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_the_folder_sees_nothing_of_the_repository(alone):
+    """Else the tests below would prove nothing."""
+    alone("prepare_data.py").joinpath("compute_score.py").unlink()
+    with pytest.raises(AssertionError, match="No module named 'compute_score'"):
+        run("prepare_data.py")
+
+
+def test_algorithm_alone(alone):
+    """A ratio of 1 in every token: the loss is minus the mean advantage of the tokens."""
+    alone("algorithm.py")
+    code = """
+import torch
+from algorithm import compute_advantages, compute_policy_loss
+advantages = compute_advantages(torch.tensor([[1.0, 0.0, -1.0]])).flatten()
+logprobs, mask = torch.full((3, 2), -0.5), torch.tensor([[True, True], [True, False], [True, False]])
+loss, _ = compute_policy_loss(logprobs, logprobs, advantages, mask, num_tokens=4)
+print([round(float(x), 3) for x in (*advantages, loss)])
+"""
+    assert json.loads(run("-c", code)) == [1.0, 0.0, -1.0, -0.25]
+
+
+def test_compute_score_alone(alone):
+    alone("compute_score.py")
+    code = r"""
+from compute_score import compute_score
+for answer in ("4", "5"):
+    print(compute_score("math", f"2 + 2 = \\boxed{{{answer}}}", "4")["score"])
+"""
+    assert run("-c", code).split() == ["1.0", "-1.0"]
+
+
+@pytest.mark.slow
+def test_policy_with_algorithm(alone, model, tokenizer):
+    """One update makes the better of two responses likelier, the other less likely."""
+    folder = alone("policy.py")
+    config = dataclasses.asdict(config_of(model=write_model(folder / "model", model, tokenizer)))
+    (folder / "config.json").write_text(json.dumps(config))
+    code = """
+import json, types, torch
+from policy import Policy, Sample, logprobs_and_entropy, speedups
+config = types.SimpleNamespace(**json.load(open("config.json")))
+policy = Policy(config, config.model, torch.device("cpu"))
+answers = (([8, 9, 1], 1.0), ([10, 1], -1.0))
+group = [Sample({}, [5, 6, 7], response_ids=ids, rollout_logprobs=[-1.0] * len(ids), advantage=advantage)
+         for ids, advantage in answers]
+def logprobs():
+    with torch.no_grad():
+        sequences = [sample.prompt_ids + sample.response_ids for sample in group]
+        better, worse = logprobs_and_entropy(policy.model, sequences, [3, 2], 1.0)[0].sum(1).tolist()
+    return better - worse
+before = logprobs()
+policy.update([group], lr=1e-3)
+print(speedups, logprobs() > before)
+"""
+    assert run("-c", code) == "None True\n"
+
+
+@pytest.mark.slow
+def test_rollout_and_speedups_with_policy_and_algorithm(alone, model, tokenizer):
+    assert needs("rollout.py")[0] == needs("speedups.py")[0] and "speedups.py" in needs("policy.py")[1]
+    folder = alone("rollout.py", "speedups.py")
+    write_model(folder / "model", model, tokenizer)
+    code = """
+from transformers import AutoModelForCausalLM
+from policy import Sample, speedups
+from rollout import rollout_hf
+model, ended = AutoModelForCausalLM.from_pretrained("model"), []
+samples = [Sample({}, [5, 6, 7]) for _ in range(2)]
+rollout_hf(model, samples, max_response_length=4, temperature=1.0, eos_ids=set(), seed=0,
+           rollout_batch_size=8, on_finished=ended.append)
+lengths = [len(sample.response_ids) for sample in samples]
+print(lengths, len(ended), len(samples[0].rollout_logprobs), speedups.can_share_prompts(model))
+"""
+    assert run("-c", code) == "[4, 4] 2 4 True\n"
+
+
+def test_prepare_data_with_compute_score(alone):
+    folder = alone("prepare_data.py")
+    (folder / "files").mkdir()
+    write_lines(folder / "files/gsm8k_test.jsonl", {"question": "2 + 2?", "answer": "It is 4.\n#### 4"})
+    said = run("prepare_data.py", "--tasks", "gsm8k", "--out-dir", "data", "--source-dir", "files")
+    assert "1 rows from gsm8k_test.jsonl" in said and (folder / "data/gsm8k_test.parquet").is_file()
+
+
+def test_run_folder_with_its_monitor(alone):
+    folder = alone("run_folder.py")
+    code = """
+from types import SimpleNamespace
+from run_folder import Log
+log = Log(SimpleNamespace(out_dir=".", tensorboard=False, wandb=False), first_step=0)
+log.metrics({"step": 1, "reward/mean": 0.5})
+log.close()
+"""
+    run("-c", code)
+    assert json.loads((folder / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5}
+    assert (folder / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_router_alone(alone):
+    """Two scripted servers, both asked."""
+    alone("router.py")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = b"%d" % self.server.server_port
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever).start()
+    urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
+    try:
+        with serving("router.py", "--port", "0", "--policy", "round_robin", "--workers", *urls) as url:
+            ports = [int(get(f"{url}/v1/models")) for _ in range(4)]
+        assert sorted(ports) == sorted(2 * [server.server_port for server in servers])
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+def with_stand_in(folder):
+    """In the folder a model, and what plays vLLM for it."""
+    package = folder / "vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    for path in (package, package.parent, package.parent.parent):
+        (path / "__init__.py").touch()
+    (package / "api_server.py").write_text(STAND_IN)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+
+
+@pytest.mark.slow
+def test_vllm_server_alone(alone):
+    with_stand_in(alone("vllm_server.py"))
+    code = """
+import time, urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from vllm_server import VllmServer
+config = SimpleNamespace(
+    model="model", served_model_name="judge", log_dir=Path("logs"), device="cpu", dtype="", cpus="", seed=0,
+    tensor_parallel_size=1, server_key="key", control=False, sleep_mode=False, task="generate",
+    max_model_len=64, vllm_args=())
+server = VllmServer(config, 0, 0, 1)
+url, end = server.start(), time.monotonic() + 60
+while server.alive() and time.monotonic() < end:
+    try:
+        print(urllib.request.urlopen(url + "/health").status)
+        break
+    except OSError:
+        time.sleep(0.1)
+server.stop()
+print(server.alive())
+"""
+    assert run("-c", code).split() == ["200", "False"]
+
+
+@pytest.mark.slow
+def test_genrm_server_with_two(alone):
+    with_stand_in(alone("genrm_server.py"))
+    command = "genrm_server.py --model model --port 0 --device cpu --num-servers 2 --policy round_robin"
+    with serving(*command.split()) as url:
+        servers = {json.loads(get(f"{url}/v1/args"))["pids"][0] for _ in range(4)}
+    assert len(servers) == 2
+
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+"""
+ROW = {
+    "data_source": "mine",
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "ability": "Math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "test", "index": 0},
+}
+
+
+@pytest.mark.slow
+def test_reward_loop_with_its_worker(alone, ray_address):
+    folder = alone("reward_loop.py")
+    (folder / "mine.py").write_text(REWARD)
+    code = f"""
+import contextlib
+from reward_loop import RewardOptions, start_rewards
+with contextlib.ExitStack() as stack:
+    manager = start_rewards(RewardOptions(reward_fn="mine.py:score", num_workers=1), stack)
+    results = manager.score_batch([{ROW!r} | {{"response": text}} for text in "45"])
+print([(result["reward_score"], result["status"]) for result in results])
+"""
+    assert run("-c", code, RAY_ADDRESS=ray_address).endswith("[(1.0, 'ok'), (0.0, 'ok')]\n")
+
+
+@pytest.mark.slow
+def test_score_file_with_its_five(alone, ray_address):
+    folder = alone("score_file.py")
+    write_lines(folder / "responses.jsonl", *(ROW | {"response": rf"\boxed{{{x}}}"} for x in "45"))
+    run("score_file.py", "--data", "responses.jsonl", "--out", "scored.jsonl", "--num-workers", "1",
+        "--reward-fn", "compute_score.py:compute_score", RAY_ADDRESS=ray_address)  # fmt: skip
+    lines = [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
+    assert [line["reward_score"] for line in lines] == [1.0, -1.0]
+
+
+def test_every_part_is_used_above():
+    """reward_worker.py with reward_loop.py."""
+    text = (ROOT / "tests/test_parts.py").read_text()
+    used = [name for names in re.findall(r"alone\((.*?)\)", text) for name in re.findall(r"\w+\.py", names)]
+    assert {*used, "reward_worker.py"} == set(PARTS)

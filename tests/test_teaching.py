@@ -1,0 +1,48 @@
+"""The exercises of docs/teaching.md: their tests are red as they come, and green after the solutions."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "docs/exercises"
+EXERCISES = {path.stem for path in (ROOT / FOLDER).glob("*.diff")}
+
+
+@pytest.mark.slow
+def test_each_exercise_is_red_and_its_solution_green(tmp_path):
+    """In a copy of the scripts and the exercises, with the commands of the page."""
+    for pattern in ("*.py", "toy/*.py", "pytest.ini", f"{FOLDER}/*.*"):
+        for path in ROOT.glob(pattern):
+            target = tmp_path / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+
+    def results():
+        """{(exercise, test): "PASSED" or "FAILED"}"""
+        command = [sys.executable, "-m", "pytest", "-rA", "--tb=line", "-p", "no:cacheprovider", FOLDER]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        found = re.findall(rf"^(\w+) {FOLDER}/test_(\w+)\.py::(\w+)", said, re.M)
+        assert found and not re.search("^ERROR", said, re.M), said
+        return {(exercise, test): result for result, exercise, test in found}
+
+    assert len(EXERCISES) == 5
+    before = results()
+    assert {exercise for (exercise, _), result in before.items() if result == "FAILED"} == EXERCISES
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # it is no repository of its own
+    for exercise in EXERCISES:
+        subprocess.run(["git", "apply", f"{FOLDER}/{exercise}.diff"], cwd=tmp_path, env=outside, check=True)
+    assert results() == dict.fromkeys(before, "PASSED")
+    page = (ROOT / "docs/teaching.md").read_text()
+    assert f"# {sum(result == 'FAILED' for result in before.values())} failed" in page
+
+
+def test_the_page_has_every_exercise_and_two_hours():
+    page = (ROOT / "docs/teaching.md").read_text()
+    assert sum(map(int, re.findall(r"^\| (\d+) \|", page, re.M))) == 120
+    assert {name for name in EXERCISES if f"`{FOLDER}/{name}.py`" in page} == EXERCISES
