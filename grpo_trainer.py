@@ -32,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -163,6 +164,8 @@ class Config(reward_loop.RewardOptions):
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
              f"{self.train_batch_size}"),
+            *((getattr(self, name) and not find_spec(name), f"{name}: it is missing; pip install {name}")
+              for name in ("tensorboard", "wandb")),
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
