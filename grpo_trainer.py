@@ -7,8 +7,7 @@
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, the model and its
-update in policy.py, sampling in rollout.py, scoring in reward_loop.py, and what a run writes in
-run_folder.py.
+update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process. On GPUs Ray places everything: the policy's ranks (cluster/), its
 servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a
@@ -41,10 +40,9 @@ import torch
 import tyro
 from tqdm import tqdm
 
+import algorithm
 import reward_loop
-from algorithm import CLIP_RANGES, compute_advantages, compute_prefix_advantages, count_tokens_before
-from algorithm import compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
-from algorithm import compute_process_aware_advantages, compute_term_advantages
+from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -110,9 +108,9 @@ class Config(reward_loop.RewardOptions):
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
     clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
-    # Cap of truncated importance sampling between rollout and trainer; default: off, 2 with --overlap.
+    # Cap of the importance weights between rollout and trainer; default: off, 2 with --overlap.
     tis_cap: float | None = None
-    # What is beyond the cap: cut to it, left out, or left out by whole sequences (beyond 1/cap, too).
+    # Beyond --tis-cap: cut to it, tokens left out, or whole sequences left out (also below 1/cap).
     tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
@@ -144,19 +142,12 @@ class Config(reward_loop.RewardOptions):
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
-    def __post_init__(self) -> None:
-        low, high = CLIP_RANGES[self.loss]
-        self.clip_low = low if self.clip_low is None else self.clip_low
-        self.clip_high = high if self.clip_high is None else self.clip_high
-
     @property
     def terms(self) -> dict[str, float]:
-        """--reward-terms by name."""
         try:
             return {name: float(weight) for name, weight in (term.split("=") for term in self.reward_terms)}
         except ValueError:
-            text = " ".join(self.reward_terms)
-            raise ValueError(f"reward_terms: {text!r} is not NAME=WEIGHT ..., such as acc=1") from None
+            raise ValueError(f"reward_terms: {self.reward_terms}: write NAME=WEIGHT, as in acc=1") from None
 
     def check(self) -> None:
         """Refuses what cannot work before anything expensive starts. Raises ValueError."""
@@ -178,8 +169,10 @@ class Config(reward_loop.RewardOptions):
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
+            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
+              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
+             f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
@@ -205,7 +198,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
+        """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -213,22 +206,10 @@ class Config(reward_loop.RewardOptions):
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
-        needs = self.gpus_needed(rollout) if device == "cuda" else {}
-        if (total := sum(needs.values())) > gpus:
-            text = " + ".join(f"{count:g} for {name}" for name, count in needs.items() if count)
-            raise ValueError(f"device: {text} are {total:g} GPUs, Ray has {gpus:g}; lower one of them")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
         tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
         return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
                                    tis_cap=tis_cap)  # fmt: skip
-
-    def gpus_needed(self, rollout: str) -> dict[str, float]:
-        """How many GPUs the ranks, the policy's servers and the judges take."""
-        servers = (rollout == "vllm") * self.rollout_servers * self.rollout_tensor_parallel
-        judges = len(self.genrm) * self.genrm_servers * self.genrm_tensor_parallel
-        return {"policy_ranks": self.policy_ranks * self.policy_gpu_share,
-                "rollout_servers": servers * self.rollout_gpu_share,
-                "genrm_servers": judges * self.genrm_gpu_share}  # fmt: skip
 
 
 # ---- the algorithm
@@ -283,7 +264,7 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        show(metrics, config.total_steps)
+                        log.monitor.print_step(metrics)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -353,12 +334,11 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         run.drawn += len(rows)
         new = [[Sample(row, row["prompt_ids"]) for _ in range(config.group_size)] for row in rows]
         seed = config.seed * 1_000_003 + step + (rounds << 40)
-        samples, title = sum(new, []), f"step {step}"
-        times["time/rollout"] += roll_out(run, samples, step, config.temperature, 1.0, seed, title)
+        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
         if not refills:
             rolled_out.set_result(None)
-        times["time/reward_wait"] += await_verdicts(run, samples, step)
-        prepare_credit(samples, config, run.tokenizer)
+        times["time/reward_wait"] += await_verdicts(run, new, step)
+        prepare_credit(sum(new, []), config, run.tokenizer)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
@@ -380,8 +360,8 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:
-        metrics |= {"dynamic/prompts": len(groups), "dynamic/refills": rounds - 1}
-        metrics |= {"dynamic/kept": len(groups) - dropped.total()}
+        counts = {"prompts": len(groups), "refills": rounds - 1, "kept": len(groups) - dropped.total()}
+        metrics |= {f"dynamic/{name}": count for name, count in counts.items()}
         metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
     return Batch(groups, kept, metrics, run.drawn)
 
@@ -398,14 +378,19 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, samples: list[Sample], step: int, temperature, top_p, seed: int, title: str) -> float:
-    """Fills in responses, each on its way to its reward the moment it ends. Returns seconds."""
-    config, started = run.config, time.perf_counter()
+def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed, title) -> float:
+    """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
+    config, started, samples = run.config, time.perf_counter(), sum(groups, [])
+    calls = groups if run.rewards.job.sees_group else [[sample] for sample in samples]
+    running = {id(sample): call for call in calls for sample in call}
 
     def finished(sample):
         sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        if config.reward_mode == "standalone":
-            sample.verdict = run.rewards.submit(to_score(sample, step))
+        call = running.pop(id(sample))
+        if config.reward_mode == "standalone" and not any(id(other) in running for other in call):
+            verdicts = run.rewards.submit_group([to_score(other, step) for other in call])
+            for other, verdict in zip(call, verdicts):
+                other.verdict = verdict
         progress.update()
 
     options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
@@ -422,9 +407,9 @@ def to_score(sample: Sample, step: int) -> dict:
     return sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
 
 
-def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
+def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
-    started = time.perf_counter()
+    started, samples = time.perf_counter(), sum(groups, [])
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
         while concurrent.futures.wait(waiting, timeout=1.0).not_done:
@@ -433,36 +418,32 @@ def await_verdicts(run: Run, samples: list[Sample], step: int) -> float:
         results = [verdict.result() for verdict in waiting]
     else:
         run.policy.release_memory()  # a judge that slept wakes up
-        results = run.rewards.score_batch([to_score(sample, step) for sample in samples])
+        rows = [to_score(s, step) | {"group": n} for n, group in enumerate(groups) for s in group]
+        results = run.rewards.score_batch(rows)
     for sample, sample.result in zip(samples, results):
         sample.verdict = None
     return time.perf_counter() - started
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards. RuntimeError where the function does not give it.
-
-    PAPO: a right answer whose reasoning nobody judged has no verdict. VPPO and --credit prefix: the tokens
-    before the first wrong paragraph, none where nobody knows it.
-    """
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
-    infos = [sample.result["reward_extra_info"] for sample in samples if sample.reward is not None]
-    numbers = [{key for key, x in info.items() if isinstance(x, (int, float, type(None)))} for info in infos]
-    if infos and (absent := set(keys) - set.union(*numbers)):
+    judged = [sample for sample in samples if sample.reward is not None]
+    infos = [sample.result["reward_extra_info"] for sample in judged]
+    numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
+    if infos and (absent := [key for key in keys if key not in numbers]):
         raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {', '.join(sorted(absent))} from "
-            f"the reward function, which gives {', '.join(infos[0])}; compute_score_fapo gives "
-            "flawed_positive and first_wrong, that of wrong answers with judge_wrong in --reward-kwargs"
-        )
-    for sample in samples:
-        info = sample.result["reward_extra_info"]
+            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    for sample, info in zip(judged, infos):
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
+            # nobody has judged its reasoning
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
-        elif "first_wrong" in keys and sample.reward is not None and (info.get("first_wrong") or 0) > 0:
-            decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-            before = count_tokens_before(info["first_wrong"], sample.text, sample.response_ids, decode)
-            cut = config.prefix_cut * len(sample.prompt_ids) if config.advantage == "vppo" else 0
+        elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
+            before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)
+            cut = config.prefix_cut * len(sample.prompt_ids) * (config.advantage == "vppo")
             sample.prefix = max(0, before - round(cut))
 
 
@@ -507,37 +488,37 @@ def is_right(info: dict) -> bool:
 
 
 def set_advantages(groups: list[list[Sample]], config: Config) -> None:
-    """Each sample's advantage within its group, on its prefix and on the rest; None without a verdict."""
+    """Each sample's advantages within its group, on its prefix and on the rest; None without a verdict."""
 
     def tensor_P_G(value_of):
         values = [[None if s.reward is None else value_of(s) for s in group] for group in groups]
         return torch.tensor([[math.nan if x is None else float(x) for x in row] for row in values])
 
-    def term_P_G(key):
+    def number_P_G(key):
         return tensor_P_G(lambda sample: sample.result["reward_extra_info"].get(key))
 
     rewards_P_G, kind = tensor_P_G(lambda sample: sample.reward), config.advantage
     if kind == "papo":
         right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
-        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - term_P_G("score")
-        process_P_G = 1 - term_P_G("flawed_positive")
-        rest_P_G = compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
+        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - number_P_G("score")
+        process_P_G = 1 - number_P_G("flawed_positive")
+        rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
     elif kind == "terms":
-        rest_P_G = compute_term_advantages(list(map(term_P_G, config.terms)), list(config.terms.values()))
+        terms, weights = map(number_P_G, config.terms), config.terms.values()
+        rest_P_G = algorithm.compute_term_advantages(list(terms), list(weights))
     elif kind == "vppo":
-        right_P_G = term_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
-        outcome_P_G = right_P_G + rewards_P_G - term_P_G("score")
-        share_P_G = tensor_P_G(lambda sample: sample.prefix / len(sample.response_ids))
-        three, alpha = (outcome_P_G, right_P_G, share_P_G), config.prefix_reward
-        prefix_P_G, rest_P_G = compute_prefix_advantages(*three, alpha)
+        right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
+        outcome_P_G = right_P_G + rewards_P_G - number_P_G("score")
+        given = right_P_G, tensor_P_G(lambda s: s.prefix / len(s.response_ids)), config.prefix_reward
+        prefix_P_G, rest_P_G = algorithm.compute_prefix_advantages(outcome_P_G, *given)
     else:
         rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
     prefix_P_G = prefix_P_G if kind == "vppo" else rest_P_G
-    prefix_P_G = prefix_P_G.clamp(min=0) if config.credit == "prefix" else prefix_P_G
-    values = zip(prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist())
-    for sample, (prefix, rest) in zip(sum(groups, []), values):
+    if config.credit == "prefix":
+        prefix_P_G = prefix_P_G.clamp(min=0)
+    for sample, *values in zip(sum(groups, []), prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist()):
         if sample.reward is not None:
-            sample.prefix_advantage, sample.advantage = prefix, rest
+            sample.prefix_advantage, sample.advantage = values
 
 
 def hand_over_weights(run: Run) -> dict:
@@ -566,9 +547,8 @@ def evaluate(run: Run) -> None:
     for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
         rows = [(row, 1 if suffix else n) for row, n in run.val_rows]
         groups = [[Sample(row, row["prompt_ids"]) for _ in range(n)] for row, n in rows]
-        samples, title = sum(groups, []), f"evaluation {step}"
-        roll_out(run, samples, step, temperature, config.val_top_p, config.seed, title)
-        await_verdicts(run, samples, step)
+        roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+        await_verdicts(run, groups, step)
         check_verdicts(run, step, "val", groups)
         metrics |= validation_metrics(groups, suffix)
         if not suffix:
@@ -579,14 +559,6 @@ def evaluate(run: Run) -> None:
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
-
-
-def show(metrics: dict, total_steps: int) -> None:
-    """One line on the screen."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
-    print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
 
 
 def main() -> None:

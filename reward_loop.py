@@ -8,6 +8,7 @@ You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md
         future = manager.submit(sample)           # as each rollout ends, from any thread; never waits
         result = await manager.score_one(sample)  # the same for an event loop
         results = manager.score_batch(samples)    # colocate: the reward models are awake while it scores
+        futures = manager.submit_group(samples)   # of one prompt: for a function that takes `solution_strs`
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
 "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
@@ -19,15 +20,13 @@ standing `collect` call brings what has been scored since the last. Ray restarts
 manager ends one that hangs. What fails in company is tried again, in the end alone; there it is at fault.
 
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
-container (a grading process has your rights). The function's file and this folder need the same path on all
-nodes (a shared file system, or Ray's `runtime_env` working directory). Needs reward_worker.py; for models of
-its own genrm_server.py and cluster/, where no function is named compute_score.py.
+container (a grading process has your rights). Function and folder need the same path on all nodes. Needs
+reward_worker.py; for models of its own genrm_server.py and cluster/; by default compute_score.py.
 """
 
 import asyncio
 import atexit
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
@@ -44,6 +43,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -56,7 +56,7 @@ STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
 GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
-MAY_BE_0 = ("genrm_gpu_share", "sync_processes", "http_retries", "max_no_verdict_rate")
+MAY_BE_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
 FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
@@ -105,8 +105,7 @@ class RewardOptions:
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
-        may_sleep = getattr(self, "reward_mode", None) == "colocate"  # the trainer's
-        for config in self.server_configs(may_sleep).values():
+        for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
@@ -166,18 +165,15 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         function = load_function(f"{path}:{name}")
     finally:
         sys.path[:] = import_path  # the driver has modules of its own to import
-    signature = inspect.signature(function)
-    takes = signature.parameters
-    models = {}
-    if addresses:
-        models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None,
-                  "reward_router_addresses": addresses}  # fmt: skip
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):  # a plain rule runs beside a reward model
-        models = {key: value for key, value in models.items() if key in takes}
+    takes = (signature := inspect.signature(function)).parameters
+    sees_group, main = "solution_strs" in takes, next(iter(addresses.values()), None)
+    models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
+    passed_on = [*models][:2] if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else []  # **settings
+    models = {key: models[key] for key in models if addresses and (key in takes or key in passed_on)}
     columns = {key: takes[key].default is signature.empty for key in FURTHER_COLUMNS & takes.keys() - kwargs}
-    sample = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *columns])
+    names = ["data_source", "solution_str" + "s" * sees_group, "ground_truth", "extra_info", *columns]
     try:
-        signature.bind(**sample, **models | kwargs)
+        signature.bind(**dict.fromkeys(names), **models | kwargs)
     except TypeError as error:
         remedy = "give reward_kwargs or a reward model; adapters for others: docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
@@ -190,16 +186,15 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-    return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, options.timeout)
+    return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, sees_group, options.timeout)
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """One sample on its way."""
+    """One call on its way: of one sample, or of a group."""
 
     payload: bytes
-    penalty: float  # overlong
-    future: concurrent.futures.Future
+    waiting: dict[Future, float]  # of each sample; its penalty for length
     lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
     tries: int = 0  # failed HTTP tries
 
@@ -266,46 +261,54 @@ class RewardLoopManager:
 
     # ---- for callers, in their own threads
 
-    def submit(self, sample: dict) -> concurrent.futures.Future:
+    def submit(self, sample: dict) -> Future:
         """Takes a row of the schema plus `response` [, `response_length`, `step`] -> its result's future."""
+        return self.submit_group([sample])[0]
+
+    def submit_group(self, samples: list[dict]) -> list[Future]:
+        """Takes all samples of a prompt. A function that sees groups is called once, another one for each."""
+        if not self.job.sees_group and len(samples) > 1:
+            return [self.submit(sample) for sample in samples]
         try:
-            columns = self.job.columns.items()
-            arguments = {name: sample[name] for name, needed in columns if needed or name in sample}
-            step = {"step": sample["step"]} if "step" in sample else {}
-            arguments |= dict(data_source=sample["data_source"], solution_str=sample["response"],
-                              ground_truth=sample["reward_model"]["ground_truth"],
-                              extra_info=(sample.get("extra_info") or {}) | step)  # fmt: skip
-            penalty = self.overlong(sample["response_length"]) if self.overlong else 0.0
+            row, responses = samples[0], "solution_str" + "s" * self.job.sees_group
+            if self.job.sees_group:  # what differs within a group is a list, the rest is the first one's
+                differ = {"response", "response_length"} & row.keys()
+                row = row | {key: [sample[key] for sample in samples] for key in differ}
+            arguments = {key: row[key] for key, needed in self.job.columns.items() if needed or key in row}
+            step = {"step": row["step"]} if "step" in row else {}
+            arguments |= {"data_source": row["data_source"], responses: row["response"],
+                          "ground_truth": row["reward_model"]["ground_truth"],
+                          "extra_info": (row.get("extra_info") or {}) | step}  # fmt: skip
+            penalties = [self.overlong(s["response_length"]) if self.overlong else 0.0 for s in samples]
         except KeyError as error:
             raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
-        future = concurrent.futures.Future()
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        if self._closed:  # asked only now: whoever closes either sees this future or is seen here
+        waiting = {Future(): penalty for penalty in penalties}
+        for future in waiting:
+            self._open.add(future)
+            future.add_done_callback(self._open.discard)
+        if self._closed:  # asked only now: whoever closes either sees these futures or is seen here
             raise RuntimeError(self._closed)
-        self._put(Ticket(pickle.dumps(arguments, protocol=5), penalty, future))
-        return future
+        self._put(Ticket(pickle.dumps(arguments, protocol=5), waiting))
+        return list(waiting)
 
     async def score_one(self, sample: dict) -> dict:
         """`submit` for coroutines, of any event loop."""
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
-        """Scores samples -> results in their order, all with the same keys of extra info (None: missing).
-
-        The reward models are awake meanwhile, and only then. on_result(index, result) is called as each
-        result arrives; what it raises ends the batch.
-        """
+        """Scores samples, in the groups of `by_group` if the function sees those -> results in their order,
+        with the keys of all extra info (None: missing). The reward models are awake meanwhile, and only then.
+        on_result(index, result) is called as each result arrives; what it raises ends the batch."""
         from tqdm import tqdm
 
         if self.reward_models:
             self.reward_models.wake_up()
         futures = {}
         try:
-            for index, sample in enumerate(samples):
-                futures[self.submit(sample)] = index
+            for group in by_group(samples) if self.job.sees_group else [[i] for i in range(len(samples))]:
+                futures |= zip(self.submit_group([samples[index] for index in group]), group)
             look = dict(unit="sample", delay=3, leave=False, disable=None)
-            for future in tqdm(concurrent.futures.as_completed(futures), "scoring", len(futures), **look):
+            for future in tqdm(as_completed(futures), "scoring", len(futures), **look):
                 result = future.result()
                 if on_result:
                     on_result(futures[future], result)
@@ -314,7 +317,7 @@ class RewardLoopManager:
                 future.cancel()  # in a batch that ended early: those not yet handed out never will be
             if self.reward_models:
                 self.reward_models.sleep()
-        return with_equal_keys([future.result() for future in futures])
+        return with_equal_keys([future.result() for future in sorted(futures, key=futures.get)])
 
     def shutdown(self) -> None:
         """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
@@ -346,7 +349,7 @@ class RewardLoopManager:
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use: start another one"
         for future in list(self._open):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
+            with contextlib.suppress(InvalidStateError):
                 future.set_exception(RuntimeError(self._closed))
         for slot in self._slots:
             with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
@@ -364,7 +367,7 @@ class RewardLoopManager:
             outgoing, pause = collections.defaultdict(list), 0.0
             while self._queue and ready and free > 0 and (pause := next_call - time.monotonic()) <= 0:
                 ticket = self._queue.popleft()
-                if ticket.future.done():  # its caller has gone
+                if all(future.done() for future in ticket.waiting):  # its caller has gone
                     continue
                 next_call = max(next_call, time.monotonic()) + 60 / per_minute
                 slot, number = min(ready, key=lambda slot: len(slot.pending)), next(self._numbers)
@@ -428,7 +431,8 @@ class RewardLoopManager:
         self._wake.set()
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
-        score, extra, status, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
+        outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
+        _, extra, status = outcomes[0]
         if status == "lost":  # with its grading process, where it was alone
             return self._try_again(ticket, 1, ALONE_AFTER, extra["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
@@ -436,14 +440,15 @@ class RewardLoopManager:
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
             return
-        if status in ("error", "timeout"):
-            self._say(f"a sample got no score ({status}): {extra['error']}")
-        if self.overlong:
-            extra |= {"overlong_penalty": ticket.penalty, "overlong": ticket.penalty < 0}
-        reward = None if score is None else score + ticket.penalty
-        values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled: its caller has gone
-            ticket.future.set_result(values)
+        outcomes *= len(ticket.waiting) // len(outcomes)  # a failure is that of the whole group
+        for (future, penalty), (score, extra, status) in zip(ticket.waiting.items(), outcomes):
+            if status in ("error", "timeout"):
+                self._say(f"a sample got no score ({status}): {extra['error']}")
+            extra = extra | ({"overlong_penalty": penalty, "overlong": penalty < 0} if self.overlong else {})
+            reward = None if score is None else score + penalty
+            values = dict(reward_score=reward, reward_extra_info=extra, status=status, seconds=seconds)
+            with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
+                future.set_result(values)
 
     def _say(self, text: str) -> None:
         """Warns, once with the same words and not for ever."""
@@ -471,6 +476,17 @@ class RewardLoopManager:
 def start_error(error: Exception) -> RuntimeError:
     """What Ray's page of text about an actor that cannot be started ends with."""
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
+
+
+def by_group(samples: list[dict]) -> list[list[int]]:
+    """Their numbers, group by group: of one column `group`, or else prompt, and of one source and truth."""
+    groups = collections.defaultdict(list)
+    for number, sample in enumerate(samples):
+        if (name := sample.get("group", sample.get("prompt"))) is None:
+            raise ValueError(f"row {number} has no `group` and no `prompt`, which say whose group it is of")
+        key = [name, sample.get("data_source"), sample.get("reward_model")]
+        groups[json.dumps(key, default=str)].append(number)
+    return list(groups.values())
 
 
 def with_equal_keys(results: list[dict]) -> list[dict]:
@@ -515,15 +531,15 @@ def connect_ray() -> bool:
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    have, where = ray.cluster_resources(), "started a cluster for this run"
-    if address != "local":
-        where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    joined = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    have, where = ray.cluster_resources(), "started a cluster for this run" if address == "local" else joined
     print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
     return address == "local"
 
 
-def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode=False, overlong=None):
-    """A RewardLoopManager and its models, until `stack` ends. sleep_mode: they sleep between batches."""
+def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=False, overlong=None):
+    """A RewardLoopManager and its models, until `stack` (contextlib.ExitStack) ends. places: the models', a
+    cluster.placement.Places; default: their own. sleep_mode: they sleep between batches."""
     options.check_rewards()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)
@@ -531,7 +547,7 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     if options.genrm:
         from cluster import placement
 
-        models = placement.RewardModelManager(options.server_configs(sleep_mode))
+        models = placement.RewardModelManager(options.server_configs(sleep_mode), places)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)

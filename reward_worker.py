@@ -7,8 +7,7 @@ have loaded it, with one sample at a time, killed when overdue. Its samples pass
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Used by reward_loop.py. Needs none of our other files. It is sent to the workers by value and loaded by
-grading processes: its imports are Python's own.
+Needs none of our other files. It is sent to workers by value: its imports are Python's own.
 """
 
 import asyncio
@@ -52,6 +51,7 @@ class Job:
     columns: dict[str, bool]  # further columns of a row that the function names: whether it needs them
     tokenizer: str | None  # path, where the function takes it
     is_async: bool
+    sees_group: bool  # it takes solution_strs: a call has all responses to a prompt
     timeout: float
     sync_processes: int = 1
 
@@ -64,8 +64,7 @@ def load_function(spec: str):
     module_name = f"{path.stem}_of_user" if path.stem in sys.modules else path.stem  # hides no module
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = module  # its dataclasses need the entry
+        sys.modules[module_name] = module = importlib.util.module_from_spec(module_spec)  # for dataclasses
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{wrong}loading the file failed: {describe(error, file)}") from error
@@ -78,8 +77,8 @@ def load_function(spec: str):
 class Scorer:
     """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
-    In come pickled samples, out go results: JSON of [score or None, extra info, status, retry delay or None],
-    as an object of the user's could break the message that carries others' results, too.
+    In come pickled arguments, out go results: JSON of [[[score or None, extra info, status], one for each
+    response], retry delay or None]; an object of the user's could break the message with others' results.
     """
 
     def __init__(self, job: Job):
@@ -94,9 +93,10 @@ class Scorer:
         self.function = partial(function, **common)
 
     async def score(self, payload: bytes) -> bytes:
-        """One sample by an async function. Never raises; SystemExit neither: it must not end the worker."""
+        """One call of an async function. Never raises; SystemExit neither: it must not end the worker."""
         try:
-            return outcome(await self.function(**pickle.loads(payload)))  # pickled by our own manager
+            arguments = pickle.loads(payload)  # pickled by our own manager
+            return as_result(await self.function(**arguments), arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
 
@@ -104,8 +104,9 @@ class Scorer:
         """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
         pid = os.getpid()
         try:
-            value = self.function(**pickle.loads(payload))
-            return outcome(runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value)
+            value = self.function(**(arguments := pickle.loads(payload)))
+            value = runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value
+            return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
         finally:
@@ -114,25 +115,30 @@ class Scorer:
 
 
 def failure(status: str, message: str, retry: float | None = None) -> bytes:
-    """A result for a sample that has no outcome of its own."""
-    return json.dumps([None, {"error": message}, status, retry]).encode()
+    """The result of a call that has no outcome; of a group's it is everyone's."""
+    return json.dumps([[[None, {"error": message}, status]], retry]).encode()
 
 
-def outcome(value) -> bytes:
-    """What the function returned, as a result."""
+def as_result(value, group: list[str] | None) -> bytes:
+    """What the function returned, as a result; group: the responses, where it got all of a prompt."""
+    values = [value] if group is None else list(value) if hasattr(value, "__len__") else []
+    if group is not None and len(values) != len(group):
+        return failure("error", f"returned {value!r:.80}: {len(values)} scores for {len(group)} responses")
+    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
+    return json.dumps([list(map(outcome, values)), None], default=default).encode()
+
+
+def outcome(value) -> tuple[float | None, dict, str]:
+    """Score, extra info and status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score, wrong = extra.get("score"), None
     if "score" not in extra:
         wrong = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is not None and not hasattr(type(score), "__float__"):  # float() would take "1": a mistake
-        wrong = f"the score is {score!r:.80}, not a number"
-    elif score is not None and not math.isfinite(score):
-        wrong = f"the score is {score}"
+    elif score is not None and not (hasattr(type(score), "__float__") and math.isfinite(score)):
+        wrong = f"the score is {score!r:.80}, not a finite number"  # float() would take "1"
     status = "error" if wrong else "no_verdict" if score is None else "ok"
     score = float(score) if status == "ok" else None
-    extra |= ({"score": score} if "score" in extra else {}) | ({"error": wrong} if wrong else {})
-    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
-    return json.dumps([score, extra, status, None], default=default).encode()
+    return score, extra | {"score": score} | ({"error": wrong} if wrong else {}), status
 
 
 def describe(error: BaseException, file: str = "") -> str:
@@ -196,12 +202,11 @@ class Grader(threading.Thread):
         worker, timeout = self.worker, self.worker.job.timeout
         while len(worker.graders) <= worker.allowed:
             number, payload = worker.samples.get()
-            self.since = started = time.monotonic()
-            result = None
+            self.since, result = time.monotonic(), None
             try:
                 if not self.process:
                     self.open()
-                    self.since = started = time.monotonic()
+                    self.since = time.monotonic()
                 result = self.ask(b"%d:" % number, payload, timeout)
             except TimeoutError:
                 complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
@@ -209,7 +214,7 @@ class Grader(threading.Thread):
                 complaint = failure("lost", f"grading process died on this sample ({str(error) or 'killed'})")
             except Exception as error:  # such as a function that does not load any more
                 complaint = failure("error", " ".join(str(error).split()))
-            self.since = math.inf
+            started, self.since = self.since, math.inf
             worker.report(number, result or complaint, started)
             if not result:
                 self.close()

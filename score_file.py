@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import tyro
 
 from prepare_data import read_rows
-from reward_loop import STATUSES, RewardOptions, needed_verdict, start_rewards, with_equal_keys
+from reward_loop import STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
 from run_folder import averages
 
 # What --resume may not change, beside the data and the function's file. (The judge may have moved.)
@@ -56,9 +56,8 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off
             row, result = json.loads(line)
-            if result["reward_score"] is not None:
-                done[row] = result
-    return done
+            done[row] = result
+    return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
 
 def score_the_rest(options, samples, done, partial: Path, header, overlong=None, on_result=lambda _: None):
@@ -143,6 +142,10 @@ def run(config: Config) -> None:
     header = json.dumps([hashlib.sha256(file.read_bytes()).hexdigest() for file in files] + [settings])
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     done = scored_before(partial, header, config.resume)
+    for group in by_group(rows) if job.sees_group else []:
+        if not done.keys() >= set(group):  # it is scored again as a whole
+            for row in group:
+                done.pop(row, None)
     left, counts = len(rows) - len(done), collections.Counter(needed=sum(map(needed_verdict, done.values())))
     if done:
         print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")

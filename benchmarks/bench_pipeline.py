@@ -124,6 +124,8 @@ class PlayedServers:
 class PlayedRewards:
     """RewardLoopManager: every sample gets a verdict, so many seconds later."""
 
+    job = SimpleNamespace(sees_group=False)
+
     def __init__(self, seconds: float = 0.0):
         self.seconds, self.loop = seconds, asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -140,6 +142,9 @@ class PlayedRewards:
         else:
             future.set_result(result)
         return future
+
+    def submit_group(self, samples: list[dict]) -> list[concurrent.futures.Future]:
+        return list(map(self.submit, samples))
 
 
 class PlayedPolicy:

@@ -15,13 +15,13 @@ stop_all() {  # what runs in the background, when the script ends; a run is the 
 }
 trap stop_all EXIT
 
-train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong step (paper eq. 7)
+train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]: to find the first wrong step (paper eq. 7)
   python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
     --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
     --reward-fn compute_score.py:compute_score_fapo_genrm \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
     --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
-    --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16
+    --val-every 0 --val-top-p 1 --num-threads 1 --samples-per-step 16 "${@:4}"
 }
 
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
@@ -39,7 +39,7 @@ train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
     --train-file "$1/toy_train.parquet" --val-file "$1/toy_test.parquet" "$1/toy_total_test.parquet" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 \
     --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
-    --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16 \
+    --val-every 30 --val-top-p 1 --num-threads 1 --samples-per-step 16 \
     --num-reward-workers 1 "${@:4}"
 }
 

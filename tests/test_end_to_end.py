@@ -3,13 +3,15 @@ trains on its word."""
 
 import json
 import random
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
+from test_reward_loop import free_port, until
 
 from toy import toy_world, warm_start
 
@@ -22,15 +24,23 @@ def teach(folder, tokenizer, examples, steps=60):
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.slow
-def test_training_with_a_served_judge(tmp_path):
-    rng = random.Random(0)
+def answers(port):
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(folder with a policy, its problems and a judge, the address of that judge, which is being served)."""
+    folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     rows = [
         toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
         for i in range(64)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
 
     # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's
     # paragraph 0 wrong.
@@ -43,49 +53,40 @@ def test_training_with_a_served_judge(tmp_path):
         paragraphs = paragraphs if rng.random() < 0.5 else paragraphs[-1:]
         return warm_start.chat(toy_world.critic_prompt(problem, paragraphs), "\\boxed{0}")
 
-    teach(tmp_path / "policy", tokenizer, guess)
-    teach(tmp_path / "judge", tokenizer, condemn)
+    teach(folder / "policy", tokenizer, guess)
+    teach(folder / "judge", tokenizer, condemn)
+    port = free_port()
+    command = [sys.executable, "genrm_server.py", "--model", folder / "judge", "--port", port, "--cpus", 1]
+    server = subprocess.Popen([str(part) for part in [*command, "--max-model-len", 512]])
+    until(lambda: answers(port), 240)
+    yield folder, f"127.0.0.1:{port}"
+    server.send_signal(signal.SIGTERM)
+    server.wait(60)
 
-    command = [
-        sys.executable,
-        "grpo_trainer.py",
-        "--model",
-        tmp_path / "policy",
-        "--train-file",
-        tmp_path / "train.parquet",
-        "--out-dir",
-        tmp_path / "run",
-        "--genrm",
-        tmp_path / "judge",
-        "--reward-fn",
-        "toy/toy_world.py:compute_score_fapo",
-        "--reward-kwargs",
-        json.dumps({"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}),
-        "--total-steps",
-        "3",
-        "--train-batch-size",
-        "8",
-        "--mini-batch-size",
-        "4",
-        "--group-size",
-        "8",
-        "--max-response-length",
-        "12",
-        "--overlong-buffer",
-        "0",
-        "--lr",
-        "1e-4",
-        "--num-threads",
-        "1",
-        "--samples-per-step",
-        "64",
-        "--num-reward-workers",
-        "1",
-    ]
-    run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
+
+def train(world, name, **flags):
+    """A run of the trainer with the served judge -> (its samples, its metrics)."""
+    folder, address = world
+    judge = {"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}
+    flags = dict(
+        model=folder / "policy", train_file=folder / "train.parquet", out_dir=folder / name,
+        router_address=address, reward_kwargs=json.dumps(judge), train_batch_size=8, mini_batch_size=4,
+        group_size=8, max_response_length=12, overlong_buffer=0, lr=1e-4, num_threads=1, samples_per_step=64,
+        num_reward_workers=1) | flags  # fmt: skip
+    command = [sys.executable, "grpo_trainer.py"]
+    for flag, value in flags.items():
+        command += ["--" + flag.replace("_", "-"), str(value)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
+    return [
+        [json.loads(line) for line in (folder / name / f"{file}.jsonl").read_text().splitlines()]
+        for file in ("samples", "metrics")
+    ]
 
-    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+
+@pytest.mark.slow
+def test_training_with_a_served_judge(world):
+    samples, metrics = train(world, "run", reward_fn="toy/toy_world.py:compute_score_fapo", total_steps=3)
     assert len(samples) == 3 * 64
     right = [sample for sample in samples if sample["reward_extra_info"]["acc"]]
     assert len(right) > 10
@@ -98,11 +99,35 @@ def test_training_with_a_served_judge(tmp_path):
         if not sample["reward_extra_info"]["acc"]:
             assert sample["reward_score"] == -1.0 and sample["reward_extra_info"]["genrm_status"] == "skipped"
 
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
         assert (
             m["reward/flawed_positive_rate"] > 0.9 and m["genrm/error_rate"] < 0.1 and m["actor/updates"] >= 1
         )
-    assert (tmp_path / "run/curves.png").stat().st_size > 10_000
-    assert Path(tmp_path / "run/checkpoints/step_3/model.safetensors").is_file()
+    folder = world[0] / "run"
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert (folder / "checkpoints/step_3/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_training_with_a_judge_that_is_asked_about_whole_groups(world):
+    function = "docs/group_rewards.py:fapo_against_others"
+    samples, metrics = train(world, "groups", reward_fn=function, total_steps=2)
+    groups = {}
+    for sample in samples:
+        groups.setdefault((sample["step"], sample["group"]), []).append(sample)
+    assert [len(group) for group in groups.values()] == [8] * 16
+    compared = 0
+    for group in groups.values():
+        distinct = len({sample["response"] for sample in group})
+        known = [sample for sample in group if sample["reward_score"] is not None]
+        infos = [sample["reward_extra_info"] for sample in known]
+        places = [(info["acc"], info["first_wrong"] == -1) for info in infos]  # they have one paragraph
+        for sample, info, mine in zip(known, infos, places):
+            assert info["group_distinct"] == distinct and info["acc"] == ("boxed" in info["critique"])
+            beaten = sum(mine > other for other in places) - sum(mine < other for other in places)
+            assert sample["reward_score"] == pytest.approx(beaten / max(len(known) - 1, 1))
+        compared += len({acc for acc, _ in places}) == 2
+    assert compared > 8  # in which right answers beat wrong ones
+    for m in metrics[1:]:
+        assert m["genrm/error_rate"] < 0.1 and m["reward/group_distinct"] < 8 and m["actor/updates"] >= 1

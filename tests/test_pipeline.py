@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -172,6 +173,41 @@ def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings
     for version, generating, step in scene.evaluated:
         assert version == step and generating <= 3
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 1, 1, 1]
+
+
+class SeesGroups(PlayedRewards):
+    """Notes how many responses had been asked for when a group came."""
+
+    job = SimpleNamespace(sees_group=True)
+
+    def __init__(self):
+        super().__init__()
+        self.came = []  # (step, rows, responses)
+
+    def submit_group(self, samples):
+        rows = {sample["extra_info"]["index"] for sample in samples}
+        self.came.append((samples[0]["step"], rows, [sample["response"] for sample in samples]))
+        return super().submit_group(samples)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_group_is_on_its_way_the_moment_its_last_sample_has_ended(settings, tmp_path, overlap):
+    rewards = SeesGroups()
+
+    async def generate(scene, step):
+        row = (scene.asked - 1) % PER_STEP // 4
+        if row == 0:  # the first group ends when the others have been on their way
+            await until(lambda: len([step_ for step_, *_ in rewards.came if step_ == step]) == 3)
+        elif scene.asked % 4 == 0:
+            await asyncio.sleep(0.05)  # a group's last sample comes some time after its others
+
+    scene = Scene(trainer_of(settings, tmp_path, overlap=overlap, total_steps=2), generate, rewards=rewards)
+    scene.run()
+    for step, samples in scene.trained.items():
+        rows = [sample.row["extra_info"]["index"] for sample in samples[::4]]
+        came = [rows_ for step_, rows_, _ in rewards.came if step_ == step]
+        assert came[-1] == {rows[0]} and sorted(came, key=min) == sorted(({row} for row in rows), key=min)
+    assert all(len(responses) == 4 for *_, responses in rewards.came) and len(rewards.came) == 2 * 4
 
 
 class ByRow(PlayedRewards):

@@ -25,7 +25,7 @@ from reward_loop import RewardLoopManager, RewardOptions, no_verdict_rate
 
 ROOT = Path(reward_loop.__file__).parent
 FUNCTIONS = Path(__file__).parent / "reward_functions"
-FAULTS = f"{FUNCTIONS}/faults.py"
+FAULTS, GROUPS = f"{FUNCTIONS}/faults.py", f"{FUNCTIONS}/groups.py"
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +213,9 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
     assert (
         no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25
     )  # a function without a judge: all samples count
+    # asked where a wrong answer errs, it needed no verdict for its score
+    asked = [outcome(-1.0, genrm_status=status, acc=False) for status in ("ok", "http_error")]
+    assert no_verdict_rate(asked * 43 + [down] * 7 + [right] * 7) == 0.5
     assert no_verdict_rate([wrong]) == no_verdict_rate([]) == 0.0
     assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule itself gave none
 
@@ -466,6 +469,80 @@ def test_overlong_shaping(start):
         manager.score_batch([sample("one")])
 
 
+# ---- all samples of a prompt at once
+
+OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
+    (["a", "none", "nan", "dict"], [(4.0, "ok"), (None, "no_verdict"), (None, "error"), (1.0, "ok")]),
+    (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
+    (["alone"], [(1.0, "ok")]),
+    (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
+    (["number", "a"], "returned 1.0: 0 scores for 2 responses"),
+    (["short", "a", "b"], "returned [1.0, 1.0]: 2 scores for 3 responses"),
+    (["hang", "a"], "no result within 1 s"),
+    (["os_exit", "a"], "died"),
+]
+
+
+@pytest.mark.parametrize("function", ["async_group", "sync_group"])
+def test_a_group_is_one_call_whose_failure_costs_that_group_alone(start, function):
+    manager, tried = start(f"{GROUPS}:{function}", timeout=1.0), OF_GROUPS
+    if function == "async_group":  # which would end a whole worker: as with single samples
+        tried = OF_GROUPS[:-1]
+    places = [(number, place) for number, (texts, _) in enumerate(tried) for place in range(len(texts))]
+    places.sort(key=lambda place: place[::-1])  # the groups' samples lie far apart
+    results = manager.score_batch([sample(OF_GROUPS[n][0][i], group=f"g{n}") for n, i in places])
+    for (number, place), result in zip(places, results):
+        texts, expected = OF_GROUPS[number]
+        if isinstance(expected, str):
+            assert result["reward_score"] is None and expected in result["reward_extra_info"]["error"]
+            assert result["status"] == ("timeout" if "hang" in texts else "error")
+        else:
+            assert (result["reward_score"], result["status"]) == expected[place]
+    assert len({id(result["reward_extra_info"]) for result in results}) == len(results)
+
+
+def test_what_a_function_of_groups_is_given(start):
+    manager = start(f"{GROUPS}:sees", overlong=lambda length: overlong_penalty(length, 100, 20, 1.0))
+    other = [{"role": "user", "content": "2+0?"}]
+    rows = [sample(text, response_length=length, step=3) for text, length in (("a", 90), ("bb", 10))]
+    rows.insert(1, sample("ccc", response_length=20, prompt=other))
+    rows.append(sample("dd", response_length=30, ground_truth="2"))  # of another task with the same prompt
+    results = manager.score_batch(rows)
+    prompt, info = rows[0]["prompt"], rows[0]["extra_info"]
+    assert [result["reward_extra_info"]["seen"] for result in results] == [
+        ["test", ["a", "bb"], "1", info | {"step": 3}, prompt, [90, 10], 3],
+        ["test", ["ccc"], "1", info, other, [20], None],
+        ["test", ["a", "bb"], "1", info | {"step": 3}, prompt, [90, 10], 3],
+        ["test", ["dd"], "2", info, prompt, [30], None],
+    ]
+    assert [result["reward_score"] for result in results] == [1 - 0.5, 3.0, 2.0, 2.0]  # each its own penalty
+    assert "changed" not in info
+    together = [future.result(30) for future in manager.submit_group(rows[:2])]  # whoever calls knows best
+    assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
+    assert manager.submit(rows[0]).result(30)["reward_extra_info"]["seen"][1] == ["a"]
+    del rows[3]["prompt"]
+    with pytest.raises(ValueError, match="row 3 has no `group` and no `prompt`"):
+        manager.score_batch(rows)
+    with pytest.raises(ValueError, match="no 'response_length'"):
+        manager.submit_group([rows[0], sample("a")])
+
+
+def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
+    async def busy_at_first(request):
+        status = 429 if len(server.requests) == 1 else 200
+        await asyncio.sleep(0.05)
+        return web.Response(status=status, headers={"Retry-After": "0"})
+
+    server, body = serve(busy_at_first), ASK.replace("solution_str", "solution_strs")
+    body = body.replace('{"score": 1.0, "said": await response.text()}', "[1.0 for _ in solution_strs]")
+    options = dict(router_address=(server.address,), http_retries=1, max_in_flight=2)
+    manager = start(write_function(tmp_path, body), **options)
+    results = manager.score_batch([sample(str(number), group=number % 5) for number in range(20)])
+    assert [result["status"] for result in results] == ["ok"] * 20 and server.most == 2
+    assert len(server.requests) == 6  # five groups, one of which was asked about twice
+    assert all(len(request["text"]) == 4 for request in server.requests)
+
+
 # ---- one by one
 
 
@@ -542,7 +619,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
     events = []
 
     class Models:
-        def __init__(self, configs):
+        def __init__(self, configs, places):
             self.router_addresses = dict.fromkeys(configs, serve(critic).address)
             events.append(
                 [
@@ -604,6 +681,8 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         ({"reward_fn": f"{FAULTS}:of_trl"}, "missing .* 'prompts'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:of_math_dapo"}, "unexpected .* 'data_source'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:takes_no_extra_info"}, "unexpected keyword argument 'extra_info'"),
+        ({"reward_fn": f"{GROUPS}:takes_both"}, "missing a required argument: 'solution_str'"),
+        ({"reward_fn": f"{GROUPS}:notes_calls"}, "missing a required argument: 'file'"),
         (
             {"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"},
             "missing .* 'reward_router_address'",
@@ -811,6 +890,14 @@ def test_several_reward_models_by_name(start, serve, tmp_path):
     manager = start(write_function(tmp_path, ASK), router_address=addresses)
     results = manager.score_batch([sample("x", data_source=name) for name in ("a", "b", "other")])
     assert [result["reward_extra_info"]["said"] for result in results] == ["first", "second", "first"]
+
+
+def test_a_function_can_pass_on_what_it_is_given(start):
+    """Where it takes `**settings`, those of one model, whatever is running."""
+    manager = start(f"{GROUPS}:passes_settings_on", router_address=("h:1", "rm=h:2"), reward_kwargs={"a": 1})
+    (result,) = manager.score_batch([sample("x")])
+    given = ["a", "reward_model_tokenizer", "reward_router_address"]
+    assert result["reward_extra_info"]["settings"] == given
 
 
 @pytest.mark.slow

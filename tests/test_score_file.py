@@ -1,5 +1,6 @@
 """Scoring a file: the command line, its errors, and runs that are stopped, killed and resumed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from test_reward_loop import FAULTS, critic, free_port, sample, until, write_function
+from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
 import reward_loop
@@ -186,6 +187,40 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     ended = command_line(*arguments, "--resume")  # again without a verdict, but 3 % of all are not too many
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
+
+
+def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path):
+    prompts = [[{"role": "user", "content": text}] for text in "xyzx" * 2]
+    rows = [sample(text, prompt=prompt) for text, prompt in zip(["a", "raise", "none", "b"] * 2, prompts)]
+    data, calls = write_jsonl(tmp_path / "responses.jsonl", rows), tmp_path / "calls"
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{GROUPS}:notes_calls",
+        reward_kwargs=json.dumps({"file": str(calls)}), num_workers=1, sync_processes=1,
+        max_no_verdict_rate=0.4)  # fmt: skip
+    down = tmp_path / "calls.down"
+    down.touch()
+    with pytest.raises(RuntimeError, match="4 samples have no score"):
+        score_file.run(config)
+    assert sorted(calls.read_text().splitlines()) == ["a b a b", "none none", "raise raise"]
+    down.unlink()
+    calls.unlink()
+    partial = tmp_path / "scored.jsonl.partial.jsonl"
+    noted = [line for line in partial.read_text().splitlines(keepends=True) if not line.startswith("[3,")]
+    partial.write_text("".join(noted))  # killed before the last line of a group was written
+    score_file.run(dataclasses.replace(config, resume=True))
+    assert sorted(calls.read_text().splitlines()) == ["a b a b", "none none", "raise raise"]
+    scored = [json.loads(line) for line in config.out.open()]
+    assert [row["reward_score"] for row in scored] == [4.0, 2.0, 2.0, 4.0] * 2
+
+    calls.unlink()
+    for number, row in enumerate(rows):
+        row["group"] = number // 2  # instead of the prompt
+    write_jsonl(data, rows)
+    score_file.run(config)
+    assert sorted(calls.read_text().splitlines()) == ["a raise"] * 2 + ["none b"] * 2
+    write_jsonl(data, [{name: row[name] for name in row if name not in ("group", "prompt")} for row in rows])
+    with pytest.raises(ValueError, match="row 0 has no `group` and no `prompt`"):
+        score_file.run(config)
 
 
 HALF = """
