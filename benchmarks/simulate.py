@@ -6,8 +6,8 @@
 
 Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's
 loop; where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves
-its line in order. Then the samples go to the ranks, they update, and the new weights go to one node of servers
-after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+its line in order. Then the samples go to the ranks, they update, and the new weights go to one node of
+servers after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
 
 --run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
 gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
