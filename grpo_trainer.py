@@ -32,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +96,7 @@ class Config(reward_loop.RewardOptions):
     credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
     prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
     prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
-    # clip: per token (GRPO, DAPO). gspo: by the sequence's ratio. cispo: by a weight, dropping no token.
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo"] = "clip"  # Ratio per token, per sequence, or as a constant weight.
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
@@ -108,10 +108,8 @@ class Config(reward_loop.RewardOptions):
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
     clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
-    # Cap of the importance weights between rollout and trainer; default: off, 2 with --overlap.
-    tis_cap: float | None = None
-    # Beyond --tis-cap: cut to it, tokens left out, or whole sequences left out (also below 1/cap).
-    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
+    tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
+    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"  # Beyond: cut, token out, sequence out.
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -166,6 +164,8 @@ class Config(reward_loop.RewardOptions):
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
              f"{self.train_batch_size}"),
+            *((getattr(self, name) and not find_spec(name), f"{name}: it is missing; pip install {name}")
+              for name in ("tensorboard", "wandb")),
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
@@ -264,7 +264,7 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        show(metrics, config.total_steps)
+                        log.monitor.print_step(metrics)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -426,10 +426,7 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards: RuntimeError where the function does not give it.
-
-    PAPO: a right answer whose reasoning nobody judged has no verdict. VPPO, --credit prefix: Sample.prefix.
-    """
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
     judged = [sample for sample in samples if sample.reward is not None]
@@ -437,11 +434,10 @@ def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
     numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
     if infos and (absent := [key for key in keys if key not in numbers]):
         raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]} from the reward function"
-            f", which gives {', '.join(infos[0])}; compute_score_fapo gives flawed_positive and first_wrong, "
-            "that of wrong answers with judge_wrong in --reward-kwargs")  # fmt: skip
+            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    for sample, info in zip(judged, infos):
+    for sample, info in zip(judged, infos):  # PAPO: a right answer of unjudged reasoning has no verdict
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
         elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
@@ -562,14 +558,6 @@ def evaluate(run: Run) -> None:
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
-
-
-def show(metrics: dict, total_steps: int) -> None:
-    """One line on the screen."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
-    print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
 
 
 def main() -> None:

@@ -588,6 +588,23 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
     )  # nor does it need an address
 
 
+@pytest.mark.parametrize(
+    "answer, first_wrong, status",
+    [("\\boxed{0}", 0, "ok"), ("\\boxed{-1}", -1, "ok"), (500, None, "timeout")],
+)
+def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, first_wrong, status):
+    """A judge that fails there costs its word, not the score; a wrong answer is never a flawed positive."""
+    judge, wrong = Judge(answer), "one\n\ntwo \\boxed{3}"
+    result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=0.3 if answer == 500 else 9)
+    assert (result["score"], result["acc"], result["flawed_positive"]) == (-1.0, False, False)
+    assert (result["first_wrong"], result["genrm_status"]) == (first_wrong, status) and judge.requests
+    measured = score_with(judge, scores.compute_score_baseline, wrong, judge_wrong=True, genrm_timeout_s=0.3)
+    assert (measured["score"], measured["first_wrong"]) == (-1.0, first_wrong)
+    asked = len(judge.requests)
+    held_out = score_with(judge, solution=wrong, judge_wrong=True, extra_info=EXTRA | {"split": "test"})
+    assert held_out["genrm_status"] == "skipped" and len(judge.requests) == asked
+
+
 def test_fapo_says_what_is_missing():
     with pytest.raises(ValueError, match="reward_router_address: missing"):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))

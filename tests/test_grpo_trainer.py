@@ -523,7 +523,7 @@ def test_papo_normalises_answer_and_reasoning_apart():
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
     grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive from .* gives score, acc;"):
+    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
         grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, Letters())
 
 
@@ -613,7 +613,7 @@ def test_reward_terms_and_dr_grpo():
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
-    with pytest.raises(RuntimeError, match=f"need {absent} from .* gives score, acc, pred; .* judge_wrong"):
+    with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
         grpo_trainer.prepare_credit(samples, config_of(**changes), Letters())
     grpo_trainer.prepare_credit(samples[1:], config_of(**changes), Letters())  # no verdicts: said elsewhere
 
@@ -924,6 +924,14 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     assert {s["reward_extra_info"]["why"] for s in lines_of(workshop / "silent/samples.jsonl")} == {
         "the judge sleeps"
     }
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
+    config_of(**{name: True}, model=str(Path(__file__).parent)).check()
+    monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=f"{name}: it is missing; pip install {name}"):
+        config_of(**{name: True}, model=str(Path(__file__).parent)).check()
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ print(speedups, logprobs() > before)
 
 @pytest.mark.slow
 def test_rollout_and_speedups_with_policy_and_algorithm(alone, model, tokenizer):
-    assert needs("rollout.py")[0] == needs("speedups.py")[0] and needs("policy.py")[1] == {"speedups.py"}
+    assert needs("rollout.py")[0] == needs("speedups.py")[0] and "speedups.py" in needs("policy.py")[1]
     folder = alone("rollout.py", "speedups.py")
     write_model(folder / "model", model, tokenizer)
     code = """

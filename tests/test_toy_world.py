@@ -162,6 +162,7 @@ def test_reward_functions():
             toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"]
             == score + 0.5 * is_flawed
         )
+        assert result["first_wrong"] == (-1 if truly else 0)
         baseline = asyncio.run(toy_world.compute_score_baseline("toy", solution, "4", info))
         assert (
             baseline["score"] == (1.0 if score >= 0 else -1.0)
