@@ -4,10 +4,10 @@
     python benchmarks/simulate.py --gpus 64 --drawn outputs/RUN/samples.jsonl           # with a run's lengths
     python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # a run of one machine, beside measured
 
-Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's
-loop; where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves
-its line in order. Then the samples go to the ranks, they update, and the new weights go to one node of
-servers after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
+where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
+line in order. Then the samples go to the ranks, they update, and the new weights go to one node of servers
+after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
 
 --run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
 gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by

@@ -50,11 +50,10 @@ def ranks_of(config) -> Part:
 
 def parts_of(config) -> dict[str, Part]:
     """All that a run of the trainer places in Ray."""
-    servers = Config("", config.rollout_servers, device=config.device, gpu_share=config.rollout_gpu_share,
-                     tensor_parallel_size=config.rollout_tensor_parallel)  # fmt: skip
-    asleep = config.device == "cuda" and config.reward_mode == "colocate"
-    judges = config.server_configs(asleep).items()
-    parts = {"rank": ranks_of(config), "policy server": part_of(servers)}
+    on_gpu = config.device == "cuda"
+    gpus = on_gpu * config.rollout_gpu_share * config.rollout_tensor_parallel
+    judges = config.server_configs(on_gpu and config.reward_mode == "colocate").items()
+    parts = {"rank": ranks_of(config), "policy server": Part(config.rollout_servers, Config.ray_cpus, gpus)}
     return parts | {name: part_of(with_device(judge)) for name, judge in judges}
 
 
@@ -85,20 +84,16 @@ def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
             if (held is None or alike) and size <= gpus - sum(size for size, _ in cells):
                 cells.append((size, held := {}))
             if held is None:
+                tried = [", ".join(f"{who} {i} ({share:g})" for (who, i), share in held.items())
+                         for _, held in cells]  # fmt: skip
                 raise ValueError(f"no room for {name} {number}, which takes {part.gpus:g} of {gpus:g} GPUs, "
-                                 f"beside {described(cells)}; lower a share or a number")  # fmt: skip
+                                 f"beside {'; '.join(tried) or 'nothing'}; lower a share or a number")
             held[name, number] = part.gpus
     bundles = [{"CPU": sum(parts[name].cpus for name, _ in held)} | ({"GPU": size} if size else {})
                for size, held in cells]  # fmt: skip
     # Ray shows a process only GPUs that it has a part of: a full one gives up a little for who sleeps there
     return bundles, {who: (index, max(share - 0.001, ASLEEP) if sum(held.values()) > 1 == size else share)
                      for index, (size, held) in enumerate(cells) for who, share in held.items()}  # fmt: skip
-
-
-def described(cells: list) -> str:
-    texts = [", ".join(f"{name} {number} ({share:g})" for (name, number), share in held.items())
-             for _, held in cells]  # fmt: skip
-    return "; ".join(texts) or "nothing"
 
 
 class Places:
