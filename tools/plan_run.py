@@ -36,9 +36,8 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             if config.lora_rank:
-                config = dataclasses.replace(config, device=device)
                 merge_lora.add(model, config, "")
-                set_dtypes(model, config)
+            set_dtypes(model, dataclasses.replace(config, device=device))
         size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
         of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
     except Exception:  # families' own code, which need not be able to build a model without data
