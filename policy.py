@@ -18,6 +18,7 @@ from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -89,11 +90,7 @@ class Policy:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.adapters = None
-        if config.lora_rank:
-            from tools import merge_lora
-
-            self.adapters = merge_lora
+        self.adapters = import_module("tools.merge_lora") if config.lora_rank else None
         self.model, self.reference = self.load(source, check=True), None
         if config.kl_coef:  # with adapters it is the same model without them
             self.reference = self.model if self.adapters else self.load(config.model)
@@ -284,10 +281,7 @@ class Policy:
                 "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel}  # fmt: skip
 
     def weights(self, dtype: torch.dtype | None = None):
-        """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own.
-
-        What adapters add is in them.
-        """
+        """Name and whole tensor of every weight, with what adapters add; a tied head is one of its own."""
         named = self.adapters.merged(self.model) if self.adapters else self.model.state_dict().items()
         for name, tensor in named:
             yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
@@ -297,11 +291,8 @@ class Policy:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face folder, of adapters alone where there are some, and the optimizer.
-
-        RuntimeError where a weight is not finite.
-        """
-        learnt = ((name, whole(p.detach())) for name, p in self.learning())
+        """Writes a Hugging Face folder (or adapters), the optimizer. RuntimeError: a weight is not finite."""
+        learnt = ((name, whole(p.detach())) for name, p in self.learning())  # by all ranks together
         named = learnt if self.adapters else self.weights()
         weights = {name: tensor.cpu() for name, tensor in named if self.is_first}
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:

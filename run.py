@@ -45,8 +45,7 @@ class Run:
         self.servers, self.leaving, self.num_restarts, self.updates = None, threading.Event(), 0, 0
         self.find_checkpoint()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
-        # Checkpoints of adapters have no model in them.
-        self.base = config.model if config.lora_rank else self.source
+        self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model: the tokenizer of {self.base} has no chat template; take an instruct "
@@ -75,7 +74,7 @@ class Run:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
         if config.total_steps:  # an evaluation writes no checkpoint
-            # with adapters it is the merged model at the end that needs room
+            # with adapters: the merged model at the end
             check_room(config, (4e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
         return longest
 
@@ -86,12 +85,9 @@ class Run:
         state = {"step": 0, "prompts_drawn": 0}
         if done:
             state = json.loads((done[-1] / "trainer_state.json").read_text())
-            before = {"lora_rank": 0} | json.loads(Path(self.config.out_dir, "config.json").read_text())
-            for name in ("lora_rank", "lora_alpha", "lora_targets"):
-                new = json.loads(json.dumps(getattr(self.config, name)))
-                if (old := before.get(name, new)) != new:
-                    raise ValueError(f"{name}: {new}, but the run in out_dir has {old}; give that or another "
-                                     "out_dir")  # fmt: skip
+            adapters, rank = done[-1] / "adapter_config.json", self.config.lora_rank
+            if (has := json.loads(adapters.read_text())["r"] if adapters.is_file() else 0) != rank:
+                raise ValueError(f"lora_rank: {rank}, but the run in out_dir has {has}; take that")
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
@@ -186,9 +182,8 @@ class Run:
         if self.config.lora_rank and self.step == self.config.total_steps:
             from tools.merge_lora import merge
 
-            out = Path(self.config.out_dir, "merged")
-            merge(Path(self.source), out, max_positions=self.config.max_positions, **self.remote)
-            print(f"the last checkpoint as one model: {out}", flush=True)
+            merge(Path(self.source), Path(self.config.out_dir, "merged"), "", self.config.max_positions,
+                  **self.remote)  # fmt: skip
 
     @contextlib.contextmanager
     def saved_on_failure(self):

@@ -127,6 +127,26 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
         assert torch.allclose(got, weight, atol=1e-5, rtol=1e-3), name
 
 
+def test_ranks_split_adapters_and_the_frozen_model_alike(folder, model, group_of, tmp_path):
+    """Two and three ranks from a seed, and from a checkpoint of theirs; the reference has no adapters."""
+    adapted = dict(lora_rank=10)
+    alone, steps = Policy(settings(folder, **adapted), folder, CPU), [a_step(model), a_step(model, seed=1)]
+    expected = [alone.update(groups_of(step), 1e-3) for step in steps]
+    source = folder
+    for ranks, step, metrics in zip((2, 3), steps, expected):
+        group = group_of(ranks, source, **adapted)
+        if source != folder:
+            group.load_optimizer(Path(source))
+        got = group.update(groups_of(step), 1e-3)
+        assert got == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in metrics.items()}
+        source = tmp_path / f"of_{ranks}"
+        group.save(source)
+        group.shutdown()
+    last = Policy(settings(folder, **adapted), str(source), CPU)
+    for (name, got), (same, weight) in zip(last.weights(), alone.weights()):
+        assert name == same and torch.allclose(got, weight, atol=1e-5), name
+
+
 def pids_of(group):
     return ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in group.actors])
 

@@ -60,7 +60,8 @@ def add(model, config, source: str) -> None:
                              "layers that are to learn, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
     if (saved := Path(source, "adapter_model.safetensors")).is_file():
-        set_peft_model_state_dict(model, load_file(saved))
+        if (unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys):
+            raise ValueError(f"lora_targets: {source} has adapters for other layers, such as {unknown[0]}")
 
 
 def layers_with_adapters(model) -> list[tuple]:
@@ -111,13 +112,13 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     whole.config.max_position_embeddings = max_positions or whole.config.max_position_embeddings
     whole.to(stored).save_pretrained(out)
     AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
+    print(f"merged: {out}", flush=True)
 
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     try:
         merge(**vars(config))
-        print(f"merged: {config.out}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
