@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -172,3 +173,38 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
     config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
     assert config.train_file == "/shared/data/fapo_critic_train.parquet"
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
+
+
+@pytest.mark.slow
+def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
+    """A dry run: short problems, each after the worked example; the further flags are the trainer's."""
+    settings = dict(SOURCE_DIR="tests/data", DATA=str(tmp_path), HELD_OUT="5", HF_HUB_OFFLINE="1")
+    flags = ["--max-positions=4096", "--dry-run"]
+    command = ["bash", "recipes/gsm8k_laptop.sh", "toy/models/policy", "", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "done: dry run" in done.stdout and f'"out_dir": "{ROOT}/outputs/gsm8k_laptop"' in done.stdout
+    for split, least, most in (("train", 8, 30), ("test", 5, 5)):
+        lines = (tmp_path / f"gsm8k_laptop_{split}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert least <= len(rows) <= most
+        for row in rows:
+            assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+            assert len(row["extra_info"]["question"]) <= 140
+            assert row["extra_info"]["question"] in row["prompt"][2]["content"]
+
+
+def test_the_share_for_the_form():
+    """+1 or -1 by the rule, and 0.2 for a box that holds a number."""
+    score = load("recipes/gsm8k_reward").compute_score
+    about = dict(data_source="gsm8k", ground_truth="1234")
+    for text, expected, boxed in (
+        (r"so \boxed{1,234}", 1.2, True),
+        (r"so \boxed{$12.50}", -0.8, True),
+        (r"so \boxed{x + 1}", -1.0, False),
+        ("#### 1234", 1.0, False),
+        (r"so \boxed{1234", -1.0, False),
+    ):
+        result = score(solution_str=text, **about)
+        assert (result["score"], result["boxed"]) == (pytest.approx(expected), boxed)
+    assert score(solution_str=r"\boxed{7}", **about, format_share=0)["score"] == -1.0
