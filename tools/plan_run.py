@@ -21,7 +21,7 @@ import reward_loop
 from cluster.placement import Places, parts_of
 from grpo_trainer import Config, Run
 from policy import LOGITS_AT_ONCE, layers_of
-from tools.merge_lora import add_adapters
+from tools import merge_lora
 
 
 VLLM_GB = 2.0  # roughly what a server needs beside weights and cache: activations, CUDA graphs
@@ -36,7 +36,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             if config.lora_rank:
-                add_adapters(model, dataclasses.replace(config, device=device), "")
+                merge_lora.add(model, dataclasses.replace(config, device=device), "")
         size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
         of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
     except Exception:  # families' own code, which need not be able to build a model without data
