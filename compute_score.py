@@ -289,8 +289,7 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
 
 async def served_model(address: str) -> dict:
     """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait."""
-    _, asked_once = await _state()
-    once = asked_once(address)
+    once = (await _state())[1](address)
     async with once[0]:
         if not once[1]:
             url, limit = f"http://{address}/v1/models", aiohttp.ClientTimeout(total=60)
@@ -428,10 +427,8 @@ async def compute_score_fapo(
             timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
     first_wrong = verdict["first_wrong"]
     flawed = False if result["acc"] is False else None if first_wrong is None else first_wrong != -1
-    if flawed and not only_measures:
-        result["score"] -= penalty
-    elif flawed is None and not only_measures and on_no_verdict == "none":
-        result["score"] = None
+    if not only_measures and (flawed or flawed is None and on_no_verdict == "none"):
+        result["score"] = None if flawed is None else result["score"] - penalty
     if on_no_verdict == "rule":
         flawed, verdict["first_wrong"] = bool(flawed), -1 if first_wrong is None else first_wrong
     if not keep_critique:
