@@ -97,7 +97,7 @@ def alone(tmp_path, monkeypatch):
 
 def run(*command, **env):
     """What a command of the folder prints. Its files come from there: the repository is on no path."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
                           env=os.environ | env)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -213,7 +213,7 @@ def test_run_folder_with_its_monitor(alone):
     code = """
 from types import SimpleNamespace
 from run_folder import Log
-log = Log(SimpleNamespace(out_dir=".", tensorboard=False, wandb=False), first_step=0)
+log = Log(SimpleNamespace(out_dir=".", total_steps=1, tensorboard=False, wandb=False), first_step=0)
 log.metrics({"step": 1, "reward/mean": 0.5})
 log.close()
 """

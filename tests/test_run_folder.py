@@ -101,7 +101,7 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
         '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew'
     )
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n')
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+    config = config_of(out_dir=str(tmp_path), samples_per_step=1)
     log = run_folder.Log(config, first_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n'
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "split": "train"}\n'
@@ -117,7 +117,7 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
 
 
 def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluations(tmp_path, capsys):
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=3, tensorboard=False, wandb=False)
+    config = config_of(out_dir=str(tmp_path), samples_per_step=3)
     log = run_folder.Log(config, first_step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
     rows = [
@@ -154,7 +154,7 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
 
 
 def test_the_screen_shows_four_digits_and_an_ellipsis_for_what_was_cut(tmp_path, capsys):
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
+    config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     prompt, truth, text = "Once upon a time " + "p" * 40, "x" * 13, "Let me see. " + "t" * 60
     row = {"data_source": "a", "prompt": [{"content": prompt}], "reward_model": {"ground_truth": truth}}
     groups = [[scored(score, row, text)] for score in (-2 / 3, None)]
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     """U+2028 and U+0085 end a line for str.splitlines(), not for JSON; half a surrogate pair is not UTF-8."""
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=9, tensorboard=False, wandb=False)
+    config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
     run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], eos_ids={1})
@@ -209,7 +209,7 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
 
 
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
-    config = SimpleNamespace(out_dir=str(tmp_path), samples_per_step=1, tensorboard=False, wandb=False)
+    config = config_of(out_dir=str(tmp_path), samples_per_step=1)
     log = run_folder.Log(config, first_step=0)
     for values in (
         {"step": 0},
