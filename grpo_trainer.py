@@ -32,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +96,7 @@ class Config(reward_loop.RewardOptions):
     credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
     prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
     prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
-    # clip: per token (GRPO, DAPO). gspo: by the sequence's ratio. cispo: by a weight, dropping no token.
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo"] = "clip"  # Ratio per token, per sequence, or as a constant weight.
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
@@ -108,10 +108,8 @@ class Config(reward_loop.RewardOptions):
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
     clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
-    # Cap of the importance weights between rollout and trainer; default: off, 2 with --overlap.
-    tis_cap: float | None = None
-    # Beyond --tis-cap: cut to it, tokens left out, or whole sequences left out (also below 1/cap).
-    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
+    tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
+    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"  # Beyond: cut, token out, sequence out.
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -166,6 +164,8 @@ class Config(reward_loop.RewardOptions):
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
              f"{self.train_batch_size}"),
+            *((getattr(self, name) and not find_spec(name), f"{name}: it is missing; pip install {name}")
+              for name in ("tensorboard", "wandb")),
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
@@ -437,9 +437,8 @@ def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
             f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
             f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    for sample, info in zip(judged, infos):
+    for sample, info in zip(judged, infos):  # PAPO: a right answer of unjudged reasoning has no verdict
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
-            # nobody has judged its reasoning
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
         elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
             before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)

@@ -73,7 +73,7 @@ class PolicyGroup:
                                    master_listen_fd=listener.detach())  # fmt: skip
         for rank, node in enumerate(nodes):
             ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
-                          turn=nodes[:rank].count(node), turns=max(per_node.values()))  # fmt: skip
+                          max(per_node.values()))  # fmt: skip
             device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
             actor = ray.remote(RankedPolicy).options(max_restarts=0, **places.options("rank", rank))
             self.actors.append(actor.remote(config, source, device, ranks))

@@ -27,8 +27,9 @@ train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]: to find t
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
   python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
-  local ask="import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()"
-  until python -c "$ask" 2>/dev/null; do
+  # Asked by the shell itself: a Python a second would hold the server up.
+  until (exec 3<>"/dev/tcp/127.0.0.1/$PORT" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
+    read -rt 5 answer <&3 && [[ $answer == *" 200 "* ]]) 2>/dev/null; do
     kill -0 $SERVER || { echo "error: the judge did not start; see $2"; exit 1; }
     sleep 1
   done

@@ -926,6 +926,14 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     }
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
+    config_of(**{name: True}, model=str(Path(__file__).parent)).check()
+    monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=f"{name}: it is missing; pip install {name}"):
+        config_of(**{name: True}, model=str(Path(__file__).parent)).check()
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -179,7 +179,7 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
 def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
     """A dry run: short problems, each after the worked example; the further flags are the trainer's."""
     settings = dict(SOURCE_DIR="tests/data", DATA=str(tmp_path), HELD_OUT="5", HF_HUB_OFFLINE="1")
-    flags = ["--max-positions", "4096", "--dry-run"]  # the default folder, and further flags
+    flags = ["--max-positions=4096", "--dry-run"]
     command = ["bash", "recipes/gsm8k_laptop.sh", "toy/models/policy", "", *flags]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

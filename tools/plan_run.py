@@ -4,7 +4,7 @@
 
 Checks everything that the trainer checks, then prints an estimate from the models' config.json alone. With
 GPUs it also reserves all of the run in Ray, says which node got what, and gives it back; and says what a vLLM
-server's share of a GPU leaves for keys and values. tools/simulate.py is about time.
+server's share of a GPU leaves for keys and values. benchmarks/simulate.py is about time.
 """
 
 import dataclasses

@@ -1,14 +1,18 @@
 """What breaks first: one step of training on many GPUs, played event by event from measured constants.
 
-    python -m tools.simulate                                                # FAPO-7B on 8, 64 and 1,024 GPUs
-    python -m tools.simulate --gpus 64 --drawn outputs/RUN/samples.jsonl    # a run's lengths
+    python benchmarks/simulate.py                                            # FAPO-7B on 8, 64 and 1,024 GPUs
+    python benchmarks/simulate.py --gpus 64 --drawn outputs/RUN/samples.jsonl           # with a run's lengths
+    python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # a run of one machine, beside measured
 
-Each sample passes the stations of the Reward Loop: a place on a policy server and the trainer's loop; where a
-judge is asked also a reward worker, the router and a place on a judge. A station serves its line in order.
-Then the samples go to the ranks, they update, and the new weights go to one node of servers after the other.
-benchmarks/bench_simulate.py holds it beside a run that was measured.
+Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's
+loop; where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves
+its line in order. Then the samples go to the ranks, they update, and the new weights go to one node of
+servers after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
 
-Left out: the cost of prompts, cached prefixes, single sequences being faster, failures, --overlap.
+--run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
+gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
+token; the judge's one server works on one critique after the other, which ends when all at once would.
+Medians, because whatever else the machine did is no part of it.
 """
 
 import heapq
@@ -17,6 +21,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import tyro
 
@@ -42,6 +47,7 @@ class Config:
     weights: float = 15.2e9  # Bytes of the policy's weights.
     link: float = 12.5e9  # Bytes/s out of a node.
     drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
+    run: Path | None = None  # Folder of a run that was measured.
 
 
 def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[dict, dict]:
@@ -104,8 +110,49 @@ def table(config: Config) -> str:
     return "\n".join(rows)
 
 
+def predict(run: Path) -> dict[str, tuple[float, float]]:
+    """{part of a step: (seconds predicted, measured)} for every second step of the run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "time/step" in line]
+    halves = lines[::2], lines[1::2]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = [[s for s in samples if s["split"] == "train" and s["step"] % 2 == odd] for odd in (1, 0)]
+
+    def of(key, half=0):
+        return median(line[key] for line in halves[half])
+
+    def critiques(half):
+        return [len(text) for s in samples[half] if (text := s["reward_extra_info"].get("critique"))]
+
+    def lengths(half):
+        return [s["response_length"] for s in samples[half]]
+
+    batch = round(of("perf/tokens") / of("response_length/mean"))
+    speed = of("response_length/max") / of("time/rollout")  # tokens/s of each sample
+    # all that the judge wrote, from the end of the shortest response to that of the last critique
+    seconds = of("time/rollout") + of("time/reward_wait") - min(lengths(0)) / speed
+    judge = of("genrm/asked") * sum(critiques(0)) / len(critiques(0)) / seconds
+    rng, jobs = random.Random(0), []
+    for number in range(batch):
+        jobs.append([("policy", rng.choice(lengths(1)) / speed)])
+        if number < of("genrm/asked", 1):
+            jobs[-1].append(("judge", rng.choice(critiques(1)) / judge))
+    done, _ = play(jobs, {"policy": batch, "judge": 1})
+    parts = [f"time/{name}" for name in ("rollout", "reward_wait", "update")]
+    rest = median(line["time/step"] - sum(line[part] for part in parts) for line in halves[0])
+    found = {"rollout": done["policy"], "reward_wait": max(done.values()) - done["policy"]}
+    found["update"] = of("perf/tokens", 1) * of("time/update") / of("perf/tokens")
+    found["step"] = sum(found.values()) + rest
+    return {name: (seconds, of(f"time/{name}", 1)) for name, seconds in found.items()}
+
+
 def main() -> None:
-    print(table(tyro.cli(Config, description=__doc__)))
+    config = tyro.cli(Config, description=__doc__)
+    if not config.run:
+        return print(table(config))
+    print("| part of a step | predicted s | measured s | ratio |\n| --- | ---: | ---: | ---: |")
+    for name, (predicted, measured) in predict(config.run).items():
+        print(f"| {name} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |")
 
 
 if __name__ == "__main__":
