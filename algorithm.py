@@ -15,8 +15,7 @@ import math
 
 import torch
 
-# beyond 88 exp() overflows in float32: the loss may still be finite, its gradient is NaN
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # beyond 88 exp() overflows in float32: the loss may be finite, its gradient is NaN
 # How far the ratio may go below and above 1, as published: DAPO; GSPO; CISPO (from 0 to 5: ScaleRL).
 CLIP_RANGES = {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
@@ -40,8 +39,9 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     # A group without spread can have a std of rounding errors, which the division would blow up.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
-    scale = std + 1e-6 if divide_by_std else 1.0
-    return torch.where((count >= 2) & (highest > lowest), centred / scale, 0.0)
+    if not divide_by_std:
+        return torch.where(highest > lowest, centred, 0.0)
+    return torch.where((count >= 2) & (highest > lowest), centred / (std + 1e-6), 0.0)
 
 
 def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
@@ -157,21 +157,23 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
     # what stands in the padding may be anything, NaN too
     logprobs = torch.where(mask > 0, logprobs, 0.0)
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio = ratio = log_ratio.exp()
+    ratio = log_ratio.exp()
+    kl_B_T = (ratio - 1 - log_ratio).detach()
     if loss == "gspo":  # the value is the sequence's, the gradient that of each token's log-probability
         ratio = (sequence_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
         # each sequence weighs as much as any other
         advantages = advantages * num_tokens / (num_sequences or len(mask)) / lengths(mask)
-    low, high = (own if x is None else x for x, own in zip((clip_low, clip_high), CLIP_RANGES[loss]))
-    clipped_ratio = ratio.clamp(1 - low, 1 + high)
-    if loss == "cispo":
-        loss_B_T, is_clipped = -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
-    else:
-        unclipped, clipped = -advantages * ratio, -advantages * clipped_ratio
-        loss_B_T, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
+    both = zip((clip_low, clip_high), CLIP_RANGES[loss])
+    clip_low, clip_high = (own if given is None else given for given, own in both)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss_B_T = torch.maximum(unclipped, clipped)
+    is_clipped = clipped > unclipped
     if loss == "clip":
-        bounded = torch.minimum(loss_B_T, -advantages * clip_c)
-        loss_B_T = torch.where(advantages < 0, bounded, loss_B_T)
+        bound = -advantages * clip_c
+        loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
+    elif loss == "cispo":
+        loss_B_T, is_clipped = clipped.detach() * logprobs, clipped != unclipped
     sums = {}
     if tis_cap is not None:
         if rollout_logprobs is None:
@@ -180,12 +182,11 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
         sums["tis_sum"] = (weight * mask).sum().item()
         sums["tis_capped_tokens"] = (is_capped * mask).sum().item()
         loss_B_T = loss_B_T * weight
-    with torch.no_grad():
-        sums |= {
-            "clipped_tokens": (is_clipped * mask).sum().item(),
-            "approx_kl_sum": (((token_ratio - 1) - log_ratio) * mask).sum().item(),
-            "loss_tokens": mask.sum().item(),
-        }
+    sums |= {
+        "clipped_tokens": (is_clipped * mask).sum().item(),
+        "approx_kl_sum": (kl_B_T * mask).sum().item(),
+        "loss_tokens": mask.sum().item(),
+    }
     return (loss_B_T * mask).sum() / num_tokens, sums
 
 

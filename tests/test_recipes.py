@@ -17,6 +17,7 @@ import tyro
 from transformers import Qwen2Config, Qwen3Config
 
 from cluster.placement import layout, parts_of
+from algorithm import CLIP_RANGES
 from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +132,8 @@ def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(tmp_path, monkey
 
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
+    assert config.clip_low is config.clip_high is None  # the loss's own
+    config.clip_low, config.clip_high = CLIP_RANGES[config.loss]
     assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
 
 
