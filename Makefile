@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Python compiles what is imported when it is first imported; all of 27,000 files would take minutes.
+INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
 .PHONY: setup demo demo-quick evidence test test-quick check-gpu clean
@@ -19,12 +21,12 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "GPU found: installing requirements.txt"; \
-		$(BIN)/pip install -q --disable-pip-version-check -r requirements.txt; \
+		$(INSTALL) -r requirements.txt; \
 	else \
 		echo "no GPU found: installing requirements-cpu.txt"; \
-		{ $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null || \
-		  $(BIN)/pip install -q --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"; } && \
-		$(BIN)/pip install -q --disable-pip-version-check -r requirements-cpu.txt; \
+		{ $(INSTALL) "torch==$(TORCH)+cpu" 2>/dev/null || \
+		  $(INSTALL) --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"; } && \
+		$(INSTALL) -r requirements-cpu.txt; \
 	fi
 	@# vllm brings companions of torch whose default builds need CUDA and break `import transformers` beside a CPU torch.
 	@for package in torchvision torchaudio torchcodec; do \
@@ -39,6 +41,11 @@ setup: .venv/.ready
 		echo "0.24: torch 2.11, both CUDA 13; others: https://docs.vllm.ai/en/stable/getting_started/installation/gpu.html)"; exit 2; }
 	@touch $@
 
+# What only some options and the tests need.
+.venv/.extra: .venv/.ready requirements-extra.txt
+	$(INSTALL) -r requirements-extra.txt
+	@touch $@
+
 demo: setup
 	bash recipes/toy_demo.sh
 
@@ -49,10 +56,10 @@ demo-quick: setup
 evidence: setup
 	bash recipes/evidence.sh
 
-test: setup
+test: .venv/.extra
 	$(BIN)/python -m pytest
 
-test-quick: setup
+test-quick: .venv/.extra
 	$(BIN)/python -m pytest -m "not slow"
 
 # What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.

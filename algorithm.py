@@ -144,7 +144,8 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
     step's first update, and as the sampler had them. advantages: B or B x T. mask: B x T, true on response
     tokens. num_tokens: response tokens of the whole mini-batch, so that the sum over any split into
     micro-batches or ranks is the same loss; num_sequences: its sequences (gspo; default: those given here).
-    tis_cap: weigh tokens by exp(old - rollout), see importance_weights; needs rollout_logprobs.
+    clip_low, clip_high: None takes the loss's own (CLIP_RANGES). tis_cap: weigh tokens by exp(old - rollout),
+    see importance_weights; needs rollout_logprobs.
 
     Returns (loss, sums): the sums over these tokens of what was clipped and of the KL estimate r - 1 - log r,
     and the number of tokens to divide them by, all three floats that add up over micro-batches and ranks.
@@ -161,7 +162,8 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
         ratio = (sequence_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
         # each sequence weighs as much as any other
         advantages = advantages * num_tokens / (num_sequences or len(mask)) / lengths(mask)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    low, high = (own if x is None else x for x, own in zip((clip_low, clip_high), CLIP_RANGES[loss]))
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
     if loss == "cispo":
         loss_B_T, is_clipped = -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
     else:

@@ -15,7 +15,6 @@ Left out: code execution, process rewards per token, judges that are not OpenAI-
 """
 
 import asyncio
-import collections
 import functools
 import logging
 import multiprocessing
@@ -127,8 +126,7 @@ def compute_score(
         raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
                          "this data source needs a reward function of its own")  # fmt: skip
     tail = solution_str[-TAIL_CHARS:]
-    boxed = last_boxed_only_string(tail)
-    answer = remove_boxed(boxed) if boxed else None
+    answer = (boxed := last_boxed_only_string(tail)) and remove_boxed(boxed)
     if data_source in ("gsm8k", "openai/gsm8k") and "\\boxed{" not in tail:
         hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
         answer = hashes[-1].replace(",", "") if hashes else None
@@ -176,7 +174,6 @@ def _start_grading() -> None:
 def _grade(pred: str, truth: str) -> bool:
     """What a child process does with one answer."""
     from math_verify import parse, verify
-
     signal.alarm(GRADE_TIMEOUT_S)  # ends the child, also where it computes in C or its parent was killed
     try:
         sides = [parse(f"\\boxed{{{x}}}", parsing_timeout=None, raise_on_error=True) for x in (truth, pred)]
@@ -253,11 +250,12 @@ DEATH = (r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Err
          r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)")  # fmt: skip
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
+SHARED_ANSWERS = 1024  # at temperature 0, the last ones: equal requests come close together, from one group
 _loop_state = {}  # event loop -> what `_state` returns
 
 
 async def _state() -> tuple:
-    """This event loop's (session, {address: lock for looking its model up}, {address: model})."""
+    """This event loop's (session, function from what is asked once to its [lock, answer or None])."""
     loop = asyncio.get_running_loop()
     if loop not in _loop_state:
         # For a judge on another machine; never in a config or log. A secret's file may end with a newline.
@@ -266,7 +264,7 @@ async def _state() -> tuple:
             connector=aiohttp.TCPConnector(limit=1024),  # the default of 100 is too small for judges
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # the total is chat's timeout_s
             headers={"Authorization": f"Bearer {key}"} if key else {})  # fmt: skip
-        _loop_state[loop] = session, collections.defaultdict(asyncio.Lock), {}
+        _loop_state[loop] = session, functools.lru_cache(SHARED_ANSWERS)(lambda _: [asyncio.Lock(), None])
         for other in list(_loop_state):  # those of asyncio.run per sample
             if other.is_closed() and (state := _loop_state.pop(other, None)):
                 await state[0].close()
@@ -280,7 +278,7 @@ async def close_session() -> None:
 
 
 async def _json_request(method: str, url: str, **kwargs) -> dict:
-    session, _, _ = await _state()
+    session, _ = await _state()
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
@@ -291,32 +289,37 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
 
 async def served_model(address: str) -> dict:
     """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait."""
-    _, locks, models = await _state()
-    async with locks[address]:
-        if address not in models:
-            limit = aiohttp.ClientTimeout(total=60)
-            reply = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
-            models[address] = reply["data"][0]
-        return models[address]
+    _, asked_once = await _state()
+    once = asked_once(address)
+    async with once[0]:
+        if not once[1]:
+            url, limit = f"http://{address}/v1/models", aiohttp.ClientTimeout(total=60)
+            once[1] = (await _json_request("GET", url, timeout=limit))["data"][0]
+        return once[1]
 
 
 async def chat(
     prompt: str, address: str, *, model: str | None = None, temperature: float | None = None,
     top_p: float | None = None, max_tokens: int = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S,
-    chat_kwargs: dict | None = None) -> tuple[str, str, int]:  # fmt: skip
+    chat_kwargs: dict | None = None) -> tuple[str, str, int | None]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
     Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
     HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses or
     what Retry-After asks for, unless MAX_DEATHS servers died meanwhile. Never raises for a bad server.
+    At temperature 0 equal requests wait for the first and share its answer (tokens: None), not its failure.
     """
-    body = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs,
-                messages=[{"role": "user", "content": prompt}])  # fmt: skip
+    body = dict(messages=[{"role": "user", "content": prompt}], model=model, max_tokens=max_tokens,
+                temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)  # fmt: skip
     body = {key: value for key, value in body.items() if value is not None}
+    _, asked_once = await _state()
+    once = asked_once(f"{address} {body}") if temperature == 0 else [asyncio.Lock(), None]
     reason, pause, deaths = "the request was sent, and no answer came", 0.5, 0
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s), once[0]:
+            if once[1]:
+                return *once[1], None
             while True:
                 try:
                     body["model"] = model or (await served_model(address))["id"]
@@ -324,6 +327,7 @@ async def chat(
                     choice = reply["choices"][0]
                     status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
                     text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+                    once[1] = (status, text) if choice.get("finish_reason") != "abort" else None
                     return status, text, (reply.get("usage") or {}).get("completion_tokens") or 0
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
@@ -331,7 +335,7 @@ async def chat(
                     asked = error.headers.get("Retry-After", "")
                     reason = f"HTTP {error.status}: {error.message}"
                     if error.status == 404:  # perhaps another model is served there now: look it up next time
-                        (await _state())[2].pop(address, None)
+                        asked_once(address)[1] = None
                     if error.status < 500 and error.status not in (408, 425, 429):
                         return "http_error", reason, 0
                 except (aiohttp.ClientError, TimeoutError) as error:
@@ -349,18 +353,18 @@ async def chat(
 async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:
     """The GenRM's verdict on one (right) solution; settings: see `chat`.
 
-    Returns first_wrong (0-based paragraph, -1 = none, None = unknown), critique, genrm_error ("" if none) and
-    genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout"; "skipped" if it was not asked).
+    Returns first_wrong (0-based paragraph, -1 none, None unknown), critique, genrm_error, genrm_shared (with
+    an equal request), genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout", "skipped").
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
-    status, text, _ = await chat(prompt, address, **settings)
+    status, text, tokens = await chat(prompt, address, **settings)
     # In a raw prompt the judge counts steps of its own, so that no index is too large.
     count = None if prompt_style == "raw" else len(split_paragraphs(solution))
     index = parse_critique(text, count) if status == "ok" else None
-    failed = status in ("http_error", "timeout")
+    error, text = (text, "") if status in ("http_error", "timeout") else ("", text)
     status = "unparsable" if status == "ok" and index is None else status
-    return {"first_wrong": index, "genrm_status": status, "genrm_error": text if failed else "",
-            "critique": "" if failed else text}  # fmt: skip
+    return {"first_wrong": index, "genrm_status": status, "genrm_error": error,
+            "genrm_shared": tokens is None, "critique": text}  # fmt: skip
 
 
 async def compute_score_discriminative(
@@ -379,9 +383,8 @@ async def compute_score_discriminative(
     scores = reply["data"][0]["probs"]
     if len(scores) != 1:
         raise ValueError(f"the reward model gives {len(scores)} labels: choose one in a function of your own")
-    unknown = {"acc": None, "pred": None}
-    rule = compute_score(data_source, solution_str, ground_truth) if ground_truth != "" else unknown
-    return rule | {"score": scores[0]}
+    rule = compute_score(data_source, solution_str, ground_truth) if ground_truth != "" else {}
+    return {"acc": None, "pred": None} | rule | {"score": scores[0]}
 
 
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
@@ -412,7 +415,7 @@ async def compute_score_fapo(
     extra_info = extra_info or {}
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
-    verdict = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", "critique": ""}
+    verdict = dict(first_wrong=None, genrm_status="skipped", genrm_error="", genrm_shared=False, critique="")
     is_asked = result["acc"] or judge_wrong and result["acc"] is False
     if is_asked and (judge_test or not is_test) and (reward_router_address or not only_measures):
         if reward_router_address is None:
@@ -464,8 +467,7 @@ def compute_score_fapo_genrm(
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
     score = 1.0 - abs(pred - truth) / total_steps if acc else -1.0
+    rates = {"recall": acc if flawed else None, "location": exact if flawed else None,
+             "sound_kept": None if flawed else acc, "pred": pred}  # fmt: skip
     result = {"score": score, "acc": acc, "exact": exact, "gt": truth}
-    if on_no_verdict == "rule":
-        return result
-    on_flawed = {"recall": acc if flawed else None, "location": exact if flawed else None}
-    return result | on_flawed | {"pred": pred, "sound_kept": None if flawed else acc}
+    return result if on_no_verdict == "rule" else result | rates

@@ -9,7 +9,6 @@ router, is restarted with back-off and comes back when it is healthy; one that d
 before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
 Servers ask for a key on every path but /health; the router sends it along: its own (ROUTER_API_KEY), else a
 random one. They see our environment variables. cluster/placement.py does the same in Ray, on any node.
-
 Left out: systems but Linux, servers over several nodes, other engines. Needs router.py and vllm_server.py.
 """
 
@@ -23,6 +22,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,7 +44,7 @@ class Config:
     task: Literal["generate", "classify"] = "generate"  # classify: a discriminative model, /classify.
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where there is a GPU.
     tensor_parallel_size: int = 1  # GPUs per server (on CPU: processes per server).
-    gpu_share: float = 1.0  # Of a GPU and its memory, for each server; 0, with --sleep-mode: none in Ray.
+    gpu_share: float = 1.0  # Of a GPU and its memory, for each server.
     cpus: str = ""  # Cores for the servers' threads, such as 0,1 (CPU only). Empty: all, shared evenly.
     served_model_name: str = ""  # Name that clients use as "model". Empty: the value of --model.
     dtype: str = ""  # Empty: float32 on CPU (bf16 is emulated there without AVX-512), vLLM's choice on GPU.
@@ -71,9 +71,8 @@ class Config:
         for wrong, name, remedy in problems + [
                 (not path.exists() and not hub, "model", "no such folder (a name on the Hub is OWNER/NAME)"),
                 (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it"),
-                (not 0 <= share <= 1, "gpu_share", "must be between 0 and 1"),
-                (share == 0 and not self.sleep_mode, "gpu_share", "must be above 0 without --sleep-mode"),
-                (0 < share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
+                (not 0 < share <= 1, "gpu_share", "must be above 0 and at most 1"),
+                (share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
                 (not (self.cpus or "0").replace(",", "").isdigit(), "cpus", "write numbers such as 0,1")]:
             if wrong:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
@@ -120,17 +119,13 @@ class Router(Process):
     """router.py as a process of its own, at an address of its own."""
 
     def __init__(self, config: Config):
-        super().__init__(config.log_dir / "router.log")
         self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
         port = str(self.reserved.getsockname()[1])
         self.address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-        self.command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--policy",
-                        config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
-        self.env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
-
-    def start(self) -> str:
-        self.launch(self.command, self.env)
-        return f"http://{self.address}"
+        command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--policy",
+                   config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
+        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
+        super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
 
 
 class ModelServers:
@@ -146,9 +141,8 @@ class ModelServers:
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
         self.before_starting, self.before_joining = before_starting, before_joining
         self.config = config = complete(config)
-        count, on_gpu = config.num_servers, config.device == "cuda"
-        servers = servers or [VllmServer(config, i, i, count, deal_gpus(config, i) if on_gpu else "")
-                              for i in range(count)]
+        count = config.num_servers
+        servers = servers or [VllmServer(config, i, i, count, deal_gpus(config, i)) for i in range(count)]
         self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
                       for i, server in enumerate(servers)]
         self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why a start failed
@@ -290,8 +284,8 @@ class ModelServers:
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
         failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
-        for slot, error in failed.items():
-            if len(failed) == len(asked) and http("GET", slot.url + "/health")[0] == 200:
+        for slot, error in failed.items() if len(failed) == len(asked) else ():
+            if http("GET", slot.url + "/health")[0] == 200:
                 raise error
         if self.given_up():
             raise RuntimeError(f"{self.label}every server was given up")
@@ -303,7 +297,7 @@ class ModelServers:
                 self.leave(slot)
 
     def sleep(self, asleep: bool = True) -> bool:
-        """Frees the servers' GPU memory when what they are at has ended. False where that is not possible."""
+        """Frees GPU memory when what they are at has ended, or takes it again. False where they cannot."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             return False
         with self.lock:
@@ -311,9 +305,7 @@ class ModelServers:
             self.ask_all(SLEEP if asleep else "/wake_up")
         return True
 
-    def wake_up(self) -> bool:
-        """The opposite of sleep()."""
-        return self.sleep(False)
+    wake_up = partialmethod(sleep, False)
 
     def shutdown(self) -> None:
         """Ends router and servers, each by its own thread. May be called twice."""
@@ -350,17 +342,17 @@ def choose_device() -> str:
 
 def deal_gpus(config: Config, part: int) -> str:
     """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
-    size, share = config.tensor_parallel_size, config.gpu_share
-    first = part // int(1 / share) if 0 < share < 1 else part * size  # so many share one
+    if config.device == "cpu":
+        return ""
+    import torch
+    size = config.tensor_parallel_size
+    first = part // int(1 / config.gpu_share) * size  # so many share one
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
-    if not visible:
-        import torch
-        count = torch.cuda.device_count() or first + size  # of another node, where this one has none
-        visible = ",".join(map(str, range(count)))
-    if len(visible.split(",")) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers} --tensor-parallel-size {size} --gpu-share "
-                         f"{share:g}: more than the GPUs {visible}; lower one of them")
-    return ",".join(visible.split(",")[first:first + size])
+    visible = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    if len(visible) < first + size:
+        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(visible)}; lower it, "
+                         "--tensor-parallel-size or --gpu-share")
+    return ",".join(visible[first:first + size])
 
 
 def main() -> None:

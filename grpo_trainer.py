@@ -7,8 +7,7 @@
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, the model and its
-update in policy.py, sampling in rollout.py, scoring in reward_loop.py, and what a run writes in
-run_folder.py.
+update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process. On GPUs Ray places everything: the policy's ranks (cluster/), its
 servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a
@@ -33,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -41,10 +41,9 @@ import torch
 import tyro
 from tqdm import tqdm
 
+import algorithm
 import reward_loop
-from algorithm import CLIP_RANGES, compute_advantages, compute_prefix_advantages, count_tokens_before
-from algorithm import compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
-from algorithm import compute_process_aware_advantages, compute_term_advantages
+from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -97,8 +96,7 @@ class Config(reward_loop.RewardOptions):
     credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
     prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
     prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
-    # clip: per token (GRPO, DAPO). gspo: by the sequence's ratio. cispo: by a weight, dropping no token.
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo"] = "clip"  # Ratio per token, per sequence, or as a constant weight.
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
@@ -110,10 +108,8 @@ class Config(reward_loop.RewardOptions):
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
     clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
-    # Cap of truncated importance sampling between rollout and trainer; default: off, 2 with --overlap.
-    tis_cap: float | None = None
-    # What is beyond the cap: cut to it, left out, or left out by whole sequences (beyond 1/cap, too).
-    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"
+    tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
+    tis_mode: Literal["truncate", "mask", "sequence"] = "truncate"  # Beyond: cut, token out, sequence out.
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -144,19 +140,12 @@ class Config(reward_loop.RewardOptions):
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
-    def __post_init__(self) -> None:
-        low, high = CLIP_RANGES[self.loss]
-        self.clip_low = low if self.clip_low is None else self.clip_low
-        self.clip_high = high if self.clip_high is None else self.clip_high
-
     @property
     def terms(self) -> dict[str, float]:
-        """--reward-terms by name."""
         try:
             return {name: float(weight) for name, weight in (term.split("=") for term in self.reward_terms)}
         except ValueError:
-            text = " ".join(self.reward_terms)
-            raise ValueError(f"reward_terms: {text!r} is not NAME=WEIGHT ..., such as acc=1") from None
+            raise ValueError(f"reward_terms: {self.reward_terms}: write NAME=WEIGHT, as in acc=1") from None
 
     def check(self) -> None:
         """Refuses what cannot work before anything expensive starts. Raises ValueError."""
@@ -175,11 +164,15 @@ class Config(reward_loop.RewardOptions):
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
              f"{self.train_batch_size}"),
+            *((getattr(self, name) and not find_spec(name), f"{name}: it is missing; pip install {name}")
+              for name in ("tensorboard", "wandb")),
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
             (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            (self.policy_gpu_share < 1 and self.policy_ranks > 1,
-             f"policy_gpu_share: {self.policy_gpu_share} would have Ray put ranks on one GPU; take 1"),
+            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
+              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
+             f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
@@ -205,7 +198,7 @@ class Config(reward_loop.RewardOptions):
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has. ValueError where they are too few."""
+        """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
         rollout = self.rollout
@@ -213,22 +206,10 @@ class Config(reward_loop.RewardOptions):
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
-        needs = self.gpus_needed(rollout) if device == "cuda" else {}
-        if (total := sum(needs.values())) > gpus:
-            text = " + ".join(f"{count:g} for {name}" for name, count in needs.items() if count)
-            raise ValueError(f"device: {text} are {total:g} GPUs, Ray has {gpus:g}; lower one of them")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
         tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
         return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
                                    tis_cap=tis_cap)  # fmt: skip
-
-    def gpus_needed(self, rollout: str) -> dict[str, float]:
-        """How many GPUs the ranks, the policy's servers and the judges take."""
-        servers = (rollout == "vllm") * self.rollout_servers * self.rollout_tensor_parallel
-        judges = len(self.genrm) * self.genrm_servers * self.genrm_tensor_parallel
-        return {"policy_ranks": self.policy_ranks * self.policy_gpu_share,
-                "rollout_servers": servers * self.rollout_gpu_share,
-                "genrm_servers": judges * self.genrm_gpu_share}  # fmt: skip
 
 
 # ---- the algorithm
@@ -283,7 +264,7 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        show(metrics, config.total_steps)
+                        log.monitor.print_step(metrics)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -379,8 +360,8 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:
-        metrics |= {"dynamic/prompts": len(groups), "dynamic/refills": rounds - 1}
-        metrics |= {"dynamic/kept": len(groups) - dropped.total()}
+        counts = {"prompts": len(groups), "refills": rounds - 1, "kept": len(groups) - dropped.total()}
+        metrics |= {f"dynamic/{name}": count for name, count in counts.items()}
         metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
     return Batch(groups, kept, metrics, run.drawn)
 
@@ -445,29 +426,23 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards. RuntimeError where the function does not give it.
-
-    PAPO: a right answer whose reasoning nobody judged has no verdict. VPPO and --credit prefix: the tokens
-    before the first wrong paragraph, none where nobody knows it.
-    """
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
-    infos = [sample.result["reward_extra_info"] for sample in samples if sample.reward is not None]
-    numbers = [{key for key, x in info.items() if isinstance(x, (int, float, type(None)))} for info in infos]
-    if infos and (absent := set(keys) - set.union(*numbers)):
+    judged = [sample for sample in samples if sample.reward is not None]
+    infos = [sample.result["reward_extra_info"] for sample in judged]
+    numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
+    if infos and (absent := [key for key in keys if key not in numbers]):
         raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {', '.join(sorted(absent))} from "
-            f"the reward function, which gives {', '.join(infos[0])}; compute_score_fapo gives "
-            "flawed_positive and first_wrong, that of wrong answers with judge_wrong in --reward-kwargs"
-        )
-    for sample in samples:
-        info = sample.result["reward_extra_info"]
+            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    for sample, info in zip(judged, infos):  # PAPO: a right answer of unjudged reasoning has no verdict
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
-        elif "first_wrong" in keys and sample.reward is not None and (info.get("first_wrong") or 0) > 0:
-            decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-            before = count_tokens_before(info["first_wrong"], sample.text, sample.response_ids, decode)
-            cut = config.prefix_cut * len(sample.prompt_ids) if config.advantage == "vppo" else 0
+        elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
+            before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)
+            cut = config.prefix_cut * len(sample.prompt_ids) * (config.advantage == "vppo")
             sample.prefix = max(0, before - round(cut))
 
 
@@ -512,37 +487,37 @@ def is_right(info: dict) -> bool:
 
 
 def set_advantages(groups: list[list[Sample]], config: Config) -> None:
-    """Each sample's advantage within its group, on its prefix and on the rest; None without a verdict."""
+    """Each sample's advantages within its group, on its prefix and on the rest; None without a verdict."""
 
     def tensor_P_G(value_of):
         values = [[None if s.reward is None else value_of(s) for s in group] for group in groups]
         return torch.tensor([[math.nan if x is None else float(x) for x in row] for row in values])
 
-    def term_P_G(key):
+    def number_P_G(key):
         return tensor_P_G(lambda sample: sample.result["reward_extra_info"].get(key))
 
     rewards_P_G, kind = tensor_P_G(lambda sample: sample.reward), config.advantage
     if kind == "papo":
         right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
-        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - term_P_G("score")
-        process_P_G = 1 - term_P_G("flawed_positive")
-        rest_P_G = compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
+        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - number_P_G("score")
+        process_P_G = 1 - number_P_G("flawed_positive")
+        rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
     elif kind == "terms":
-        rest_P_G = compute_term_advantages(list(map(term_P_G, config.terms)), list(config.terms.values()))
+        terms, weights = map(number_P_G, config.terms), config.terms.values()
+        rest_P_G = algorithm.compute_term_advantages(list(terms), list(weights))
     elif kind == "vppo":
-        right_P_G = term_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
-        outcome_P_G = right_P_G + rewards_P_G - term_P_G("score")
-        share_P_G = tensor_P_G(lambda sample: sample.prefix / len(sample.response_ids))
-        three, alpha = (outcome_P_G, right_P_G, share_P_G), config.prefix_reward
-        prefix_P_G, rest_P_G = compute_prefix_advantages(*three, alpha)
+        right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
+        outcome_P_G = right_P_G + rewards_P_G - number_P_G("score")
+        given = right_P_G, tensor_P_G(lambda s: s.prefix / len(s.response_ids)), config.prefix_reward
+        prefix_P_G, rest_P_G = algorithm.compute_prefix_advantages(outcome_P_G, *given)
     else:
         rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
     prefix_P_G = prefix_P_G if kind == "vppo" else rest_P_G
-    prefix_P_G = prefix_P_G.clamp(min=0) if config.credit == "prefix" else prefix_P_G
-    values = zip(prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist())
-    for sample, (prefix, rest) in zip(sum(groups, []), values):
+    if config.credit == "prefix":
+        prefix_P_G = prefix_P_G.clamp(min=0)
+    for sample, *values in zip(sum(groups, []), prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist()):
         if sample.reward is not None:
-            sample.prefix_advantage, sample.advantage = prefix, rest
+            sample.prefix_advantage, sample.advantage = values
 
 
 def hand_over_weights(run: Run) -> dict:
@@ -583,14 +558,6 @@ def evaluate(run: Run) -> None:
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
-
-
-def show(metrics: dict, total_steps: int) -> None:
-    """One line on the screen."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)
-    print(f"step {metrics['step']}/{total_steps}  {values}", flush=True)
 
 
 def main() -> None:

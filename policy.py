@@ -4,10 +4,10 @@
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; faster with speedups.py.
+it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
+LoRA tools/merge_lora.py. Left out: a critic model, images. Shapes:
 
-Left out: a critic model, images. Shapes: B sequences of a micro-batch, T tokens of the longest response,
-N response tokens in a row, H hidden, V vocabulary.
+B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
 import contextlib
@@ -82,44 +82,51 @@ class Policy:
     """
 
     is_first = True  # of several ranks the one that writes
+    read_as = torch.float32  # a model's files
 
     def __init__(self, config, source: str, device: torch.device):
         self.config, self.device, self.num_updates = config, device, 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.model = self.load(source, check=True)
-        self.reference = None
+        self.adapters = None
+        if config.lora_rank:
+            from tools import merge_lora
+
+            self.adapters = merge_lora
+        self.model, self.reference = self.load(source, check=True), None
         if config.kl_coef:  # with adapters it is the same model without them
-            self.reference = self.model if config.lora_rank else self.load(config.model)
+            self.reference = self.model if self.adapters else self.load(config.model)
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(learning, **options)
+        self.optimizer = torch.optim.AdamW(dict(self.learning()).values(), **options)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
-        options = dict(dtype=torch.float32, trust_remote_code=self.config.trust_remote_code)
+        options = dict(dtype=self.read_as, trust_remote_code=self.config.trust_remote_code)
         if self.config.max_positions:
             options["max_position_embeddings"] = self.config.max_positions
-        base = self.config.model if self.config.lora_rank else source
+        base = self.config.model if self.adapters else source
         model = AutoModelForCausalLM.from_pretrained(base, **options).eval()
-        if self.config.lora_rank:
-            from tools.merge_lora import add_adapters
-
-            add_adapters(model, self.config, source)
-        model.to(self.device)
         try:
             model.generation_config.validate(strict=True)
         except ValueError:  # sampling values without do_sample, which transformers refuses to save
             model.generation_config.do_sample = True
             model.generation_config.validate(strict=True)
+        if self.adapters:
+            self.adapters.add(model, self.config, source)
+        self.place(model)
         if check:
-            check_logprobs(model, source)
-        if speedups:
-            model.shares_prompts = speedups.can_share_prompts(model)
+            check_logprobs(self.compute, model, source)
         return model
 
     # ---- the seams: what a rank of many does in its own way
+
+    def place(self, model) -> None:
+        """Takes a model that was read to where it is computed."""
+        set_dtypes(model, self.config)
+        model.to(self.device)
+        if speedups:
+            model.shares_prompts = speedups.can_share_prompts(model)
 
     def mine(self, samples: list[Sample]) -> list[Sample]:
         """The samples that this process computes."""
@@ -170,7 +177,7 @@ class Policy:
             rollout_logprobs = torch.tensor(sample.rollout_logprobs, device=self.device)
             sums.update(agreement(logprobs, rollout_logprobs, entropy))
         if self.reference is not None:
-            with without_adapters(self.reference):
+            with self.adapters.off(self.model) if self.adapters else contextlib.nullcontext():
                 for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
                     sample.reference_logprobs = logprobs
         sums = self.total(sums)
@@ -279,25 +286,23 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None):
         """Name and whole tensor of every weight, one after the other; a tied head as a tensor of its own.
 
-        Adapters are in them: a layer's are its own plus alpha / rank * B @ A.
+        What adapters add is in them.
         """
-        adapted = {f"{name}.base_layer.weight": module for name, module in adapters_of(self.model)}
-        for name, tensor in self.model.state_dict().items():
-            if name in adapted:
-                tensor = tensor + adapted[name].get_delta_weight("default")
-            if ".lora_" not in name:  # cast: less to gather
-                tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
-                yield name.replace(".base_layer.", "."), whole(tensor)
+        named = self.adapters.merged(self.model) if self.adapters else self.model.state_dict().items()
+        for name, tensor in named:
+            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
+
+    def learning(self):
+        """Name and parameter of what is trained: everything, or adapters."""
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face folder (of adapters: peft's) and the optimizer.
+        """Writes a Hugging Face folder, of adapters alone where there are some, and the optimizer.
 
         RuntimeError where a weight is not finite.
         """
-        named = self.weights()
-        if self.config.lora_rank:
-            parameters = self.model.named_parameters()
-            named = ((name, whole(p.detach())) for name, p in parameters if p.requires_grad)
+        learnt = ((name, whole(p.detach())) for name, p in self.learning())
+        named = learnt if self.adapters else self.weights()
         weights = {name: tensor.cpu() for name, tensor in named if self.is_first}
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
@@ -308,7 +313,7 @@ class Policy:
     def load_optimizer(self, folder: Path) -> None:
         """Reads what `save` wrote, with however many ranks."""
         saved = dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.learning():
             if f"{name}/step" in saved:  # it has had a gradient
                 state = self.optimizer.state[parameter]
                 state["step"] = torch.zeros((), device=parameter.device)
@@ -317,34 +322,21 @@ class Policy:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """The optimizer's state by the names of the parameters."""
-        states = ((name, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters())
+        states = ((name, self.optimizer.state.get(p, {})) for name, p in self.learning())
         return {f"{name}/{key}": value for name, state in states for key, value in state.items()}
+
+
+def set_dtypes(model, config) -> None:
+    """Everything is float32; for a GPU the layers that adapters leave as they are become bf16."""
+    layers = layers_of(model, "lora_rank") if config.lora_rank and config.device == "cuda" else ()
+    frozen = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if parameter in frozen else torch.float32)
 
 
 def whole(tensor):
     """All of a tensor that may be sharded over ranks (a DTensor)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def adapters_of(model) -> list[tuple]:
-    """Name and module of each layer with an adapter (peft's class, known by its method)."""
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight")]
-
-
-@contextlib.contextmanager
-def without_adapters(model):
-    """Inside, the model computes what it did before it got adapters; one without any is what it was.
-
-    By their scale: peft's own switch also freezes them, which FSDP does not take.
-    """
-    layers = adapters_of(model)
-    try:
-        for _, layer in layers:
-            layer.set_scale("default", 0.0)
-        yield
-    finally:
-        for _, layer in layers:
-            layer.set_scale("default", 1.0)
 
 
 def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
@@ -460,11 +452,11 @@ def logits_of(model, output, hidden_N_H):
 
 
 @torch.no_grad()
-def check_logprobs(model, name: str) -> None:
+def check_logprobs(compute, model, name: str) -> None:
     """ValueError where log-probabilities made here differ from the model's own, on one short text."""
     size, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     ids = [number * 7919 % size for number in range(1, 10)]
-    logprobs, _ = logprobs_and_entropy(model, [ids], [len(ids) - 1], 1.0)
+    logprobs, _ = compute(model, [ids], [len(ids) - 1], 1.0)
     with precision(device):
         logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1].float()
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]

@@ -33,6 +33,7 @@ from compute_score import format_critic_prompt, last_boxed_only_string, remove_b
 # --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
+QUESTION = "problem|Problem|prompt|question"  # what the data sets call it
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
 TEXT, INT = pa.string(), pa.int64()
@@ -140,7 +141,7 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
     """Problem and final answer, under the hub's column names or those of common copies."""
-    question, answer = str(_pick(raw, source.question)), str(_pick(raw, source.answer)).strip()
+    question, answer = str(_pick(raw, QUESTION)), str(_pick(raw, source.answer)).strip()
     if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
         if "####" not in answer:
             raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
@@ -155,7 +156,7 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     """Four choices in an order that depends on the seed and the question only: every build is the same."""
     question = str(_pick(raw, "Question"))
-    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    names = "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))
     choices = [str(_pick(raw, name)).strip() for name in names]
     order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
     random.Random(f"{seed} {question}").shuffle(order)
@@ -166,7 +167,7 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is."""
-    columns = ("prompt", "reward_model", "extra_info", "data_source")
+    columns = "prompt", "reward_model", "extra_info", "data_source"
     messages, reward_model, extra, name = (_pick(raw, column) for column in columns)
     prompt, truth = messages[0]["content"], _pick(reward_model, "ground_truth")
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
@@ -202,22 +203,20 @@ class Source(NamedTuple):  # one output file and where its rows come from
     split: str
     repo: str  # on the Hugging Face hub
     files: str  # the hub's files, a glob pattern
-    question: str = ""  # columns, the first that is there: the hub's name, then those of common copies
-    answer: str = ""
+    answer: str = ""  # columns, the first that is there: the hub's name, then those of common copies
     build: object = build_math  # raw row -> row
     local: str = ""  # how local files are called, where not as the data source
 
 
 SOURCES = [
     Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet",
-           "prompt|problem", "solution|answer"),
-    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Problem|problem",
-           "Answer|answer"),
-    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", "problem", "answer|solution"),
+           "solution|answer"),
+    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Answer|answer"),
+    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", "answer|solution"),
     Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
-    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", "problem", "answer"),
-    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet", "question", "answer"),
-    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet", "question", "answer"),
+    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", "answer"),
+    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet", "answer"),
+    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet", "answer"),
     Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
     Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
     Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
@@ -244,7 +243,6 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
 def hub_files(source: Source) -> list[Path]:
     """The data set's files from the Hugging Face hub (or its cache). Raises OSError with the remedy."""
     from huggingface_hub import snapshot_download
-
     print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...", flush=True)
     try:
         folder = Path(snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files]))
@@ -279,11 +277,9 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     for path in files:
         raw_rows = read_rows(path)
         if source.task == "processbench":  # a correct solution's last box tells the answer, nothing else does
-            answers = {}
-            for raw in raw_rows:
-                box = last_boxed_only_string("\n".join(map(str, raw.get("steps") or [])))
-                if raw.get("final_answer_correct") and box:
-                    answers[raw.get("problem")] = remove_boxed(box)
+            boxes = {raw.get("problem"): box for raw in raw_rows if raw.get("final_answer_correct") and (
+                box := last_boxed_only_string("\n".join(map(str, raw.get("steps") or []))))}  # fmt: skip
+            answers = {problem: remove_boxed(box) for problem, box in boxes.items()}
             raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
             told = sum(raw["answer"] != "" for raw in raw_rows)
             print(f"{path.name}: {told} of {len(raw_rows)} rows with a known answer, the others go without")
@@ -301,8 +297,11 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     return rows
 
 
-def write_source(source: Source, files: list[Path], config: Config) -> int:
-    """Writes OUT_DIR/<data_source>_<split>.parquet, whole or not at all; returns how many rows it has."""
+def write_source(source: Source, files: list[Path], config: Config) -> dict[str, int]:
+    """Writes OUT_DIR/<data_source>_<split>.parquet, whole or not at all -> its name and number of rows."""
+    if not files:
+        print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
+        return {}
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
@@ -314,7 +313,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> int:
     os.replace(partial, out)
     first = json.dumps(rows[0], ensure_ascii=False)[:1500]
     print(f"{out}: {len(table)} rows from {', '.join(path.name for path in files)}, the first:\n  {first}")
-    return len(table)
+    return {out.name: len(table)}
 
 
 def prepare(config: Config) -> dict[str, int]:
@@ -333,18 +332,13 @@ def prepare(config: Config) -> dict[str, int]:
                 raise
             failed[source.task] = error  # `all` goes on: one gated data set must not cost the others
             print(f"{source.data_source} {source.split}: skipped: {error}", flush=True)
-    missing = {*config.tasks} - {"toy", "all"} - {source.task for source in found if found[source]}
-    if missing:
+    if missing := {*config.tasks} - {"toy", "all"} - {source.task for source in found if found[source]}:
         names = {f"{source.local or source.data_source}*" for source in SOURCES if source.task in missing}
         raise OSError(f"--tasks {' '.join(missing)}: no file in {folder} is called {' or '.join(names)}")
     for source, files in found.items():
-        if files:
-            counts[f"{source.data_source}_{source.split}.parquet"] = write_source(source, files, config)
-        else:
-            print(f"{source.data_source} {source.split}: skipped, {folder} has no file for it")
+        counts |= write_source(source, files, config)
     if "toy" in config.tasks:
         from toy.warm_start import build
-
         build(config.out_dir, config.seed, config.toy_models, config.toy_kind, config.from_scratch)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")

@@ -56,7 +56,7 @@ STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
 WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
 GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
-MAY_BE_0 = ("genrm_gpu_share", "sync_processes", "http_retries", "max_no_verdict_rate")
+MAY_BE_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
 FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
@@ -105,7 +105,7 @@ class RewardOptions:
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
-        for config in self.server_configs(getattr(self, "reward_mode", None) == "colocate").values():
+        for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
@@ -537,8 +537,9 @@ def connect_ray() -> bool:
     return address == "local"
 
 
-def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_mode=False, overlong=None):
-    """A RewardLoopManager and its models, until `stack` ends. sleep_mode: they sleep between batches."""
+def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=False, overlong=None):
+    """A RewardLoopManager and its models, until `stack` (contextlib.ExitStack) ends. places: the models', a
+    cluster.placement.Places; default: their own. sleep_mode: they sleep between batches."""
     options.check_rewards()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)
@@ -546,7 +547,7 @@ def start_rewards(options: RewardOptions, stack: contextlib.ExitStack, *, sleep_
     if options.genrm:
         from cluster import placement
 
-        models = placement.RewardModelManager(options.server_configs(sleep_mode))
+        models = placement.RewardModelManager(options.server_configs(sleep_mode), places)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)

@@ -6,8 +6,8 @@ Any request goes to one of the servers. One that fails leaves the rotation, and 
 answers again. A client that goes away stops its work. What is not among --forward is refused. Own endpoints:
     GET /health                 200 while at least one server is healthy, else 503; never asks for a key
     GET /workers, /metrics      the servers and their state; Prometheus text
-    POST /workers {"url": U}    adds a server; asks for the servers' key, if there is one
-    DELETE /workers?url=U       takes a server out, what it is at goes on; the same key
+    POST /workers {"url": U}    adds a server, DELETE /workers?url=U takes one out; both ask for
+                                the servers' key. What that server is at goes on
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
     502-504                     counts against the server, and another one is asked
@@ -15,7 +15,6 @@ How an attempt is judged:
     any other answer            is passed on; once a part of it is out, there is no retry
 No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. While
 no server is healthy requests wait in line.
-
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
 routing, systems other than Linux. Needs none of our other files.
 """

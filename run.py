@@ -107,6 +107,12 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
+        self.places = None  # on CPU all have places of their own
+        if config.device == "cuda":
+            from cluster import placement
+
+            self.places = placement.Places(placement.parts_of(config))
+            stack.callback(self.places.close)
         write_config(config, resumed=self.step > 0)
         self.log = Log(config, self.step)
         stack.callback(self.log.close)
@@ -129,7 +135,8 @@ class Run:
         if config.overlong_buffer:
             lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
             overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
-        self.rewards = reward_loop.start_rewards(config, stack, sleep_mode=sleep_mode, overlong=overlong)
+        self.rewards = reward_loop.start_rewards(config, stack, self.places, sleep_mode=sleep_mode,
+                                                  overlong=overlong)
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
         config = self.config
@@ -138,7 +145,7 @@ class Run:
         else:
             from cluster.policy_group import PolicyGroup
 
-            self.policy = PolicyGroup(config, self.source)
+            self.policy = PolicyGroup(config, self.source, self.places)
             stack.callback(self.policy.shutdown)
         if self.step:
             self.policy.load_optimizer(Path(self.source))

@@ -112,9 +112,9 @@ def mean(values) -> float | None:
 def averages(infos: list[dict]) -> dict:
     """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
     `flawed_positive` (and what ends so) is a rate among right answers, as in the paper. Answers and places
-    (`pred`, `gt`, `first_wrong`) have no mean."""
-    means = {}
-    for key in {key: 0 for info in infos for key in info if key not in ("pred", "gt", "first_wrong")}:
+    (`pred`, `gt`, `first_wrong`) have no mean, nor has `genrm_shared` here."""
+    means, without = {}, ("pred", "gt", "first_wrong", "genrm_shared")
+    for key in {key: 0 for info in infos for key in info if key not in without}:
         is_rate = key.endswith("flawed_positive")
         values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
         # Without NaN, and without integers too large for a float, which a model may write out.
@@ -126,7 +126,7 @@ def averages(infos: list[dict]) -> dict:
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
     infos = [sample.result["reward_extra_info"] for sample in samples]
-    asked = [status for info in infos if (status := info.get("genrm_status", "skipped")) != "skipped"]
+    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
     seconds = [time for sample in samples if (time := sample.result.get("seconds")) is not None]
     means = {f"reward/{key}": value for key, value in averages(infos).items()}  # "mean" may be among them
     metrics = means | {
@@ -134,8 +134,9 @@ def reward_metrics(samples: list) -> dict:
         "reward/no_verdict": mean(sample.reward is None for sample in samples),
         "reward/seconds_mean": mean(seconds),
         "reward/seconds_max": max(seconds, default=None),
-        "genrm/error_rate": mean(status != "ok" for status in asked),
-        "genrm/truncated": mean(status == "truncated" for status in asked),
+        "genrm/error_rate": mean(info["genrm_status"] != "ok" for info in asked),
+        "genrm/truncated": mean(info["genrm_status"] == "truncated" for info in asked),
+        "genrm/shared": mean(info.get("genrm_shared") for info in asked),
         "genrm/asked": len(asked) or None,
     }
     return {key: value for key, value in metrics.items() if value is not None}

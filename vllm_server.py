@@ -81,18 +81,21 @@ def end_group(group: int, folder: str, memory: list[str]) -> None:
 class Process:
     """A child in a process group of its own, with a log; the group ends with it, and with this program."""
 
-    def __init__(self, log: Path):
-        self.log, self.log_start, self.child = log, 0, None
+    def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = ""):
+        self.log, self.command, self.env, self.url = log, command, env, url
+        self.log_start, self.child = 0, None
 
-    def launch(self, command: list[str], env: dict[str, str]) -> None:
+    def start(self) -> str:
+        """Starts it (again) and returns its URL."""
         self.stop(patience=0)  # an engine can outlive its API server
         self.log.parent.mkdir(parents=True, exist_ok=True)  # again: somebody may have tidied up
         with open(self.log, "ab") as file:
             self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
             guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
             self.child = subprocess.Popen(
-                [*guard, *command], env=env | {"TMPDIR": self.folder}, start_new_session=True,
+                [*guard, *self.command], env=self.env | {"TMPDIR": self.folder}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        return self.url
 
     def alive(self) -> bool:
         return (child := self.child) is not None and child.poll() is None
@@ -174,50 +177,44 @@ class Generate:
 
 
 class VllmServer(Process):
-    """One vLLM server on this machine, of a genrm_server.Config that is complete().
-
-    On CPU it gets the `part`-th of `parts` shares of the cores, on GPU those in `gpus` ("": all it sees).
-    On another node than `driver_node`, where the router is, it listens on its node's address."""
+    """One vLLM server on this machine, of a genrm_server.Config that is complete(). On CPU it gets the
+    `part`-th of `parts` shares of the cores, on GPU those in `gpus` ("": all it sees). On another node than
+    `driver_node`, where the router is, it listens on its node's address."""
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
-        super().__init__(config.log_dir / f"server_{index}.log")
-        self.config, self.index, self.part, self.parts, self.gpus = config, index, part, parts, gpus
-        self.host = "127.0.0.1"
+        host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # asked here: a restart may move the actor
             import ray
-            self.host = ray.util.get_node_ip_address()
-        self.reserved = reserve(self.host)
-
-    def node(self) -> str:
-        """Where this actor is."""
-        import ray
-        return ray.get_runtime_context().get_node_id()
-
-    def start(self) -> str:
-        """Starts the process (again) and returns its URL."""
-        config, port = self.config, self.reserved.getsockname()[1]
+            host = ray.util.get_node_ip_address()
+        self.reserved = reserve(host)
+        port = self.reserved.getsockname()[1]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
-                   "--host", self.host, "--port", str(port), "--served-model-name", config.served_model_name,
+                   "--host", host, "--port", str(port), "--served-model-name", config.served_model_name,
                    "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
                    "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",
-                   "--seed", str(config.seed + self.index)]
+                   "--seed", str(config.seed + index)]
         env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
                    PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
         env |= {"HF_HUB_OFFLINE": "1"} if os.path.exists(config.model) else {}
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
-            ranks = share(share(cores, self.parts)[self.part], config.tensor_parallel_size)
+            ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
             command += ["--dtype", config.dtype or "auto"] + ["--enable-sleep-mode"] * config.sleep_mode
-            if 0 < config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
+            if config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
-            env |= {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
+            env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         env |= {"VLLM_SERVER_DEV_MODE": "1"} if config.control or config.sleep_mode else {}  # /collective_rpc
         command += ["--runner", "pooling"] * (config.task == "classify")
         command += ["--max-model-len", str(config.max_model_len)] * (config.max_model_len > 0)
-        self.launch([*command, *config.vllm_args], env)
-        return f"http://{self.host}:{port}"
+        command += config.vllm_args
+        super().__init__(config.log_dir / f"server_{index}.log", command, env, f"http://{host}:{port}")
+
+    def node(self) -> str:
+        """Where this actor is."""
+        import ray
+        return ray.get_runtime_context().get_node_id()

@@ -457,11 +457,15 @@ RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-s
     --group-size 4 --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
 # ready half a minute sooner
 EAGER = "--policy-gpu-share 0.4 --rollout-gpu-share 0.3 --rollout-vllm-args=--enforce-eager"
-JUDGE = "--genrm tiny --genrm-gpu-share 0.3 --genrm-vllm-args=--enforce-eager"
-RUNS = {
-    "shares": f"{EAGER} {JUDGE}",
-    "colocate": f"{EAGER} {JUDGE} --reward-mode colocate",
-    "offload": f"{EAGER} --policy-offload",
+JUDGE = "--genrm tiny --genrm-gpu-share 0.25 --genrm-vllm-args=--enforce-eager"
+SERVER = "--rollout-vllm-args=--enforce-eager"
+RUNS = {  # name -> (flags, GPUs, what its figures should be)
+    "shares": (f"{EAGER} {JUDGE}", 1, "every sample judged"),
+    "colocate": (f"{EAGER} {JUDGE} --reward-mode colocate", 1, "every sample judged by a judge that slept"),
+    "lora": (f"{EAGER} --lora-rank 16", 1, "checkpoints of adapters, merged at the end"),
+    "offload": (f"{EAGER} --policy-offload", 1, "steps slower than those of shares"),
+    "two_ranks": (f"{EAGER} --policy-ranks 2 --rollout-servers 2", 2, "a rank and a server on each GPU"),
+    "tensor_parallel": (f"{SERVER} --rollout-tensor-parallel 2", 3, "one server on two GPUs"),
 }
 
 
@@ -479,30 +483,30 @@ async def score_by_asking(
 
 
 def check_run(work: Path, name: str):
-    """grpo_trainer.py as a user starts it, two steps with the tiny model."""
-    command = [
-        sys.executable,
-        str(ROOT / "grpo_trainer.py"),
-        "--reward-fn",
-        f"{__file__}:score_by_asking",
-        "--out-dir",
-        name,
-    ]
-    command, begun = command + shlex.split(RUN + RUNS[name]), time.perf_counter()
+    """grpo_trainer.py as a user starts it, two steps with the tiny model; in both vLLM and trainer agree."""
+    flags, gpus, expected = RUNS[name]
+    if torch.cuda.device_count() < gpus:
+        yield f"a whole run, {name}", None, f"needs {gpus} GPUs, torch sees {torch.cuda.device_count()}"
+        return
+    command = [sys.executable, str(ROOT / "grpo_trainer.py"), "--reward-fn", f"{__file__}:score_by_asking"]
+    command, begun = [*command, "--out-dir", name, *shlex.split(RUN + flags)], time.perf_counter()
     run = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - begun
     print(run.stdout)
     if run.returncode:
         raise RuntimeError(f"exit code {run.returncode}: {run.stdout.strip()[-300:]}")
-    steps = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()][1:]
-    times, offs = (
-        ", ".join(f"{step[key]:.3g}" for step in steps) for key in ("time/step", "rollout/logprob_diff")
-    )
-    yield (
-        f"a whole run, {name}",
-        len(steps) == 2,
-        f"steps of {times} s, {offs} nats apart; {seconds:.0f} s in all",
-    )
+    yield run_row(work / name, name, f"{expected}; {seconds:.0f} s in all")
+
+
+def run_row(folder: Path, name: str, expected: str) -> tuple:
+    """Whether a run has its two steps, log-probabilities agree, and a run of adapters saved no weights."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    keys = ("time/step", "rollout/logprob_diff")
+    times, offs = (", ".join(f"{step[key]:.3g}" for step in steps) for key in keys)
+    holds = len(steps) == 2 and all(step["rollout/logprob_diff"] < AGREE for step in steps)
+    if "--lora-rank" in RUNS[name][0]:
+        holds &= (folder / "checkpoints/step_2/adapter_model.safetensors").is_file()
+    return f"a whole run, {name}", holds, f"steps of {times} s, {offs} nats apart; expected: {expected}"
 
 
 CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm)

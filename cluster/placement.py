@@ -1,72 +1,170 @@
-"""vLLM servers where Ray places them: reward models, and the policy's own servers, as actors on any node.
+"""Where the parts of a run go: room in Ray for ranks, the policy's servers and judges, on GPUs or shares.
+
+    places = Places({"rank": Part(8, cpus=0.25, gpus=0.5, apart=True), "judge": Part(8, cpus=0.5, gpus=0.4)})
+    ray.remote(Something).options(**places.options("judge", 0)).remote()
 
     manager = RewardModelManager({"genrm": Config(...), "rm": Config(...)})     # genrm_server.Config
     manager.router_addresses                                                    # {"genrm": "host:port", ...}
 
-ModelServers in genrm_server.py looks after them as after those of one machine. Each router is beside the
-the driver.
+ModelServers in genrm_server.py looks after servers in actors as after those of one machine. Each router is
+beside the driver.
 """
 
-from collections import Counter
-from dataclasses import replace
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import partialmethod
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genrm_server import Config, ModelServers, complete, deal_gpus
+from genrm_server import Config, ModelServers, complete
 from vllm_server import VllmServer
 
-
-def reserved(configs: list[Config]) -> tuple[list[dict], str]:
-    """What the servers of these models reserve in Ray, and how it deals them out: on GPUs node after node, or
-    servers of several GPUs would find a single one left on each."""
-    bundles = []
-    for config in configs:
-        gpus = config.gpu_share * config.tensor_parallel_size if config.device == "cuda" else 0
-        bundles += [{"CPU": config.ray_cpus} | ({"GPU": gpus} if gpus else {})] * config.num_servers
-    return bundles, "PACK" if any(config.device == "cuda" for config in configs) else "SPREAD"
+RANK_CPUS = 0.25  # of a rank, beside its GPU: a laptop is to have room for ranks, judges and workers
+PLACE_S = 60.0  # seconds in which the cluster must have room
+ASLEEP = 1e-4  # of a GPU, the least that Ray knows: for who sleeps while the others work
 
 
-def place_servers(configs: list[Config]) -> tuple[list, object]:
-    """An actor for each server of these models (complete()), each in a bundle of one placement group.
+@dataclass(frozen=True)
+class Part:
+    """So many equal processes, and what each of them takes."""
 
-    It may be restarted on another node. RuntimeError when the cluster has no room.
+    count: int
+    cpus: float
+    gpus: float = 0.0  # a share of one GPU, or whole ones
+    apart: bool = False  # no two of them on one GPU
+
+
+def part_of(config: Config) -> Part:
+    """The servers of a model. With a share below 1 those that sleep while others work reserve nothing."""
+    gpus = (config.device == "cuda") * config.gpu_share * config.tensor_parallel_size
+    return Part(config.num_servers, config.ray_cpus, ASLEEP if config.sleep_mode and 0 < gpus < 1 else gpus)
+
+
+def ranks_of(config) -> Part:
+    """The ranks of a trainer's configuration, `settled`."""
+    share = (config.device == "cuda") * config.policy_gpu_share
+    return Part(config.policy_ranks, RANK_CPUS, share, apart=True)
+
+
+def parts_of(config) -> dict[str, Part]:
+    """All that a run of the trainer places in Ray."""
+    servers = Config("", config.rollout_servers, device=config.device, gpu_share=config.rollout_gpu_share,
+                     tensor_parallel_size=config.rollout_tensor_parallel)  # fmt: skip
+    asleep = config.device == "cuda" and config.reward_mode == "colocate"
+    judges = config.server_configs(asleep).items()
+    parts = {"rank": ranks_of(config), "policy server": part_of(servers)}
+    return parts | {name: part_of(with_device(judge)) for name, judge in judges}
+
+
+def with_device(config: Config) -> Config:
+    """auto is cuda where the cluster has a GPU, whatever this machine has."""
+    on_gpu = config.device == "auto" and ray.cluster_resources().get("GPU")
+    return replace(config, device="cuda") if on_gpu else config
+
+
+def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
+    """The bundles to reserve on so many GPUs, and {(name, number): (bundle, GPUs)} for each process.
+
+    A bundle has one GPU, or those of one server. The largest processes come first. Each goes to the GPU with
+    room where fewest of its own kind are, then least is taken; a new GPU is opened rather than two of a kind
+    put together. ValueError with the placement that was tried where they do not fit.
     """
-    wanted = [(config, index) for config in configs for index in range(config.num_servers)]
-    bundles, strategy = reserved(configs)
-    (group, nodes), actors = hold(bundles, strategy, "vLLM servers"), []
+    cells = []  # (GPUs, {(name, number): its part of them})
+    for name, part in sorted(parts.items(), key=lambda item: -item[1].gpus):
+
+        def taken(held):
+            return sum(who == name for who, _ in held), sum(held.values())
+
+        for number in range(part.count):
+            fits = [held for size, held in cells if size == 1 and sum(held.values()) + part.gpus < 1.001
+                    and not (part.apart and taken(held)[0])] if part.gpus else []  # fmt: skip
+            held, size = min(fits, key=taken, default=None), math.ceil(part.gpus)
+            alike = held is not None and taken(held)[0] and part.gpus > ASLEEP
+            if (held is None or alike) and size <= gpus - sum(size for size, _ in cells):
+                cells.append((size, held := {}))
+            if held is None:
+                raise ValueError(f"no room for {name} {number}, which takes {part.gpus:g} of {gpus:g} GPUs, "
+                                 f"beside {described(cells)}; lower a share or a number")  # fmt: skip
+            held[name, number] = part.gpus
+    bundles = [{"CPU": sum(parts[name].cpus for name, _ in held)} | ({"GPU": size} if size else {})
+               for size, held in cells]  # fmt: skip
+    # Ray shows a process only GPUs that it has a part of: a full one gives up a little for who sleeps there
+    return bundles, {who: (index, max(share - 0.001, ASLEEP) if sum(held.values()) > 1 == size else share)
+                     for index, (size, held) in enumerate(cells) for who, share in held.items()}  # fmt: skip
+
+
+def described(cells: list) -> str:
+    texts = [", ".join(f"{name} {number} ({share:g})" for (name, number), share in held.items())
+             for _, held in cells]  # fmt: skip
+    return "; ".join(texts) or "nothing"
+
+
+class Places:
+    """Room in Ray for these parts until close(): one placement group, which Ray renews when a node dies.
+
+    Its bundles are whole GPUs, or Ray could put two ranks on one. ValueError where the parts do not fit on
+    the GPUs, RuntimeError where the cluster has no room.
+    """
+
+    def __init__(self, parts: dict[str, Part], patience: float = PLACE_S):
+        self.parts = parts
+        self.bundles, self.where = layout(parts, ray.cluster_resources().get("GPU", 0))
+        # GPUs are dealt out node after node, or a server of several could find a single one left on each
+        strategy = "PACK" if any("GPU" in bundle for bundle in self.bundles) else "SPREAD"
+        self.group = ray.util.placement_group(self.bundles, strategy=strategy)
+        try:
+            self.wait(patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, patience: float) -> None:
+        """Until every process has a node. RuntimeError when that takes more seconds."""
+        if not self.group.wait(patience):
+            free, counts = ray.available_resources(), Counter(map(str, self.bundles))
+            wanted = " + ".join(f"{number} x {bundle}" for bundle, number in counts.items())
+            raise RuntimeError(f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; free: "
+                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; ask for less "
+                               "or add nodes")  # fmt: skip
+
+    def nodes(self, name: str) -> list[str]:
+        """The node of each process of this part."""
+        nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        return [nodes[self.where[name, number][0]] for number in range(self.parts[name].count)]
+
+    def options(self, name: str, number: int) -> dict:
+        """For ray.remote(...).options() of this process."""
+        bundle, gpus = self.where[name, number]
+        there = PlacementGroupSchedulingStrategy(self.group, bundle)
+        return dict(num_cpus=self.parts[name].cpus, num_gpus=gpus, scheduling_strategy=there)
+
+    def close(self) -> None:
+        """Gives the room back, and ends what is left there. May be called twice."""
+        if ray.is_initialized():
+            ray.util.remove_placement_group(self.group)
+
+
+def start_servers(models: dict[str, Config], places: Places) -> dict[str, list]:
+    """An actor for each server of these models (complete()), which may be restarted on another node."""
+    nodes = {name: places.nodes(name) for name in models}
+    parts, started, actors = Counter(sum(nodes.values(), [])), Counter(), defaultdict(list)
     driver = ray.get_runtime_context().get_node_id()
-    for number, ((config, index), bundle, node) in enumerate(zip(wanted, bundles, nodes)):
-        part, parts = nodes[:number].count(node), nodes.count(node)
-        hidden = config.device == "cuda" and "GPU" not in bundle  # from Ray, which else deals out the GPUs
-        there = PlacementGroupSchedulingStrategy(group, number)
-        actor = ray.remote(VllmServer).options(num_cpus=config.ray_cpus, num_gpus=bundle.get("GPU", 0),
-                                               max_restarts=-1, scheduling_strategy=there)
-        gpus = deal_gpus(config, part) if hidden else ""
-        actors.append(actor.remote(config, index, part, parts, gpus, driver))
-    return actors, group
+    for name, config in models.items():
+        for index, node in enumerate(nodes[name]):
+            actor = ray.remote(VllmServer).options(max_restarts=-1, **places.options(name, index))
+            actors[name].append(actor.remote(config, index, started[node], parts[node], "", driver))
+            started[node] += 1
+    return actors
 
 
-def hold(bundles: list[dict], strategy: str, what: str, patience: float = 60.0) -> tuple[object, list[str]]:
-    """Reserves these bundles in Ray: the placement group, each one's node. RuntimeError without room."""
-    group = ray.util.placement_group(bundles, strategy=strategy)
-    if not group.wait(patience):
-        ray.util.remove_placement_group(group)
-        free = ray.available_resources()
-        wanted = " + ".join(f"{number} x {one}" for one, number in Counter(map(str, bundles)).items())
-        raise RuntimeError(f"{what}: the Ray cluster has no room for {wanted}; free: {free.get('CPU', 0):g} "
-                           f"CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes")
-    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return group, [nodes[number] for number in range(len(bundles))]
-
-
-def end_servers(actors: list, group) -> None:
-    """Ends what place_servers started; a server ends with its actor."""
-    if ray.is_initialized():
-        for actor in actors:
-            ray.kill(actor)
-        if group is not None:
-            ray.util.remove_placement_group(group)
+def end_servers(actors: list, own: Places | None) -> None:
+    """A server ends with its actor. own: the room that was taken for these alone."""
+    for actor in actors if ray.is_initialized() else ():
+        ray.kill(actor)
+    if own:
+        own.close()
 
 
 class RewardModelManager:
@@ -74,26 +172,27 @@ class RewardModelManager:
 
     Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes,
     listen on their node's address instead of 127.0.0.1: they must reach each other. `router_addresses` maps
-    each name to "host:port"; `router_address` is the first. Raises what ModelServers and place_servers raise.
+    each name to "host:port"; `router_address` is the first. places: with room for each name; default: its
+    own. Raises what ModelServers and Places raise.
     """
 
-    def __init__(self, models: dict[str, Config]):
+    def __init__(self, models: dict[str, Config], places: Places | None = None):
         self.models: dict[str, ModelServers] = {}
-        self.actors, self.group, configs = [], None, []
+        self.actors, self.own, configs = [], None, {}
         several = sum(node["Alive"] for node in ray.nodes()) > 1
         for name, config in models.items():
-            if config.device == "auto" and ray.cluster_resources().get("GPU"):
-                config = replace(config, device="cuda")
+            config = with_device(config)
             if several and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
             config = complete(config)
-            configs.append(replace(config, log_dir=config.log_dir / name))
+            configs[name] = replace(config, log_dir=config.log_dir / name)
         try:
-            self.actors, self.group = place_servers(configs)
-            actors = iter(self.actors)
-            for name, config in zip(models, configs):  # all start at the same time
-                servers = [next(actors) for _ in range(config.num_servers)]
-                self.models[name] = ModelServers(config, name, servers, wait=False)
+            if places is None:
+                places = self.own = Places({name: part_of(config) for name, config in configs.items()})
+            actors = start_servers(configs, places)
+            self.actors = sum(actors.values(), [])
+            for name, config in configs.items():  # all start at the same time
+                self.models[name] = ModelServers(config, name, actors[name], wait=False)
             for servers in self.models.values():
                 servers.wait_ready()
         except BaseException:
@@ -103,18 +202,16 @@ class RewardModelManager:
         self.router_address = next(iter(self.router_addresses.values()))
 
     def sleep(self, asleep: bool = True) -> bool:
-        """Frees the GPU memory of all models. False where some cannot."""
+        """Frees the GPU memory of all models, or takes it again. False where some cannot."""
         return all([servers.sleep(asleep) for servers in self.models.values()])
 
-    def wake_up(self) -> bool:
-        """The opposite of sleep()."""
-        return self.sleep(False)
+    wake_up = partialmethod(sleep, False)
 
     def shutdown(self) -> None:
         """Ends everything. May be called twice."""
         for servers in self.models.values():
             servers.stopping.set()
-        end_servers(self.actors, self.group)
+        end_servers(self.actors, self.own)
         for servers in self.models.values():
             servers.shutdown()
-        self.actors, self.group = [], None
+        self.actors, self.own = [], None

@@ -23,16 +23,12 @@ from types import SimpleNamespace
 import ray
 import torch
 import torch.distributed as dist
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.placement import hold
+from cluster.placement import PLACE_S, Places, ranks_of
 from cluster.ranks import RankedPolicy, Ranks
 from policy import RanksLost, Sample
 
-# what a rank reserves in Ray, beside its GPU: a laptop is to have room for ranks, judges and workers
-RANK_CPUS = 0.25
-# seconds in which the cluster must have room for all ranks; after one has died the room may be a node to come
-PLACE_S = 60.0
+# seconds in which the cluster must have room after a rank has died: it may be a node to come
 RESTART_PLACE_S = 900.0
 # when a rank fails in a collective, Ray says within this time whether another one has died
 AFTERMATH_S = 10.0
@@ -41,13 +37,14 @@ AFTERMATH_S = 10.0
 class PolicyGroup:
     """A policy on `config.policy_ranks` devices. The methods are those of Policy.
 
-    Raises what Policy raises, RuntimeError where the cluster has no room, and from every method RanksLost
-    where a rank died.
+    places: with room for each "rank"; default: its own. Raises what Policy and Places raise, and from every
+    method RanksLost where a rank died.
     """
 
-    def __init__(self, config, source: str):
+    def __init__(self, config, source: str, places: Places | None = None):
         self.config, self.device = config, torch.device(config.device)
-        self.actors, self.placement, self.starts, self.lock = [], None, 0, threading.RLock()
+        self.places, self.own = places, None
+        self.actors, self.starts, self.lock = [], 0, threading.RLock()
         try:
             self.start(source, PLACE_S)
         except BaseException:
@@ -60,8 +57,11 @@ class PolicyGroup:
         config = SimpleNamespace(**dataclasses.asdict(self.config))
         config.model, source = map(absolute, (config.model, source))  # they work in another folder
         on_gpu, self.starts, self.num_updates = self.device.type == "cuda", self.starts + 1, 0
-        bundles, strategy = rank_bundles(config)
-        self.placement, nodes = hold(bundles, strategy, "policy_ranks", patience)
+        if not self.places:
+            self.own = Places({"rank": ranks_of(config)}, patience)
+        places = self.places or self.own
+        places.wait(patience)
+        nodes = places.nodes("rank")
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         per_node, here = Counter(nodes), ray.util.get_node_ip_address()
         # all on this machine: nothing needs to leave it
@@ -73,11 +73,9 @@ class PolicyGroup:
                                    master_listen_fd=listener.detach())  # fmt: skip
         for rank, node in enumerate(nodes):
             ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
-                          turn=nodes[:rank].count(node), turns=max(per_node.values()))  # fmt: skip
-            options = dict(num_cpus=RANK_CPUS, num_gpus=on_gpu * config.policy_gpu_share, max_restarts=0)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.placement, rank)
+                          max(per_node.values()))  # fmt: skip
             device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
-            actor = ray.remote(RankedPolicy).options(**options)
+            actor = ray.remote(RankedPolicy).options(max_restarts=0, **places.options("rank", rank))
             self.actors.append(actor.remote(config, source, device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
@@ -96,9 +94,9 @@ class PolicyGroup:
         with contextlib.suppress(ray.exceptions.RayError):  # all of it went with its Ray
             for actor in self.actors:
                 ray.kill(actor)
-            if self.placement is not None:
-                ray.util.remove_placement_group(self.placement)
-        self.actors, self.placement = [], None
+            if self.own:
+                self.own.close()
+        self.actors, self.own = [], None
 
     def call(self, method: str, *arguments) -> list:
         """A method of all ranks at once -> their answers. A death or a failure is noticed at once."""
@@ -168,13 +166,6 @@ class PolicyGroup:
 
     def load_optimizer(self, folder: Path) -> None:
         self.call("load_optimizer", folder.absolute())
-
-
-def rank_bundles(config) -> tuple[list[dict], str]:
-    """What the ranks reserve in Ray, and the strategy: GPUs on as few nodes as possible."""
-    on_gpu = config.device == "cuda"
-    bundle = {"CPU": RANK_CPUS} | ({"GPU": config.policy_gpu_share} if on_gpu else {})
-    return [bundle] * config.policy_ranks, "PACK" if on_gpu else "SPREAD"
 
 
 def absolute(source: str) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches
+from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
 from cluster.servers import packs
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
@@ -43,24 +43,31 @@ class RankedPolicy(Policy):
             torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
         if ranks.count > 1:
             # Adam is on the CPU
-            cores = len(os.sched_getaffinity(0)) // ranks.turns if config.policy_offload else 1
+            cores = len(os.sched_getaffinity(0)) // ranks.per_node if config.policy_offload else 1
             torch.set_num_threads(config.num_threads or max(cores, 1))
         ranks.join(device)
+        self.is_split = ranks.count > 1 or config.policy_offload
+        # As they are stored: on a CPU that only maps the files into memory, which ranks of a node share.
+        self.read_as = "auto" if self.is_split else torch.float32
         super().__init__(config, source, device)
 
     def load(self, source: str, check: bool = False):
-        """One rank of a node after the other: a host holds one whole model at a time."""
-        split = self.ranks.count > 1 or self.config.policy_offload
-        device, self.device = self.device, torch.device("cpu") if split else self.device
-        model = self.ranks.by_turns(lambda: super(RankedPolicy, self).load(source, check and self.is_first))
-        self.device = device
-        if split:
+        model = super().load(source, check)
+        if self.is_split:
+            model.reshard()  # after the check
+        return model
+
+    def place(self, model) -> None:
+        """Split, each rank holds its rows alone, as the files lie in memory that nobody has copied yet."""
+        if self.is_split:
             model.shares_prompts = False
             shard(model, self.ranks, self.config.policy_offload)
+            set_dtypes(model, self.config)
+        else:
+            super().place(model)
         # As a method of the model: its weights are whole only within a method that FSDP knows of.
         model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
         register_fsdp_forward_method(model, "logprobs_and_entropy")
-        return model
 
     def compute(self, model, *arguments):
         return model.logprobs_and_entropy(*arguments)
@@ -123,9 +130,8 @@ class Ranks:
     """host:port of the TCPStore where they meet."""
     address: str = "127.0.0.1"
     """This node's, where the others reach it."""
-    turn: int = 0
-    turns: int = 1
-    """This rank's number among those of its node, and the largest number of ranks on a node."""
+    per_node: int = 1
+    """The largest number of ranks on a node."""
 
     def join(self, device: torch.device) -> None:
         """Returns when all ranks have joined."""
@@ -138,15 +144,6 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=PATIENCE)
         self.mesh = init_device_mesh(device.type, (self.count,))
-
-    def by_turns(self, make):
-        """What `make()` gives, one rank of a node after the other."""
-        for turn in range(self.turns):
-            if turn == self.turn:
-                made = make()
-            if self.count > 1:
-                dist.all_reduce(torch.zeros(1))  # a barrier: here all wait for the one whose turn it is
-        return made
 
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers."""

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.placement import end_servers, place_servers
+from cluster.placement import Places, end_servers, part_of, start_servers
 from genrm_server import Config, ModelServers, Slot, complete
 from policy import RanksLost
 
@@ -113,13 +113,16 @@ class PolicyServers:
 
 
 class ClusterServers(PolicyServers):
-    """As PolicyServers; `check` and `sync` raise RanksLost where the ranks with the weights died."""
+    """As PolicyServers; `check` and `sync` raise RanksLost where the ranks with the weights died. They are
+    where the group's places have room for each "policy server"; if it has none, at places of their own."""
 
-    actors, placement, lost = (), None, None
+    actors, own, lost = (), None, None
 
     def start(self, config: Config) -> None:
         self.folders, self.provision = {}, threading.Lock()  # node -> the WeightFolder's actor there
-        self.actors, self.placement = place_servers([config])
+        if not (places := self.policy.places):
+            places = self.own = Places({"policy server": part_of(config)})
+        self.actors = start_servers({"policy server": config}, places)["policy server"]
         self.provide({ray.get(actor.node.remote()) for actor in self.actors})
         hooks = dict(before_starting=self.before_starting, before_joining=self.is_current)
         self.servers = ModelServers(config, "policy", self.actors, **hooks)
@@ -183,7 +186,7 @@ class ClusterServers(PolicyServers):
     def shutdown(self) -> None:
         if self.servers:
             self.servers.stopping.set()
-        end_servers(self.actors, self.placement)
+        end_servers(self.actors, self.own)
         super().shutdown()
         for folder in getattr(self, "folders", {}).values() if ray.is_initialized() else ():
             try:

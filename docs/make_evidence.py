@@ -27,10 +27,26 @@ from matplotlib.figure import Figure
 from toy.report import COLUMNS, PANELS, WAYS, read_metrics, save, smooth, table
 
 FILE = DOCS / "evidence" / "runs.jsonl"
-PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
 STANDARD = ("warm0", "warm1", "warm2")
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
+ALGORITHMS = {
+    "rule": "rule only",
+    "fapo_oracle": "FAPO",
+    "prefix_oracle": "FAPO, `--credit prefix`",
+    "vppo_oracle": "VPPO, FAPO's score",
+    "vppo_published": "VPPO, the rule's score",
+    "papo_oracle": "PAPO",
+    "dr_grpo_oracle": "Dr. GRPO",
+    "terms_oracle": "terms: acc=1 flawed_positive=-0.5",
+    "gspo_oracle": "GSPO",
+    "cispo_oracle": "CISPO",
+    "lora_oracle": "FAPO with LoRA",
+    "fapo_judge": "FAPO, served judge",
+    "prefix_judge": "FAPO, served judge, `--credit prefix`",
+    "vppo_judge": "VPPO, served judge",
+}
 COLOURS = {
     "rule": "tab:red",
     "fapo_judge": "tab:green",
@@ -99,6 +115,24 @@ def row(
     return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
 
 
+def steps_to_half(run: dict) -> float:
+    """The first step at which half of the samples are truly correct, smoothed; infinity: never."""
+    values = smooth(run["curves"].get("truly_correct", []))
+    return next((step for step, value in enumerate(values, 1) if value >= 0.5), math.inf)
+
+
+def algorithms_table(runs: list[dict], *worlds: str) -> str:
+    """The algorithms that have finished runs in each of these worlds."""
+    rows = []
+    for algorithm, title in ALGORITHMS.items():
+        some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
+        if {run["world"] for run in some} == set(worlds):
+            low, middle, high = (f"{pick(map(steps_to_half, some)):.0f}".replace("inf", "never")
+                                 for pick in (min, statistics.median, max))  # fmt: skip
+            rows.append([*row(title, some, COLUMNS), f"{middle} ({low}-{high})", str(len(some))])
+    return table(["512 held-out problems", *COLUMNS, "step at which half are truly correct", "runs"], *rows)
+
+
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the pages by its name, as Markdown."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
@@ -114,6 +148,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
             row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
         ]
     made["warm starts"] = table(heads, *rows)
+    made |= {"algorithms": algorithms_table(runs, "warm0")}
+    made |= {"algorithms over warm starts": algorithms_table(runs, *STANDARD)}
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
         for when in ("before", "after"):

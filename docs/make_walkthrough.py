@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 import compute_score as scores
 import grpo_trainer
-from algorithm import compute_advantages, compute_policy_loss
+from algorithm import compute_advantages, compute_policy_loss, count_tokens_before
 from policy import Policy, Sample, deal
 from rollout import rollout_hf
 from run import load_rows
@@ -142,6 +142,22 @@ def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[li
     return [x.exp().item() for x in (old, now, after)], loss.item(), unclipped.item()
 
 
+def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tuple[str, int]:
+    """A sample's advantages line by line, without --credit prefix and with it; the tokens that it spares."""
+    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # an end token is no text
+
+    def before(line):
+        return count_tokens_before(line, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
+
+    bounds = [*map(before, range(len(lines))), len(ids)]
+    rows = []
+    for n, line in enumerate(lines):
+        credited = advantage if n >= wrong else max(advantage, 0)
+        count = str(bounds[n + 1] - bounds[n])
+        rows.append([str(n), f"`{line}`", count, f"{advantage:+.3f}", f"{credited:+.3f}"])
+    return table(["", "paragraph", "tokens", "`--credit sample`", "`--credit prefix`"], *rows), bounds[wrong]
+
+
 def page(data: dict) -> str:
     """docs/walkthrough.md."""
     row, samples, results, update = data["row"], data["samples"], score(data), data["update"]
@@ -179,6 +195,8 @@ def page(data: dict) -> str:
     loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
         raise ValueError("group: the page needs a flawed sample below the mean, not clipped; take another")
+    named = results[flawed]["first_wrong"]
+    credits, spared = credit(samples[flawed], paragraphs[flawed], named, advantages[flawed])
     right = sum(result["acc"] for result in results)
     one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
     sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
@@ -255,8 +273,18 @@ update the policy has moved a little, and r is the token's probability then over
 
 Neither is clipped: that would take an r above 1.28 for the first and below 0.8 for the second. The loss of
 the mini-batch is the sum of the last column over its {N} tokens. Every token of a sample has the sample's
-advantage: nothing tells the update which digit is wrong. The wrong one stands out because the other tokens of
+advantage: nobody told the update which digit is wrong. The wrong one stands out because the other tokens of
 sample {two} occur in sound solutions as well, where they are encouraged.
+
+## Where the blame begins
+
+The judge has said more than was used: which paragraph is the first wrong one. With `--credit prefix` the
+{spared} tokens before it are not blamed (`count_tokens_before`), and sample {two} has two advantages:
+
+{credits}
+
+So the update knows the line, still not the digit: `{line}` is blamed along with `{flawed_token}`. The demo
+runs without it; [algorithms.md](algorithms.md#in-the-toy-world) has what it changes.
 
 ## The new probability
 

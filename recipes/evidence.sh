@@ -7,6 +7,10 @@ source "$(dirname "$0")/toy_runs.sh"
 OUT=${OUT:-outputs/evidence}
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
 SEEDS="0 1 2"
+# No part of a prefix is cut: the number of paragraphs is fixed here, so more steps cannot be earned.
+VPPO=(--advantage vppo --prefix-cut 0)
+JUDGE_OF_WRONG=("${JUDGE[@]:0:5}" "${JUDGE[5]/\{/\{\"judge_wrong\": true, }")
+LORA=(--lora-rank 16 --lora-alpha 32 --lr 2e-3)
 mkdir -p "$OUT"
 
 once() {  # once NAME COMMAND...: runs it in a lane of its own, unless it was finished before; log: NAME.log
@@ -24,15 +28,22 @@ world() {  # world NAME KIND SEED MODELS: its files, and its models
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
-  once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto "${@:4}"
+  once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto --val-greedy "${@:4}"
 }
-served() {  # served WORLD: FAPO with its judge, trained and served
-  local seed unfinished=""
-  for seed in $SEEDS; do [ -f "$OUT/$1/fapo_judge_seed$seed.done" ] || unfinished=1; done
+served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained and served
+  local seed name unfinished=""
+  for seed in $SEEDS; do
+    for name in fapo_judge "${@:2}"; do [ -f "$OUT/$1/${name}_seed$seed.done" ] || unfinished=1; done
+  done
   [ "$unfinished" ] || return 0
   serve_judge "$OUT/$1/trained_judge/checkpoints/step_60" "$OUT/$1/genrm_logs"
   LANES=$((LANES + 2))  # the server is a job, too, and each run waits for it half of the time
-  for seed in $SEEDS; do policy "$1" fapo_judge "$seed" "${JUDGE[@]}"; done
+  for seed in $SEEDS; do
+    policy "$1" fapo_judge "$seed" "${JUDGE[@]}"
+    [ $# -gt 1 ] || continue
+    policy "$1" prefix_judge "$seed" "${JUDGE_OF_WRONG[@]}" --credit prefix
+    policy "$1" vppo_judge "$seed" "${JUDGE_OF_WRONG[@]}" "${VPPO[@]}"
+  done
   while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
   LANES=$((LANES - 2))
   kill $SERVER; wait $SERVER || true
@@ -43,14 +54,24 @@ world weak weak_policy 0 policy
 all_done
 for warm in 0 1 2; do
   name=warm$warm
-  once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge"
+  once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge" --val-greedy
   for seed in $SEEDS; do
     policy "$name" rule "$seed" "${RULE[@]}"
     policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
     policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+    policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
+    policy "$name" vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
   done
   all_done
-  served "$name"
+  case $warm in 0) served "$name" prefix_judge vppo_judge ;; *) served "$name" ;; esac
+done
+for seed in $SEEDS; do  # the other algorithms, from one warm start
+  policy warm0 vppo_published "$seed" "${ORACLE[@]}" "${VPPO[@]}" --reward-kwargs '{"penalty": 0}'
+  policy warm0 dr_grpo_oracle "$seed" "${ORACLE[@]}" --advantage dr_grpo
+  policy warm0 terms_oracle "$seed" "${ORACLE[@]}" --advantage terms --reward-terms acc=1 flawed_positive=-0.5
+  policy warm0 gspo_oracle "$seed" "${ORACLE[@]}" --loss gspo
+  policy warm0 cispo_oracle "$seed" "${ORACLE[@]}" --loss cispo
+  policy warm0 lora_oracle "$seed" "${ORACLE[@]}" "${LORA[@]}"
 done
 for seed in $SEEDS; do
   policy weak rule "$seed" "${RULE[@]}"  # from a start at which wrong answers outnumber right ones
@@ -61,7 +82,7 @@ for seed in $SEEDS; do
 done
 world narrow narrow_judge 0 "judge policy"  # a judge that was shown forgotten carries only
 all_done
-once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge"
+once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
 all_done
 served narrow
 python docs/make_evidence.py --runs "$OUT"

@@ -15,14 +15,20 @@ stage "1. The toy world: problems, and two warm-started models of 1 M parameters
 stage "2. The judge learns with GRPO to find the first wrong step; beside it a policy paid by the rule alone"
 train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
-train_judge data/toy "$SEED" "$RUNS/judge"
+train_judge data/toy "$SEED" "$RUNS/judge" --total-steps 40
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-stage "3. The trained judge becomes a service: one vLLM server behind the router"
-serve_judge "$RUNS/judge/checkpoints/step_60" "$RUNS/genrm_logs"
-
-stage "4. The same policy again, with FAPO: the served judge finds its flawed positives"
-train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}"
+stage "3. The trained judge becomes a service, one vLLM server behind the router, for the same policy with FAPO"
+train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}" --val-every 20 &  # its first samples wait for the server
+FAPO=$!
+serve_judge "$RUNS/judge/checkpoints/step_40" "$RUNS/genrm_logs"
+until grep -q '"step": 20,.*"val/' "$RUNS/fapo/metrics.jsonl" 2>/dev/null; do
+  kill -0 $FAPO 2>/dev/null || wait $FAPO
+  sleep 1
+done
+stage "4. A third of FAPO's steps are done, the others follow"
+python -m toy.report --runs "$RUNS" --so-far
+wait $FAPO
 
 stage "5. The figure, the tables and the page"
 python -m toy.report --runs "$RUNS"

@@ -12,9 +12,10 @@ stage "1. The toy world: problems, and a warm-started policy of 1 M parameters"
   python prepare_data.py --tasks toy --toy-models policy --out-dir data/toy
 
 stage "2. Two policies from one start, side by side: the rule only, and FAPO with the oracle as the judge"
-train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" >"$RUNS/baseline.log" 2>&1 &
+SHORT=(--total-steps 45 --val-every 0)
+train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" "${SHORT[@]}" >"$RUNS/baseline.log" 2>&1 &
 BASELINE=$!
-train_policy data/toy "$SEED" "$RUNS/fapo" "${ORACLE[@]}"
+train_policy data/toy "$SEED" "$RUNS/fapo" "${ORACLE[@]}" "${SHORT[@]}"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
 stage "3. The figure, the table and the page"

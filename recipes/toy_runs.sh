@@ -15,20 +15,21 @@ stop_all() {  # what runs in the background, when the script ends; a run is the 
 }
 trap stop_all EXIT
 
-train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR: to find the first wrong step (paper eq. 7)
+train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]: to find the first wrong step (paper eq. 7)
   python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
     --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
     --reward-fn compute_score.py:compute_score_fapo_genrm \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
     --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
-    --val-every 0 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16
+    --val-every 0 --val-top-p 1 --num-threads 1 --samples-per-step 16 "${@:4}"
 }
 
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
   python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
-  local ask="import requests; requests.get('http://127.0.0.1:$PORT/health', timeout=5).raise_for_status()"
-  until python -c "$ask" 2>/dev/null; do
+  # Asked by the shell itself: a Python a second would hold the server up.
+  until (exec 3<>"/dev/tcp/127.0.0.1/$PORT" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
+    read -rt 5 answer <&3 && [[ $answer == *" 200 "* ]]) 2>/dev/null; do
     kill -0 $SERVER || { echo "error: the judge did not start; see $2"; exit 1; }
     sleep 1
   done
@@ -39,7 +40,7 @@ train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
     --train-file "$1/toy_train.parquet" --val-file "$1/toy_test.parquet" "$1/toy_total_test.parquet" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 \
     --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
-    --val-every 30 --val-top-p 1 --val-greedy --num-threads 1 --samples-per-step 16 \
+    --val-every 30 --val-top-p 1 --num-threads 1 --samples-per-step 16 \
     --num-reward-workers 1 "${@:4}"
 }
 

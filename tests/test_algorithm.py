@@ -17,6 +17,7 @@ from algorithm import (
     compute_process_aware_advantages,
     compute_term_advantages,
     count_tokens_before,
+    importance_weights,
     overlong_penalty,
 )
 from compute_score import split_paragraphs
@@ -96,6 +97,66 @@ def test_truncated_importance_sampling():
     assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)  # weights 4 -> 2 and 0.5
     with pytest.raises(ValueError, match="rollout_logprobs"):
         compute_policy_loss(logprobs, old, torch.ones(1), torch.ones(1, 2), 2, tis_cap=2.0)
+
+
+def losses_of(log_ratios, advantages, lengths, num_tokens=6, **options):
+    """Loss, gradient and sums for these log-ratios; what stands in the padding is NaN."""
+    mask = torch.arange(len(log_ratios[0])) < torch.tensor(lengths)[:, None]
+    old = torch.full(mask.shape, -1.0)
+    logprobs = torch.where(mask, torch.tensor(log_ratios) + old, NAN).requires_grad_()
+    loss, sums = compute_policy_loss(logprobs, old, torch.tensor(advantages), mask, num_tokens, **options)
+    loss.backward()
+    assert logprobs.grad[~mask].abs().sum() == 0
+    return loss.item(), logprobs.grad.nan_to_num(), sums
+
+
+def test_gspo_by_hand():
+    """Two sequences of 3 tokens and 1: ratios exp(0.2), below the clip, and exp(0.9), above it."""
+    log_ratios, wide = [[0.1, 0.2, 0.3], [0.9, 0.0, 0.0]], dict(loss="gspo", clip_low=0.5, clip_high=0.5)
+    loss, grad, sums = losses_of(log_ratios, [2.0, 1.0], [3, 1], **wide)
+    assert loss == pytest.approx(-(2 * math.exp(0.2) + 1.5) / 2, rel=1e-5)  # each sequence weighs 1/2
+    assert grad[0].tolist() == pytest.approx([-2 * math.exp(0.2) / 3 / 2] * 3, rel=1e-5)
+    assert grad[1, 0] == 0 and sums["clipped_tokens"] == 1 and sums["loss_tokens"] == 4
+    kl = sum(math.exp(x) - 1 - x for x in (0.1, 0.2, 0.3, 0.9))
+    assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # of tokens, whatever the loss
+    # of four sequences in the mini-batch; an advantage per token is that of GSPO-token
+    assert losses_of(log_ratios, [2.0, 1.0], [3, 1], num_sequences=4, **wide)[0] == pytest.approx(loss / 2)
+    loss, grad, _ = losses_of(log_ratios, [[0.0, 2.0, -1.0], [0.0] * 3], [3, 1], **wide)
+    assert loss == pytest.approx(-math.exp(0.2) / 3 / 2, rel=1e-5) and grad[0, 0] == 0 > grad[0, 1]
+    # its own range where none is given: exp(0.2) is far outside; no dual clip
+    own = dict(loss="gspo", clip_low=None, clip_high=None)
+    assert losses_of(log_ratios, [2.0, 1.0], [3, 1], **own)[0] == pytest.approx(-3 * 1.0004 / 2, rel=1e-5)
+    assert losses_of([[5.0]], [-1.0], [1], **own)[0] == pytest.approx(math.exp(5), rel=1e-4)
+
+
+def test_cispo_by_hand():
+    """A ratio above the range is cut and learns all the same; no dual clip, no lower end by default."""
+    log_ratios, advantages = [[0.0, 2.0, -1.0], [3.0, 0.0, 0.0]], [1.0, -2.0]
+    loss, grad, sums = losses_of(log_ratios, advantages, [3, 1], loss="cispo", clip_low=None, clip_high=None)
+    weights = [1.0, 5.0, math.exp(-1)], [5.0]
+    logprobs = [-1.0, 1.0, -2.0], [2.0]
+    expected = sum(a * w * x for a, *row in zip(advantages, weights, logprobs) for w, x in zip(*row))
+    assert loss == pytest.approx(-expected / 6, rel=1e-5) and sums["clipped_tokens"] == 2
+    assert grad[0].tolist() == pytest.approx([-w / 6 for w in weights[0]], rel=1e-5)
+    assert grad[1, 0].item() == pytest.approx(2 * 5 / 6)
+
+
+def test_importance_weights_by_hand():
+    """Tokens with weights 4 and 1/2, their geometric mean sqrt(2); a second sequence with 1/3."""
+    old = torch.tensor([[0.0, 0.0], [0.0, NAN]])
+    rollout = torch.tensor([[-math.log(4), math.log(2)], [math.log(3), NAN]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    third = pytest.approx(1 / 3)
+    for mode, cap, expected, beyond in (
+        ("truncate", 2.0, [2.0, 0.5, third], 1),
+        ("mask", 2.0, [0.0, 0.5, third], 1),
+        ("sequence", 2.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), 0.0], 1),
+        ("sequence", 4.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), third], 0),
+        ("sequence", 1.2, [0.0, 0.0, 0.0], 3),
+    ):
+        weight, is_beyond = importance_weights(old, rollout, mask, cap, mode)
+        assert weight.expand(2, 2)[mask > 0].tolist() == expected, mode
+        assert (is_beyond * mask).sum() == beyond and weight.isfinite().all()
 
 
 def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
 import grpo_trainer
 import policy
+from cluster.placement import layout, parts_of
 
 CPU = torch.device("cpu")
 
@@ -79,15 +80,27 @@ def test_two_ranks_beside_one_process(work, monkeypatch):
 
 
 @pytest.mark.parametrize("name", check_gpu.RUNS)
-def test_the_whole_runs_have_flags_that_the_trainer_takes(name):
-    flags = shlex.split(check_gpu.RUN + check_gpu.RUNS[name])
-    config = tyro.cli(grpo_trainer.Config, args=[*flags, "--out-dir", name])
-    needs = {
-        key: value
-        for key, value in config.gpus_needed("vllm").items()
-        if key != "genrm_servers" or name != "colocate"
-    }
-    assert sum(needs.values()) <= 1 and config.rollout_vllm_args == "--enforce-eager"
+def test_the_whole_runs_have_flags_that_the_trainer_takes_and_fit_on_their_gpus(name, monkeypatch):
+    flags, gpus, _ = check_gpu.RUNS[name]
+    config = tyro.cli(grpo_trainer.Config, args=[*shlex.split(check_gpu.RUN + flags), "--out-dir", name])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    parts = parts_of(config.settled(gpus))
+    assert sum(bundle["GPU"] for bundle in layout(parts, gpus)[0]) == gpus
+    assert config.rollout_vllm_args == "--enforce-eager"
+
+
+def test_the_row_of_a_whole_run(tmp_path, monkeypatch):
+    def row(offs, name="shares"):
+        lines = [{"step": i, "time/step": 2.0, "rollout/logprob_diff": off} for i, off in enumerate(offs)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return check_gpu.run_row(tmp_path, name, "so")
+
+    assert row([0, 0.01, 0.02])[1:] == (True, "steps of 2, 2 s, 0.01, 0.02 nats apart; expected: so")
+    assert not row([0, 0.01])[1] and not row([0, 0.01, 0.2])[1]
+    assert not row([0, 0.01, 0.02], "lora")[1]  # its checkpoint has no adapters
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (skipped,) = check_gpu.check_run(tmp_path, "two_ranks")
+    assert skipped == ("a whole run, two_ranks", None, "needs 2 GPUs, torch sees 1")
 
 
 @pytest.mark.parametrize(

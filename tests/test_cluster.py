@@ -174,6 +174,10 @@ def hosts(tmp_path, monkeypatch):
             )
             if host == "h1":
                 time.sleep(5)
+        end = time.monotonic() + 60  # what is placed before all have joined is not spread over them
+        while any("Ray runtime started" not in (tmp_path / f"{host}.log").read_text() for host in CPUS):
+            assert time.monotonic() < end
+            time.sleep(0.5)
         yield on
     finally:
         for host in CPUS:

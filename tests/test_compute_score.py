@@ -538,6 +538,7 @@ def test_fapo(critique, settings, score, flawed, status):
         "pred": "42",
         "flawed_positive": flawed,
         "genrm_status": status,
+        "genrm_shared": False,
     }
     assert (error != "") == (status in ("http_error", "timeout"))
     if status == "ok":
@@ -587,6 +588,23 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
     )  # nor does it need an address
 
 
+@pytest.mark.parametrize(
+    "answer, first_wrong, status",
+    [("\\boxed{0}", 0, "ok"), ("\\boxed{-1}", -1, "ok"), (500, None, "timeout")],
+)
+def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, first_wrong, status):
+    """A judge that fails there costs its word, not the score; a wrong answer is never a flawed positive."""
+    judge, wrong = Judge(answer), "one\n\ntwo \\boxed{3}"
+    result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=0.3 if answer == 500 else 9)
+    assert (result["score"], result["acc"], result["flawed_positive"]) == (-1.0, False, False)
+    assert (result["first_wrong"], result["genrm_status"]) == (first_wrong, status) and judge.requests
+    measured = score_with(judge, scores.compute_score_baseline, wrong, judge_wrong=True, genrm_timeout_s=0.3)
+    assert (measured["score"], measured["first_wrong"]) == (-1.0, first_wrong)
+    asked = len(judge.requests)
+    held_out = score_with(judge, solution=wrong, judge_wrong=True, extra_info=EXTRA | {"split": "test"})
+    assert held_out["genrm_status"] == "skipped" and len(judge.requests) == asked
+
+
 def test_fapo_says_what_is_missing():
     with pytest.raises(ValueError, match="reward_router_address: missing"):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
@@ -630,7 +648,7 @@ def test_verl_takes_means_of_the_results(function, settings):
     results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
     for first in range(len(results)):  # whichever sample comes first
         means = verl_means(results[first:] + results[:first])
-        assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong"}
+        assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong", "genrm_shared"}
         assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
     assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == (
         "keep_critique" in settings
@@ -776,6 +794,120 @@ def test_many_at_once_look_the_model_up_once_and_a_new_model_is_found():
             assert (await scores.chat("hello", judge.address))[0] == "ok" and judge.model_lookups == 2
 
     asyncio.run(main())
+
+
+def slowly(entry):
+    """A judge that plays `entry`, each time 50 ms after it was asked."""
+    judge = Judge(entry)
+    answer = judge.chat
+
+    async def chat(request):
+        await asyncio.sleep(0.05)
+        return await answer(request)
+
+    judge.chat = chat
+    return judge
+
+
+def answers_of(judge, *settings):
+    """What `chat` says to requests with these settings, all at once."""
+
+    async def main():
+        async with judge.running():
+            asked = (scores.chat(some.pop("prompt", "hello"), judge.address, **some) for some in settings)
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(main())
+
+
+def test_equal_requests_at_temperature_0_share_one_answer():
+    critique = "fine \\boxed{-1}"
+    judge = slowly(critique)
+    answers = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
+    assert len(judge.requests) == 1
+    assert sorted(answers, key=str) == [("ok", critique, len(critique))] + [("ok", critique, None)] * 7
+
+    async def one_after_another():
+        async with judge.running():
+            results = []
+            for solution in (RIGHT, RIGHT, "another\n\n" + RIGHT, RIGHT):
+                result = await scores.compute_score_fapo(
+                    "x", solution, "42", EXTRA, judge.address, genrm_temperature=0.0
+                )
+                results.append((result["genrm_status"], result["genrm_shared"]))
+            return results
+
+    assert asyncio.run(one_after_another()) == [("ok", False), ("ok", True), ("ok", False), ("ok", True)]
+    assert len(judge.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{} for _ in range(8)],
+        [{"temperature": 0.7} for _ in range(8)],
+        [{"temperature": 0, "max_tokens": 1 + i} for i in range(8)],
+        [{"temperature": 0, "prompt": f"hello {i}"} for i in range(8)],
+        [{"temperature": 0, "model": f"model {i}"} for i in range(8)],
+        [{"temperature": 0, "chat_kwargs": {"level": i}} for i in range(8)],
+    ],
+)
+def test_what_is_sampled_or_differs_is_asked_each_time(settings):
+    judge = slowly("fine")
+    assert answers_of(judge, *settings) == [("ok", "fine", 4)] * 8 and len(judge.requests) == 8
+
+
+@pytest.mark.parametrize("failure", [400, {"choices": []}, completion("so far", "abort")])
+def test_a_failure_is_not_shared(failure):
+    judge = Judge(failure, "fine")
+    first, *others = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
+    assert first[0] in ("http_error", "truncated") and len(judge.requests) == 2
+    assert sorted(others, key=str) == [("ok", "fine", 4)] + [("ok", "fine", None)] * 6
+
+
+def test_an_answer_that_was_cut_at_the_limit_is_shared():
+    judge = Judge(completion("so far", "length"))
+    answers = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
+    assert len(judge.requests) == 1 and {answer[:2] for answer in answers} == {("truncated", "so far")}
+
+
+def test_each_of_equal_requests_has_its_own_time():
+    """The first one waits for a server that hangs; the others get the answer that the second one fetches."""
+    judge = Judge("hang", "fine")
+    settings = [{"temperature": 0, "timeout_s": 0.2}, *({"temperature": 0, "timeout_s": 5} for _ in range(7))]
+    (status, text, _), *others = answers_of(judge, *settings)
+    assert status == "timeout" and "within 0.2 s" in text
+    assert {answer[:2] for answer in others} == {("ok", "fine")} and len(judge.requests) == 2
+
+
+def test_the_end_of_the_first_asker_is_not_that_of_the_others():
+    judge = Judge("hang", "fine")
+
+    async def main():
+        async with judge.running():
+            calls = [scores.chat("hello", judge.address, temperature=0) for _ in range(8)]
+            asked = [asyncio.create_task(call) for call in calls]
+            while not judge.requests:
+                await asyncio.sleep(0.01)
+            asked[0].cancel()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    cancelled, *others = asyncio.run(main())
+    assert isinstance(cancelled, asyncio.CancelledError) and len(judge.requests) == 2
+    assert {answer[:2] for answer in others} == {("ok", "fine")}
+
+
+def test_only_the_last_answers_are_kept(monkeypatch):
+    monkeypatch.setattr(scores, "SHARED_ANSWERS", 4)
+    judge = Judge("fine")
+
+    async def main():
+        async with judge.running():
+            for prompt in ("a", "b", "c", "a", "d", "e", "a", "b"):
+                await scores.chat(prompt, judge.address, model="m", temperature=0)
+
+    asyncio.run(main())  # "a" was asked for all the while, "b" was the oldest
+    assert [request["messages"][0]["content"] for request in judge.requests] == ["a", "b", "c", "d", "e", "b"]
 
 
 def test_a_judge_that_hangs_does_not_hold_up_another_one():

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import json
+import math
 import re
 import sys
 
@@ -206,6 +207,11 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
     assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
+    assert module.steps_to_half(run) is math.inf and module.steps_to_half(longer) == 3  # .1, .3, .5
+    last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
+    found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
+    assert "| rule only | 0.50 (0.50-0.50) |" in found and "| never (never-never) | 2 |" in found
+    assert len(found.splitlines()) == 3  # what has not run in all of them is left out
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
     monkeypatch.setattr(module, "FILE", tmp_path / "runs.jsonl")

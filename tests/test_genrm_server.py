@@ -20,7 +20,6 @@ import pytest
 
 import genrm_server
 import vllm_server
-from cluster import placement
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
@@ -222,17 +221,6 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
         assert told(servers)["argv"].count("--gpu-memory-utilization") == 1
 
 
-def test_what_is_reserved_in_ray():
-    def config(**changes):
-        return Config("m", **(dict(device="cuda", ray_cpus=1) | changes))
-
-    assert placement.reserved([config(num_servers=2), config(tensor_parallel_size=4)]) == \
-        ([{"CPU": 1, "GPU": 1.0}] * 2 + [{"CPU": 1, "GPU": 4.0}], "PACK")
-    assert placement.reserved([config(gpu_share=0.25)]) == ([{"CPU": 1, "GPU": 0.25}], "PACK")
-    assert placement.reserved([config(gpu_share=0, sleep_mode=True)]) == ([{"CPU": 1}], "PACK")
-    assert placement.reserved([config(device="cpu")]) == ([{"CPU": 1}], "SPREAD")
-
-
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
     shows = stand_in.parent / "nvidia-smi"
     shows.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
@@ -256,10 +244,10 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
         (
             dict(device="cuda", num_servers=2),
-            "--num-servers 2 --tensor-parallel-size 1 --gpu-share 1: more than the GPUs 7",
+            "--num-servers 2: the GPUs are 7; lower it",
         ),
         (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server takes its 2 GPUs whole"),
-        (dict(gpu_share=0), "--gpu-share 0: must be above 0"),
+        (dict(gpu_share=0), "--gpu-share 0: must be above 0 and at most 1"),
         (dict(gpu_share=1.5), "--gpu-share 1.5: must be"),
     ],
 )
@@ -681,8 +669,9 @@ def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
 def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     log = tmp_path / "a.log"
     log.write_text("WARNING: of an earlier run\n")
-    child = vllm_server.Process(log)
-    child.launch([sys.executable, "-c", "print('WARNING: of this one')"], dict(os.environ))
+    command = [sys.executable, "-c", "print('WARNING: of this one')"]
+    child = vllm_server.Process(log, command, dict(os.environ))
+    child.start()
     until(lambda: not child.alive())
     assert child.said("WARNING") == "WARNING: of this one" == child.last_lines() and not child.said("earlier")
     child.stop()

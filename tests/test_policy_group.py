@@ -97,17 +97,20 @@ def uneven_step(model):
 
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
     """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The
-    second has a reference model and gradient checkpointing, which are split as well; in the third a
-    mini-batch has one sample that matters.
+    second has a reference model and gradient checkpointing, which are split as well, and a loss over whole
+    sequences with advantages of two pieces; in the third a mini-batch has one sample that matters.
     """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
     assert first.update(groups_of(step), 1e-3) == alone.update(groups_of(step), 1e-3)
     first.save(tmp_path / "of_1")
     steps = {2: a_step(model, seed=1, length=3), 3: uneven_step(model)}
-    for ranks, options in ((2, dict(gradient_checkpointing=True)), (3, dict(kl_coef=0.0, entropy_coef=0.0))):
-        if ranks == 3:
-            alone.reference, alone.config.entropy_coef = None, 0.0
+    for number, sample in enumerate(steps[2]):
+        sample.prefix, sample.prefix_advantage = min(number % 3, len(sample.response_ids) - 1), 0.5
+    gspo = dict(gradient_checkpointing=True, loss="gspo", clip_high=0.2, tis_cap=2.0, tis_mode="sequence")
+    for ranks, options in ((2, gspo), (3, dict(kl_coef=0.0, entropy_coef=0.0))):
+        alone.config = settings(folder, **options | dict(gradient_checkpointing=False))
+        alone.reference = alone.reference if alone.config.kl_coef else None
         group = group_of(ranks, tmp_path / f"of_{ranks - 1}", **options)
         group.load_optimizer(tmp_path / f"of_{ranks - 1}")
         group.release_memory()
@@ -168,7 +171,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
-    with pytest.raises(RuntimeError, match="policy_ranks: the Ray cluster has no room for 500 x"):
+    with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 x"):
         group_of(500)
 
 
@@ -285,7 +288,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
 class Sender:
     """Of a group only what PolicyServers needs: weights that go to Ray actors."""
 
-    device, starts, lost = CPU, 1, False
+    device, places, starts, lost = CPU, None, 1, False
 
     def __init__(self, policy):
         self.policy = policy

@@ -335,8 +335,8 @@ def test_hub(tmp_path, monkeypatch):
     [
         (
             "math500.jsonl",
-            {"question": "?", "answer": "1"},
-            r"math500.jsonl, row 0: no column 'problem'.*: question, answer",
+            {"query": "?", "answer": "1"},
+            r"math500.jsonl, row 0: no column 'problem.*: query, answer",
         ),
         (
             "math500.jsonl",

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import tyro
+from transformers import Qwen2Config, Qwen3Config
+
+from cluster.placement import layout, parts_of
+from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.stem != "paths")
@@ -27,6 +33,19 @@ SHARED = dict(
     max_grad_norm=1.0, adam_betas=(0.9, 0.999), clip_low=0.2, clip_high=0.28, clip_c=10.0,
     overlong_buffer=4096, overlong_factor=1.0, entropy_coef=0.0,
 )  # fmt: skip
+
+QWEN_7B = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                      num_attention_heads=28, num_key_value_heads=4)  # fmt: skip
+QWEN_1B = Qwen2Config(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                      num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+JUDGE_4B = Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+                       num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)  # fmt: skip
+SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+ONE_GPU = {  # GB, the policy's shape, the judge's
+    "fapo_7b_one_gpu": (80.0, QWEN_7B, JUDGE_4B),
+    "fapo_1.5b_24gb": (24.0, QWEN_1B, SMALL),
+}
 
 COMMAND = r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python (?:([\w/]+)\.py|-m ([\w.]+))(?: (.*)|$)"
 
@@ -69,10 +88,15 @@ def parse(script, arguments):
 def test_recipe_parses(path):
     found = list(commands(path.read_text()))
     both = path.stem.startswith(("fapo", "baseline", "toy"))  # with and without an external judge
-    assert len(found) >= 1 + both
+    assert len(found) >= 1 + both - (path.stem in ONE_GPU)
     for script, arguments in found:
         config = parse(script, arguments)
-        if script == "grpo_trainer" and not path.stem.startswith(("toy", "gsm8k")):
+        if path.stem in ONE_GPU:
+            smaller = ("train_batch_size", "mini_batch_size", "lr", "overlong_buffer")
+            expected = {name: value for name, value in SHARED.items() if name not in smaller}
+            assert {name: getattr(config, name) for name in expected} == expected
+            assert config.lora_rank and config.genrm and config.lr == 1e-5
+        elif script == "grpo_trainer" and not path.stem.startswith(("toy", "gsm8k")):
             expected = SHARED | PAPER["genrm_4b" if "genrm" in path.stem else path.stem.split("_")[1]]
             assert {name: getattr(config, name) for name in expected} == expected
             assert config.baseline == path.stem.startswith("baseline")
@@ -82,6 +106,27 @@ def test_recipe_parses(path):
             assert gpqa == ([] if "genrm" in path.stem else [":4"])
             file, name = config.reward_fn.split(":")
             assert hasattr(importlib.import_module(file.removesuffix(".py")), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(tmp_path, monkeypatch, name):
+    gb, policy, judge = ONE_GPU[name]
+    for folder, shape in (("policy", policy), ("judge", judge)):
+        shape.save_pretrained(tmp_path / folder)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(plan_run, "placement", lambda config: {})
+    monkeypatch.setattr(plan_run, "gpu_memory", lambda: gb)
+    recipe = (ROOT / f"recipes/{name}.sh").read_text()
+    ((script, arguments),) = commands(recipe)
+    replaced = ["--model", str(tmp_path / "policy"), "--genrm", str(tmp_path / "judge")]
+    config = parse(script, arguments + replaced).settled(1)
+    bundles, _ = layout(parts_of(config), 1)
+    assert [bundle["GPU"] for bundle in bundles] == [1]  # all on one device, and Ray has room for it
+    plan = [line for line in plan_run.report(config, 1).splitlines() if " GB " in line]
+    assert plan == [line[2:] for line in recipe.splitlines() if " GB  " in line]
+    assert [line.endswith(": it fits") for line in plan].count(True) == 3  # policy server, judge, rank
+    assert "too little" not in recipe
 
 
 def test_the_papers_settings_are_the_trainers_defaults():
@@ -128,3 +173,38 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
     config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
     assert config.train_file == "/shared/data/fapo_critic_train.parquet"
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
+
+
+@pytest.mark.slow
+def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
+    """A dry run: short problems, each after the worked example; the further flags are the trainer's."""
+    settings = dict(SOURCE_DIR="tests/data", DATA=str(tmp_path), HELD_OUT="5", HF_HUB_OFFLINE="1")
+    flags = ["--max-positions=4096", "--dry-run"]
+    command = ["bash", "recipes/gsm8k_laptop.sh", "toy/models/policy", "", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "done: dry run" in done.stdout and f'"out_dir": "{ROOT}/outputs/gsm8k_laptop"' in done.stdout
+    for split, least, most in (("train", 8, 30), ("test", 5, 5)):
+        lines = (tmp_path / f"gsm8k_laptop_{split}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert least <= len(rows) <= most
+        for row in rows:
+            assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+            assert len(row["extra_info"]["question"]) <= 140
+            assert row["extra_info"]["question"] in row["prompt"][2]["content"]
+
+
+def test_the_share_for_the_form():
+    """+1 or -1 by the rule, and 0.2 for a box that holds a number."""
+    score = load("recipes/gsm8k_reward").compute_score
+    about = dict(data_source="gsm8k", ground_truth="1234")
+    for text, expected, boxed in (
+        (r"so \boxed{1,234}", 1.2, True),
+        (r"so \boxed{$12.50}", -0.8, True),
+        (r"so \boxed{x + 1}", -1.0, False),
+        ("#### 1234", 1.0, False),
+        (r"so \boxed{1234", -1.0, False),
+    ):
+        result = score(solution_str=text, **about)
+        assert (result["score"], result["boxed"]) == (pytest.approx(expected), boxed)
+    assert score(solution_str=r"\boxed{7}", **about, format_share=0)["score"] == -1.0

@@ -213,6 +213,9 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
     assert (
         no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25
     )  # a function without a judge: all samples count
+    # asked where a wrong answer errs, it needed no verdict for its score
+    asked = [outcome(-1.0, genrm_status=status, acc=False) for status in ("ok", "http_error")]
+    assert no_verdict_rate(asked * 43 + [down] * 7 + [right] * 7) == 0.5
     assert no_verdict_rate([wrong]) == no_verdict_rate([]) == 0.0
     assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule itself gave none
 
@@ -616,7 +619,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
     events = []
 
     class Models:
-        def __init__(self, configs):
+        def __init__(self, configs, places):
             self.router_addresses = dict.fromkeys(configs, serve(critic).address)
             events.append(
                 [

@@ -84,14 +84,15 @@ def test_reward_metrics_by_hand():
     metrics = run_folder.reward_metrics([
         # A number larger than a float can be, indices, a name that is taken.
         scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400),
-        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", extra=2.0, mean=7.0),
+        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0),
         scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
-        scored(None, acc=True, flawed_positive=None, genrm_status="timeout"),
+        scored(None, acc=True, flawed_positive=None, genrm_status="timeout", genrm_shared=False),
     ])  # fmt: skip
     assert metrics == {
         "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
         "reward/flawed_positive_rate": 0.5,  # one of the two right answers with a verdict
         "genrm/error_rate": pytest.approx(1 / 3), "genrm/truncated": 0.0, "genrm/asked": 3,
+        "genrm/shared": 0.5,  # one function does not say
     }  # fmt: skip
 
 

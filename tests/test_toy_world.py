@@ -162,6 +162,7 @@ def test_reward_functions():
             toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"]
             == score + 0.5 * is_flawed
         )
+        assert result["first_wrong"] == (-1 if truly else 0)
         baseline = asyncio.run(toy_world.compute_score_baseline("toy", solution, "4", info))
         assert (
             baseline["score"] == (1.0 if score >= 0 else -1.0)
@@ -305,12 +306,27 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     # Flag everything: precision 1/2, F1 2/3; half of the flaws and no false alarm: precision 1, F1 2/3.
     assert "| before, T=1 | 1.000 | 0.000 | 0.500 | 0.667 | 0.100 |" in text
     assert "| after, greedy | 0.500 | 1.000 | 1.000 | 0.667 | 0.100 |" in text
-    assert "| before | 0.250 |" in text and "| rule only | 0.750 |" in text and "| FAPO | 0.875 |" in text
+    assert "| before | 0.250 |" in text
+    assert "| rule only, step 1 | 0.750 |" in text and "| FAPO, step 1 | 0.875 |" in text
     assert (tmp_path / "report.png").stat().st_size > 10_000
     with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')  # killed while it wrote
     with pytest.raises(ValueError, match="fapo is not finished"):
         report.report(tmp_path)
+    assert report.report(tmp_path, so_far=True) == text
+    (tmp_path / "fapo" / "metrics.jsonl").write_text(json.dumps({"step": 0} | held_out) + "\n{}\n")
+    with pytest.raises(ValueError, match="fapo is not finished"):
+        report.report(tmp_path, so_far=True)
+
+
+def test_report_leaves_out_greedy_columns_that_were_not_measured(tmp_path):
+    held_out = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
+    for name in ("baseline", "fapo"):
+        (tmp_path / name).mkdir()
+        lines = [{"step": 0} | held_out, {"step": 9, "reward/acc": 0.5} | held_out]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    head, _, before, *_ = report.report(tmp_path).splitlines()
+    assert head.count("T=1") == 4 and "greedy" not in head and before.count("0.250") == 4
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def report(rows: list[dict]) -> str:
         f"\nunparsable: {100 * _mean([c['index'] is None for c in ok]):.1f} % of the critiques, "
         f"{100 * _mean([row['prediction'] is None for row in answered]):.1f} % of the rows",
         f"cut off: {100 * _mean([c['status'] == 'truncated' for c in ok]):.1f} %; "
-        f"mean tokens per critique: {_mean([c['tokens'] for c in ok]):.1f}",
+        f"mean tokens per critique: {_mean([c['tokens'] for c in ok if c['tokens'] is not None]):.1f}",
     ]
     if failed:
         lines += [

@@ -1,4 +1,4 @@
-"""LoRA adapters (by peft): put into a model for training, and merged into it as an ordinary model folder.
+"""LoRA by peft: adapters in a policy (used by policy.py), and a checkpoint of them as an ordinary model.
 
     python -m tools.merge_lora outputs/run/checkpoints/step_60 outputs/run/merged
 
@@ -6,10 +6,10 @@ OUT is a Hugging Face folder that every server and script here takes, in the num
 model, whose folder is named in CHECKPOINT/adapter_config.json; --model names it where it has moved. It needs
 4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself.
 
-Left out: quantised base models, adapters of experts that are no linear layers. To copy it, take policy.py
-and algorithm.py along.
+Left out: quantised base models, adapters of experts that are no linear layers. It needs none of our files.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 import tyro
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import cast_adapter_dtype
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
-
-from policy import adapters_of, layers_of
 
 
 @dataclass
@@ -35,35 +36,66 @@ class Config:
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
 
-def add_adapters(model, config, source: str) -> None:
-    """Freezes the model and gives its layers adapters: those of the checkpoint `source`, or new ones.
+def add(model, config, source: str) -> None:
+    """Freezes the model and gives its layers adapters, in float32: those of the checkpoint `source`, or new.
 
-    New ones change nothing yet (B is 0) and are the same for a seed. Adapters are float32; for a GPU the
-    frozen layers become bf16, as which they are computed. config: the trainer's. ValueError where no layer
-    has such a name, and where one has that is none of the usual linear layers.
+    New ones change nothing yet (B is 0) and are the same for a seed. config: the trainer's. ValueError where
+    no layer has such a name, and where one has that is none of the usual linear layers.
     """
-    if Path(source, "adapter_config.json").is_file():
-        model.load_adapter(source, is_trainable=True)
-    else:
-        targets = "all-linear" if "all-linear" in config.lora_targets else list(config.lora_targets)
-        alpha = config.lora_alpha or 2 * config.lora_rank
-        settings = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=targets)
-        torch.manual_seed(config.seed)
-        try:
-            model.add_adapter(settings)
-        except ValueError as error:
-            raise ValueError(f"lora_targets: {' '.join(config.lora_targets)}: {error}") from error
-        for name, layer in adapters_of(model):  # experts, and routers, which answer with more than a product
-            kind = type(layer.get_base_layer())
-            if not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__:
-                raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer; name "
-                                 "the layers that are to learn, such as q_proj v_proj")  # fmt: skip
-    base = Path(config.model).absolute() if Path(config.model).is_dir() else config.model
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    for layer in layers_of(model, "lora_rank") if config.device == "cuda" else ():
-        for parameter in layer.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.bfloat16()
+    targets = "all-linear" if "all-linear" in config.lora_targets else list(config.lora_targets)
+    alpha = config.lora_alpha or 2 * config.lora_rank
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        model.add_adapter(settings)
+    except ValueError as error:
+        raise ValueError(f"lora_targets: {' '.join(config.lora_targets)}: {error}") from error
+    folder = Path(config.model)
+    settings.base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else config.model
+    cast_adapter_dtype(model, "default")
+    torch.manual_seed(config.seed)
+    for name, layer in layers_with_adapters(model):
+        kind = type(layer.get_base_layer())  # experts, or a router, which answers with more than a product
+        if not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__:
+            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer; name the "
+                             "layers that are to learn, such as q_proj v_proj")  # fmt: skip
+        layer.reset_lora_parameters("default", True)
+    if (saved := Path(source, "adapter_model.safetensors")).is_file():
+        set_peft_model_state_dict(model, load_file(saved))
+
+
+def layers_with_adapters(model) -> list[tuple]:
+    """Name and module of each."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+@contextlib.contextmanager
+def off(model):
+    """Inside, the model computes what it did before it got adapters.
+
+    By their scale: peft's own switch also freezes them, which FSDP does not take.
+    """
+    layers = layers_with_adapters(model)
+    try:
+        for _, layer in layers:
+            layer.set_scale("default", 0.0)
+        yield
+    finally:
+        for _, layer in layers:
+            layer.set_scale("default", 1.0)
+
+
+@torch.no_grad()
+def merged(model):
+    """Name and tensor of each weight of the model as it was before it got adapters, with what they add.
+
+    A layer's is W + alpha / rank * B @ A, in float32; of a model over many ranks it is as split as W.
+    """
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers_with_adapters(model)}
+    for name, tensor in model.state_dict().items():
+        if name in adapted:
+            tensor = tensor + adapted[name].get_delta_weight("default")
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:

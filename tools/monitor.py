@@ -15,7 +15,7 @@ class Monitor:
     """What shows the run of this configuration, which goes on after `first_step`."""
 
     def __init__(self, config, first_step: int):
-        self.folder = Path(config.out_dir)
+        self.folder, self.total_steps = Path(config.out_dir), config.total_steps
         wanted = [tensorboard] * config.tensorboard + [wandb] * config.wandb
         self.trackers = [tracker(config, first_step) for tracker in wanted]
 
@@ -46,6 +46,13 @@ class Monitor:
             if axis.lines:
                 axis.legend()
         figure.savefig(self.folder / "curves.png")
+
+    def print_step(self, line: dict) -> None:
+        """Prints the most important of a step's metrics."""
+        shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
+                 "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
+        values = "  ".join(f"{key} {line[key]:.4g}" for key in shown if key in line)
+        print(f"step {line['step']}/{self.total_steps}  {values}", flush=True)
 
     def print_samples(self, lines: list[dict]) -> None:
         """Prints lines of samples.jsonl: how prompt and response end, the truth and the reward."""

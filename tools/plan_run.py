@@ -2,14 +2,14 @@
 
     python -m tools.plan_run --model PATH ...          # the trainer's flags
 
-Checks everything that the trainer checks, then prints an estimate from the model's config.json alone. With
-GPUs it also reserves all of the run in Ray, says which node got what, and gives it back.
-
-Left out: memory of vLLM servers, which take the share of a GPU that they are told; time.
+Checks everything that the trainer checks, then prints an estimate from the models' config.json alone. With
+GPUs it also reserves all of the run in Ray, says which node got what, and gives it back; and says what a vLLM
+server's share of a GPU leaves for keys and values. benchmarks/simulate.py is about time.
 """
 
 import dataclasses
 import os
+import re
 import sys
 
 import ray
@@ -17,25 +17,39 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import genrm_server
 import reward_loop
-from cluster import placement as placement_file
-from cluster.policy_group import rank_bundles
+from cluster.placement import Places, parts_of
 from grpo_trainer import Config, Run
 from policy import LOGITS_AT_ONCE, layers_of
+from tools.merge_lora import add_adapters
 
 
-def count_parameters(config) -> tuple[int, int, int] | tuple[None, None, None]:
-    """Parameters of the model, its largest layer, and outside of layers; None: not known."""
+VLLM_GB = 2.0  # roughly what a server needs beside weights and cache: activations, CUDA graphs
+VLLM_SHARE = 0.9  # of a GPU that it takes if nobody says otherwise
+
+
+def count_parameters(config, device: str = "cpu") -> tuple:
+    """Parameters, in units of 4 bytes: of the model, those that learn, of its largest layer, and outside of
+    layers; None: not known."""
     try:
         with torch.device("meta"):
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
-        of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model, "")]
+            if config.lora_rank:
+                add_adapters(model, dataclasses.replace(config, device=device), "")
+        size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
+        of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
     except Exception:  # families' own code, which need not be able to build a model without data
-        return None, None, None
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    return weights, max(of_layers), weights - sum(of_layers)
+        return None, None, None, None
+    learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(size.values()), learning, max(of_layers), sum(size.values()) - sum(of_layers)
+
+
+def cache_of(text) -> int:
+    """Keys and values of a token, in numbers."""
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size
 
 
 def estimate_memory(config, device: str) -> dict[str, float | None]:
@@ -45,31 +59,29 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     """
     text = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     text = text.get_text_config()
-    weights, of_layer, outside = count_parameters(config)
-    part = weights and weights / config.policy_ranks
+    weights, learning, of_layer, outside = count_parameters(config, device)
+    part, learning = (count and count / config.policy_ranks for count in (weights, learning))
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or 16384, longest)
     sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
     try:
-        layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        kv_size = kv_heads * (getattr(text, "head_dim", None) or hidden // heads)
+        layers, hidden = text.num_hidden_layers, text.hidden_size
         # what its backward pass needs
         layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))
         kept = tokens * hidden * layers + layer if config.gradient_checkpointing else layer * layers
         kept += 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
-        cache = 2 * layers * kv_size * longest * sequences
+        cache = cache_of(text) * longest * sequences
     except Exception:  # other names, or one number a layer: configurations raise errors of their own kinds
         kept = cache = None
-    numbers = {"weights": part, "gradients": part, "Adam": part and 2 * part}
-    numbers |= {"reference model": part} if config.kl_coef else {}
+    numbers = {"weights": part, "gradients": learning, "Adam": learning and 2 * learning}
+    numbers |= {"reference model": part} if config.kl_coef and not config.lora_rank else {}
     if config.policy_offload and device == "cuda":
         numbers = {f"in the host's memory, of each rank: {name}": number for name, number in numbers.items()}
     numbers["update: activations of a micro-batch"] = kept
     numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
     if config.policy_ranks > 1:  # two layers at a time, and embedding and head, with gradients twice
         numbers["update: gathered weights"] = weights and 3 * outside + 3 * of_layer
-    elif device == "cuda" and not config.gradient_checkpointing:
+    elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
         numbers["update: weights in bf16"] = weights and weights / 2  # kept for the backward pass
     return {name: count and 4e-9 * count for name, count in numbers.items()}  # float32
 
@@ -84,7 +96,8 @@ def report(config, num_rows: int) -> str:
         lines += [f"{node}: {', '.join(held)}" for node, held in placement(config).items()]
         where = f"each of {config.policy_ranks} ranks, {config.device}"
     if config.device == "cuda":
-        have = gpu_memory() * config.policy_gpu_share
+        have = (gpu := gpu_memory()) * config.policy_gpu_share
+        lines += [server_memory(config, *server, gpu) for server in servers_of(config)]
     estimate = estimate_memory(config, config.device)
     for name, gb in estimate.items():
         lines.append(f"{gb:9.2f} GB  {name}" if gb is not None else f"  unknown     {name}")
@@ -99,29 +112,51 @@ def report(config, num_rows: int) -> str:
     return "\n".join(lines)
 
 
-def placement(config) -> dict[str, list[str]]:
-    """What Ray would place on which node: it is reserved and given back at once."""
-    judges = [dataclasses.replace(judge, device=config.device) for judge in config.server_configs().values()]
-    servers = genrm_server.Config("", num_servers=config.rollout_servers, device=config.device,
-                                  tensor_parallel_size=config.rollout_tensor_parallel,
-                                  gpu_share=config.rollout_gpu_share)  # fmt: skip
-    wanted = {"rank": rank_bundles(config), "judge": placement_file.reserved(judges)}
-    wanted["policy server"] = placement_file.reserved([servers])
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    held, groups = {}, []
+def servers_of(config) -> list[tuple[str, str, float, int, int]]:
+    """Name, model, share of a GPU, GPUs and longest sequence (0: the model's) of the kinds of servers."""
+    longest = config.max_prompt_length + config.max_response_length
+    tensor_parallel = config.rollout_tensor_parallel
+    servers = [("policy server", config.model, config.rollout_gpu_share, tensor_parallel, longest)]
+    for name, judge in config.server_configs().items():
+        longest = re.search(r"--max-model-len[ =](\d+)", " ".join(judge.vllm_args))
+        servers.append((name, judge.model, judge.gpu_share, judge.tensor_parallel_size,
+                        int(longest[1]) if longest else 0))  # fmt: skip
+    return servers
+
+
+def server_memory(config, name: str, model: str, share: float, gpus: int, longest: int, gpu: float) -> str:
+    """What a server of this model does with its share of so many GPUs of so many GB, in bf16."""
+    config = dataclasses.replace(config, model=model, lora_rank=0)
+    have = gpus * gpu * (share if share < 1 else VLLM_SHARE)
     try:
-        for name, (bundles, strategy) in wanted.items():
-            if not bundles:
-                continue
-            group, nodes = placement_file.hold(bundles, strategy, name)
-            groups.append(group)
-            for number, (bundle, node) in enumerate(zip(bundles, nodes)):
-                gpus = f" ({count:g} GPUs)" if (count := bundle.get("GPU", 1)) != 1 else ""
-                held.setdefault(addresses[node], []).append(f"{name} {number}{gpus}")
-    finally:
-        for group in groups:
-            ray.util.remove_placement_group(group)
-    return dict(sorted(held.items()))
+        text = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code).get_text_config()
+        weights, per_token = 2e-9 * count_parameters(config)[0], 2e-9 * cache_of(text)
+        if name == "policy server" and text.tie_word_embeddings:  # it is served untied
+            weights += 2e-9 * text.vocab_size * text.hidden_size
+        longest = longest or text.max_position_embeddings
+    except Exception:  # no such file here, or a family of another kind
+        return f"{have:9.2f} GB  {name}: what it takes is unknown"
+    tokens = max(have - weights - VLLM_GB * gpus, 0) / per_token
+    fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
+    return (f"{have:9.2f} GB  {name}: {weights:.2f} of weights, room for {tokens:,.0f} tokens "
+            f"(a sequence: {longest:,}): {fits}")  # fmt: skip
+
+
+def placement(config) -> dict[str, list[str]]:
+    """What Ray would place on which node: it is reserved and given back at once. "a + b" share a GPU."""
+    parts, held = parts_of(config), {}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for together in [parts] if config.device == "cuda" else [{name: part} for name, part in parts.items()]:
+        places, bundles = Places(together), {}
+        for name in together:
+            for number, node in enumerate(places.nodes(name)):
+                index, gpus = places.where[name, number]
+                told = f"{name} {number}" + (f" ({gpus:g})" if gpus not in (0, 1) else "")
+                bundles.setdefault((addresses[node], index), []).append(told)
+        places.close()
+        for (address, _), members in sorted(bundles.items()):
+            held.setdefault(address, []).append(" + ".join(members))
+    return held
 
 
 def gpu_memory() -> float:

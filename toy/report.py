@@ -1,6 +1,7 @@
 """The figure and the tables of finished demo runs.
 
-    python -m toy.report --runs outputs/demo_seed0      # writes report.md and report.png into that folder
+    python -m toy.report --runs outputs/demo_seed0           # writes report.md and report.png in that folder
+    python -m toy.report --runs outputs/demo_seed0 --so-far  # while the runs go on
 
 The folder holds the runs baseline/ and fapo/, and judge/ if there was one. docs/make_evidence.py sums up many
 such folders. It needs run_folder.py, and leaves out what tools/view_run.py shows: every metric and sample.
@@ -33,12 +34,16 @@ class Config:
     """Draws the figure and the tables of finished demo runs."""
 
     runs: Path  # Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one
+    so_far: bool = False  # Take runs that are not finished as well, up to their newest evaluation
 
 
-def read_metrics(run: Path) -> list[dict]:
-    """metrics.jsonl of a run. Raises ValueError where it is not finished."""
+def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
+    """metrics.jsonl of a run. Raises ValueError where it is not finished, or `so_far` evaluated only once."""
     metrics, torn = read_lines(run / "metrics.jsonl")
-    if torn or len(metrics) < 2 or not (has_evaluation(metrics[0]) and has_evaluation(metrics[-1])):
+    while so_far and metrics and not has_evaluation(metrics[-1]):
+        metrics.pop()
+    whole = len(metrics) > 1 and has_evaluation(metrics[0]) and has_evaluation(metrics[-1])
+    if not whole or torn and not so_far:
         raise ValueError(f"runs: {run} is not finished; it lacks an evaluation at its start or end")
     return metrics
 
@@ -82,19 +87,27 @@ def table(heads: list[str], *rows: list[str]) -> str:
     return "\n".join([head, "|---" * len(heads) + "|", *lines])
 
 
+def ways(evaluation: dict) -> dict[str, str]:
+    """Those of WAYS that there are: greedily only where that was asked for."""
+    there = {key.rpartition("/")[2] for key in evaluation}
+    return {way: label for way, label in WAYS.items() if way in there}
+
+
 def policy_table(runs: dict[str, list[dict]]) -> str:
     """Held-out numbers before and after each run."""
+    before = runs["rule only"][0]
     columns = {f"{title}, {label}": f"val/{key}/{way}"
-               for way, label in WAYS.items() for title, key in COLUMNS.items()}  # fmt: skip
-    rows = {"before": runs["rule only"][0]} | {label: metrics[-1] for label, metrics in runs.items()}
-    cells = [[label, *(f"{line[key]:.3f}" for key in columns.values())] for label, line in rows.items()]
+               for way, label in ways(before).items() for title, key in COLUMNS.items()}  # fmt: skip
+    after = {f"{label}, step {metrics[-1]['step']}": metrics[-1] for label, metrics in runs.items()}
+    cells = [[label, *(f"{line[key]:.3f}" for key in columns.values())]
+             for label, line in ({"before": before} | after).items()]
     return table(["512 held-out problems", *columns], *cells)
 
 
 def judge_table(metrics: list[dict]) -> str:
     """The judge on held-out critiques before and after its own training. Half of the solutions are flawed."""
     rows = []
-    for way, label in WAYS.items():
+    for way, label in ways(metrics[0]).items():
         for when, line in ("before", metrics[0]), ("after", metrics[-1]):
             recall, kept, location = (
                 line[f"val/fapo_critic/{key}/{way}"] for key in ("recall", "sound_kept", "location")
@@ -106,9 +119,9 @@ def judge_table(metrics: list[dict]) -> str:
     return table(heads, *rows)
 
 
-def report(runs: Path) -> str:
-    """Draws report.png and writes report.md in `runs`; returns the text. ValueError for unfinished runs."""
-    policies = {label: read_metrics(runs / name) for label, name in RUNS.items()}
+def report(runs: Path, so_far: bool = False) -> str:
+    """Draws report.png and writes report.md in `runs`; returns the text. ValueError: see `read_metrics`."""
+    policies = {label: read_metrics(runs / name, so_far) for label, name in RUNS.items()}
     draw_runs(policies, runs / "report.png")
     tables = [judge_table(read_metrics(runs / "judge"))] if (runs / "judge").is_dir() else []
     text = "\n\n".join([*tables, policy_table(policies)])
@@ -118,7 +131,8 @@ def report(runs: Path) -> str:
 
 def main() -> None:
     try:
-        print(report(tyro.cli(Config).runs))
+        config = tyro.cli(Config)
+        print(report(config.runs, config.so_far))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

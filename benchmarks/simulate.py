@@ -1,0 +1,159 @@
+"""What breaks first: one step of training on many GPUs, played event by event from measured constants.
+
+    python benchmarks/simulate.py                                            # FAPO-7B on 8, 64 and 1,024 GPUs
+    python benchmarks/simulate.py --gpus 64 --drawn outputs/RUN/samples.jsonl           # with a run's lengths
+    python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # a run of one machine, beside measured
+
+Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's
+loop; where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves
+its line in order. Then the samples go to the ranks, they update, and the new weights go to one node of
+servers after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+
+--run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
+gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
+token; the judge's one server works on one critique after the other, which ends when all at once would.
+Medians, because whatever else the machine did is no part of it.
+"""
+
+import heapq
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import tyro
+
+
+@dataclass
+class Config:
+    """The constants. Of GPUs they are assumed, of everything else measured (docs/cluster.md)."""
+
+    gpus: tuple[int, ...] = (8, 64, 1024)  # In the cluster.
+    shares: tuple[float, float, float] = (0.5, 0.25, 0.25)  # Of them: ranks, policy servers, judges.
+    samples: int = 512  # In a step, for each GPU: 512 prompts of 8 samples on eight of them.
+    length: tuple[float, int] = (1161, 8192)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
+    critique: tuple[float, int] = (3000, 16384)  # The same of a critique.
+    judged: float = 0.5  # Share of the samples that the judge reads.
+    places: int = 128  # Sequences that a server works on at once.
+    speed: float = 50  # Tokens/s of each of them, policy.
+    judge_speed: float = 70  # Tokens/s of each of them, judge.
+    train_speed: float = 8000  # Tokens/s of a rank in an update: 35 % of an H100 for 7B.
+    loop: float = 14000  # Samples/s that the trainer's loop hands over and collects.
+    workers: int = 2  # Reward workers, 1,800 calls/s each.
+    router: float = 5000  # Requests/s of a router; the policy's servers and the judges have one each.
+    hand_over: float = 5e6  # Tokens/s from the trainer to the ranks: each unpacks all samples.
+    weights: float = 15.2e9  # Bytes of the policy's weights.
+    link: float = 12.5e9  # Bytes/s out of a node.
+    drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
+    run: Path | None = None  # Folder of a run that was measured.
+
+
+def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[dict, dict]:
+    """When each station was done, in seconds, and how long it was busy, divided by its places.
+
+    jobs: what each does, [(station, seconds), ...]; places: how many jobs a station serves at once.
+    """
+    free = {name: [0.0] * count for name, count in places.items()}
+    done, busy = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0.0)
+    events = [(0.0, number, 0) for number in range(len(jobs))]
+    while events:
+        now, number, stage = heapq.heappop(events)
+        station, seconds = jobs[number][stage]
+        end = max(now, free[station][0]) + seconds
+        heapq.heapreplace(free[station], end)
+        done[station] = max(done[station], end)
+        busy[station] += seconds / places[station]
+        if stage + 1 < len(jobs[number]):
+            heapq.heappush(events, (end, number, stage + 1))
+    return done, busy
+
+
+def step(config: Config, gpus: int) -> tuple[dict, dict]:
+    """Seconds of a step's parts, and for how many of them each station is at work."""
+    rng, jobs, total = random.Random(0), [], 0.0
+
+    def tokens(mean, most):
+        return min(mean * rng.lognormvariate(-0.245, 0.7), most)
+
+    written = config.drawn.read_text().splitlines() if config.drawn else ()
+    lengths = [json.loads(line)["response_length"] for line in written]
+    for _ in range(config.samples * gpus):
+        total += (length := rng.choice(lengths) if lengths else tokens(*config.length))
+        jobs.append([("policy's router", 1 / config.router), ("policy servers", length / config.speed)])
+        jobs[-1].append(("loop", 1 / config.loop))
+        if rng.random() < config.judged:
+            seconds = tokens(*config.critique) / config.judge_speed
+            jobs[-1] += [("workers", 1 / 1800), ("judges' router", 1 / config.router), ("judges", seconds)]
+    ranks, servers, judges = (max(round(share * gpus), 1) for share in config.shares)
+    places = {"policy's router": 1, "loop": 1, "workers": config.workers, "judges' router": 1}
+    places |= {"policy servers": servers * config.places, "judges": judges * config.places}
+    done, busy = play(jobs, places)
+    parts = {"rollout": done["loop"], "reward wait": max(done.values()) - done["loop"],
+             "to the ranks": total / config.hand_over, "update": total / config.train_speed / ranks,
+             "weights": config.weights / config.link * math.ceil(servers / 8)}  # fmt: skip
+    return parts, busy | {name: parts[name] for name in ("to the ranks", "update", "weights")}
+
+
+def table(config: Config) -> str:
+    """A row for each size: a step's parts in seconds, and what has most to do of what is no GPU's work."""
+    rows = ["| GPUs | rollout | reward wait | to the ranks | update | weights | step s | breaks first |"]
+    rows.append("| ---: " * 7 + "| --- |")
+    for gpus in config.gpus:
+        parts, busy = step(config, gpus)
+        seconds = sum(parts.values())
+        host = {name: busy[name] for name in busy if name not in ("policy servers", "judges", "update")}
+        worst = max(host, key=host.get)
+        shown = "".join(f"{value:,.1f} | " for value in [*parts.values(), seconds])
+        rows.append(f"| {gpus:,} | {shown}{worst}, at work {host[worst] / seconds:.1%} of a step |")
+    return "\n".join(rows)
+
+
+def predict(run: Path) -> dict[str, tuple[float, float]]:
+    """{part of a step: (seconds predicted, measured)} for every second step of the run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "time/step" in line]
+    halves = lines[::2], lines[1::2]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = [[s for s in samples if s["split"] == "train" and s["step"] % 2 == odd] for odd in (1, 0)]
+
+    def of(key, half=0):
+        return median(line[key] for line in halves[half])
+
+    def critiques(half):
+        return [len(text) for s in samples[half] if (text := s["reward_extra_info"].get("critique"))]
+
+    def lengths(half):
+        return [s["response_length"] for s in samples[half]]
+
+    batch = round(of("perf/tokens") / of("response_length/mean"))
+    speed = of("response_length/max") / of("time/rollout")  # tokens/s of each sample
+    # all that the judge wrote, from the end of the shortest response to that of the last critique
+    seconds = of("time/rollout") + of("time/reward_wait") - min(lengths(0)) / speed
+    judge = of("genrm/asked") * sum(critiques(0)) / len(critiques(0)) / seconds
+    rng, jobs = random.Random(0), []
+    for number in range(batch):
+        jobs.append([("policy", rng.choice(lengths(1)) / speed)])
+        if number < of("genrm/asked", 1):
+            jobs[-1].append(("judge", rng.choice(critiques(1)) / judge))
+    done, _ = play(jobs, {"policy": batch, "judge": 1})
+    parts = [f"time/{name}" for name in ("rollout", "reward_wait", "update")]
+    rest = median(line["time/step"] - sum(line[part] for part in parts) for line in halves[0])
+    found = {"rollout": done["policy"], "reward_wait": max(done.values()) - done["policy"]}
+    found["update"] = of("perf/tokens", 1) * of("time/update") / of("perf/tokens")
+    found["step"] = sum(found.values()) + rest
+    return {name: (seconds, of(f"time/{name}", 1)) for name, seconds in found.items()}
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    if not config.run:
+        return print(table(config))
+    print("| part of a step | predicted s | measured s | ratio |\n| --- | ---: | ---: | ---: |")
+    for name, (predicted, measured) in predict(config.run).items():
+        print(f"| {name} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# FAPO with 1.5B on one GPU of 24 GB: adapters (LoRA) are trained, not the weights, and the policy, its vLLM
+# server and a small judge share the device. It needs a judge that was trained for this (genrm_4b.sh trains
+# one): JUDGE_MODEL=FOLDER.
+# Data: python prepare_data.py --tasks dapo aime24 --out-dir data
+#
+# What each takes by `python -m tools.plan_run` with the trainer's flags:
+#      6.24 GB  policy server: 3.55 of weights, room for 23,920 tokens (a sequence: 4,096): it fits
+#      3.84 GB  genrm: 0.99 of weights, room for 69,331 tokens (a sequence: 8,192): it fits
+#      3.70 GB  weights
+#      0.15 GB  gradients
+#      0.30 GB  Adam
+#      7.99 GB  update: activations of a micro-batch
+#     12.13 GB  at the peak, roughly, of 12.5 GB on each of 1 ranks, cuda: it fits
+# Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models.
+source "$(dirname "$0")/paths.sh"
+
+python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \
+  --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
+  --reward-fn compute_score.py:compute_score_fapo \
+  --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 3072, "judge_test": true}' \
+  --genrm "${JUDGE_MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" --genrm-gpu-share 0.16 \
+  --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
+  --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
+  --total-steps 200 --train-batch-size 64 --group-size 8 --mini-batch-size 16 \
+  --max-prompt-length 1024 --max-response-length 3072 --overlong-buffer 1024 --overlong-factor 1.0 \
+  --temperature 1.0 --lr 1e-5 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
+  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
+  --val-every 20 --val-n 8 --val-temperature 1.0 --val-top-p 0.7 --save-every 20 "$@"

@@ -1,0 +1,184 @@
+"""Who gets which GPU: the layout by hand, and what each process sees of GPUs that Ray only believes in."""
+
+import contextlib
+import json
+import os
+import re
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import ray
+import torch
+
+from cluster import policy_group
+from cluster.placement import ASLEEP, Part, Places, layout, parts_of
+from cluster.ranks import RankedPolicy, Ranks
+from genrm_server import SLEEP
+from policy import Policy
+from run import Run
+from test_genrm_server import stand_in, told  # noqa: F401
+from tiny import CPU, config_of, write_model
+
+
+def on_gpus(parts, gpus):
+    """[{"rank 0": 0.5, ...}, ...]: who is on each bundle, with what it asks Ray for."""
+    bundles, where = layout(parts, gpus)
+    held = [{} for _ in bundles]
+    for (name, number), (index, share) in where.items():
+        held[index][f"{name} {number}"] = share
+    return held
+
+
+def test_ranks_and_servers_share_the_same_eight_gpus():
+    parts = {"rank": Part(8, 0.25, 0.5, apart=True), "server": Part(8, 0.5, 0.4)}
+    assert on_gpus(parts, 8) == [{f"rank {i}": 0.5, f"server {i}": 0.4} for i in range(8)]
+    assert layout(parts, 8)[0] == [{"CPU": 0.75, "GPU": 1}] * 8
+
+
+def test_one_gpu_takes_all_parts_and_servers_of_several_take_theirs_whole():
+    three = {"rank": Part(1, 0.25, 0.4, apart=True), "server": Part(1, 0.5, 0.3), "judge": Part(1, 0.5, 0.3)}
+    assert on_gpus(three, 1) == [{"rank 0": 0.4, "server 0": 0.3, "judge 0": 0.3}]
+    parts = {"rank": Part(2, 0, 1.0, apart=True), "judge": Part(3, 0, 0.4), "server": Part(2, 0, 2.0)}
+    expected = [{"server 0": 2}, {"server 1": 2}, {"rank 0": 1}, {"rank 1": 1}]
+    assert on_gpus(parts, 9) == [*expected, {"judge 0": 0.4}, {"judge 1": 0.4}, {"judge 2": 0.4}]
+    assert on_gpus(parts, 8) == [*expected, {"judge 0": 0.4, "judge 2": 0.4}, {"judge 1": 0.4}]
+    assert [bundle["GPU"] for bundle in layout(parts, 8)[0]] == [2, 2, 1, 1, 1, 1]
+    assert on_gpus({"rank": Part(2, 0.25, apart=True)}, 0) == [{"rank 0": 0}, {"rank 1": 0}]  # on CPU
+
+
+def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
+    """Ray counts in 1/10,000: all parts must add up to at most one GPU, and each must have some."""
+    parts = {"rank": Part(2, 0, 1.0, apart=True), "judge": Part(2, 0, ASLEEP), "rm": Part(1, 0, ASLEEP)}
+    first, second = on_gpus(parts, 8)
+    assert first == {"rank 0": 0.999, "judge 0": ASLEEP, "rm 0": ASLEEP}
+    assert second == {"rank 1": 0.999, "judge 1": ASLEEP}
+
+
+@pytest.mark.parametrize(
+    "parts, gpus, message",
+    [
+        ({"rank": Part(1, 0, 1.0)}, 0, "no room for rank 0, which takes 1 of 0 GPUs, beside nothing; lower"),
+        ({"rank": Part(2, 0, 0.5, apart=True)}, 1, "rank 1, which takes 0.5 of 1 GPUs, beside rank 0 (0.5)"),
+        (
+            {"rank": Part(2, 0, 0.5, apart=True), "server": Part(2, 0, 0.6)},
+            2,
+            "rank 0, which takes 0.5 of 2 GPUs, beside server 0 (0.6); server 1 (0.6); lower a share",
+        ),
+        ({"rank": Part(7, 0, 1.0), "server": Part(1, 0, 2.0)}, 8, "rank 6, which takes 1 of 8 GPUs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_with_what_was_tried(parts, gpus, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        layout(parts, gpus)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_parts_of_a_run(monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
+    changes = dict(device="cuda", rollout="vllm", policy_ranks=4, policy_gpu_share=0.5, rollout_servers=2)
+    changes |= dict(rollout_tensor_parallel=2, genrm=("j", "rm=r"), genrm_servers=3, genrm_gpu_share=0.25)
+    parts = parts_of(config_of(**changes))
+    assert parts["rank"] == Part(4, 0.25, 0.5, apart=True) and parts["policy server"] == Part(2, 0.5, 2.0)
+    assert parts["genrm"] == parts["rm"] == Part(3, 0.5, 0.25)
+    asleep = parts_of(config_of(**changes, reward_mode="colocate"))
+    assert asleep["genrm"].gpus == ASLEEP and asleep["policy server"].gpus == 2.0
+    own = parts_of(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
+    assert own["genrm"].gpus == 1.0  # a GPU of its own: there is nobody to sleep for
+
+
+@pytest.fixture
+def ray_with(request):
+    """A Ray that claims to have so many GPUs."""
+
+    def start(gpus):
+        options = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=4, num_gpus=gpus, **options)
+
+    yield start
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_what_each_process_sees_of_eight_gpus(ray_with):
+    class Process:
+        def sees(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    ray_with(8)
+    parts = {"rank": Part(4, 0.1, 0.5, apart=True), "server": Part(4, 0.1, 0.4), "judge": Part(2, 0.1, 2.0)}
+    parts["sleeper"] = Part(2, 0.1, ASLEEP)
+    places, started = Places(parts), []
+
+    def seen(name):
+        options = [places.options(name, number) for number in range(parts[name].count)]
+        made = [ray.remote(Process).options(**each).remote() for each in options]
+        started.extend(made)
+        return ray.get([process.sees.remote() for process in made], timeout=60)
+
+    try:
+        judges, sleepers, servers, ranks = map(seen, ("judge", "sleeper", "server", "rank"))
+        assert len(set(ranks)) == 4 and servers == ranks and sleepers == ranks[:2]
+        assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(8)]
+        ray.kill(started[-1])  # what starts anew in its place sees the same
+        again = ray.remote(Process).options(**places.options("rank", 3)).remote()
+        assert ray.get(again.sees.remote(), timeout=60) == ranks[3]
+    finally:
+        places.close()
+
+
+def rank_on_cpu():
+    class Rank(RankedPolicy):
+        """As if on a GPU, but its numbers are on CPU; with what it saw of the GPU."""
+
+        def __init__(self, config, source, device, ranks):
+            make, join = Policy.__init__, Ranks.join
+
+            def make_on_cpu(self, config, source, device):
+                make(self, SimpleNamespace(**vars(config) | {"device": "cpu"}), source, CPU)
+
+            with (
+                patch.object(torch.cuda, "set_per_process_memory_fraction") as held,
+                patch.object(Policy, "__init__", make_on_cpu),
+                patch.object(Ranks, "join", lambda self, device: join(self, CPU)),
+            ):
+                super().__init__(config, source, device, ranks)
+            self.seen = os.environ["CUDA_VISIBLE_DEVICES"], str(held.call_args.args)
+
+    return Rank
+
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info, **_): return 0.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, share", [("standalone", 0.4), ("colocate", 0.7)])
+def test_a_run_on_one_gpu(
+    ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch, mode, share  # noqa: F811
+):
+    """Rank, policy server and judge see the one GPU, and each is held to its share of the memory."""
+    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
+           "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "score.py").write_text(REWARD)
+    config = config_of(
+        model=write_model(tmp_path / "policy", model, tokenizer), train_file=str(tmp_path / "rows.jsonl"),
+        out_dir=str(tmp_path / "run"), reward_fn=f"{tmp_path}/score.py:compute_score", num_workers=1,
+        policy_gpu_share=share, rollout_gpu_share=0.3, genrm=(str(stand_in),), genrm_gpu_share=0.3,
+        reward_mode=mode, reward_model_tokenizer=str(tmp_path / "policy"), max_response_length=8,
+        overlong_buffer=0)  # fmt: skip
+    monkeypatch.setattr(policy_group, "RankedPolicy", rank_on_cpu())
+    ray_with(1)
+    run = Run(config)
+    with contextlib.ExitStack() as stack:
+        run.start(stack)
+        assert run.places.bundles == [{"CPU": 1.25, "GPU": 1}]
+        asked = sorted(gpus for _, gpus in run.places.where.values())
+        assert asked == ([0.3, 0.3, 0.4] if mode == "standalone" else [ASLEEP, 0.299, 0.699])
+        seen = ray.get(run.policy.actors[0].__ray_call__.remote(lambda rank: rank.seen))
+        assert seen == ("0", f"({share}, device(type='cuda', index=0))")
+        judge = told(run.rewards.reward_models.models["genrm"])
+        for server in (told(run.servers.servers), judge):
+            line = " ".join(server["argv"])
+            assert server["env"]["CUDA_VISIBLE_DEVICES"] == "0" and "--gpu-memory-utilization 0.3" in line
+        assert (SLEEP in judge["calls"]) == (mode == "colocate")
