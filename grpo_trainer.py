@@ -176,7 +176,7 @@ class Config(reward_loop.RewardOptions):
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
-             f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
+             f"tis_cap: {self.tis_cap:g} would multiply every loss by 0; leave it out to turn it off"),
             (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,
              f"tis_mode: {self.tis_mode} needs --tis-cap"),
             (bool(self.terms) != (self.advantage == "terms"),

@@ -36,7 +36,7 @@ def in_bf16(device):
 
 
 def test_the_update_in_bf16_beside_float32(work, monkeypatch):
-    monkeypatch.setattr(policy, "check_logprobs", lambda model, name: None)  # a CPU's bound is float32's
+    monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)  # a CPU's bound is float32's
     monkeypatch.setattr(policy, "precision", in_bf16)
     rows = list(check_gpu.check_precision(work, CPU, length=8))
     assert len(rows) == 5 and all(holds for _, holds, _ in rows), rows
@@ -50,7 +50,7 @@ def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
     def wrong(model, output, hidden):
         return right(model, output, hidden) * (1.5 if policy.precision is in_bf16 else 1.0)
 
-    monkeypatch.setattr(policy, "check_logprobs", lambda model, name: None)
+    monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)
     monkeypatch.setattr(policy, "precision", in_bf16)
     monkeypatch.setattr(policy, "logits_of", wrong)
     failed = [what for what, holds, _ in check_gpu.check_precision(work, CPU, length=4) if not holds]

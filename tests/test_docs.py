@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
-OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs"}  # of vLLM
+OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
 # The README says that they are not here, and nothing else names them.
 DROPPED = {"--save-rollouts", "--replay", "--max-staleness", "--weight-sync", "--rollout-shares-gpus"}
 DROPPED |= {"--genrm-gpus", "--rollout-gpus", "--max-concurrency"}
