@@ -386,8 +386,8 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
                 other.verdict = verdict
         progress.update()
 
-    options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
-    options |= {name: getattr(config, name) for name in ("max_response_length", "rollout_batch_size")}
+    options = dict(max_response_length=config.max_response_length, temperature=temperature, top_p=top_p,
+                   rollout_batch_size=config.rollout_batch_size, eos_ids=run.eos_ids, on_finished=finished)
     with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
         if run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
