@@ -5,8 +5,7 @@
 Read it beside the README's three equations: R_FAPO itself is made in compute_score.py (paper eq. 8); what
 turns rewards into a gradient is here. Nothing here knows of models, files or servers, and nothing is mutated.
 Needs none of our other files. docs/algorithms.md has all of it in one table.
-
-What is left out: value functions (GAE), a KL term inside the reward.
+Left out: value functions (GAE), a KL term inside the reward.
 
 Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest response.
 """
@@ -149,20 +148,17 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
 
     Returns (loss, sums): the sums over these tokens of what was clipped and of the KL estimate r - 1 - log r,
     and the number of tokens to divide them by, all three floats that add up over micro-batches and ranks.
-    Nothing is mutated.
     """
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
-    # what stands in the padding may be anything, NaN too
-    logprobs = torch.where(mask > 0, logprobs, 0.0)
+    logprobs = torch.where(mask > 0, logprobs, 0.0)  # what stands in the padding may be anything, NaN too
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     kl_B_T = (ratio - 1 - log_ratio).detach()
     if loss == "gspo":  # the value is the sequence's, the gradient that of each token's log-probability
         ratio = (sequence_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
-        # each sequence weighs as much as any other
-        advantages = advantages * num_tokens / (num_sequences or len(mask)) / lengths(mask)
+        advantages = advantages * num_tokens / (num_sequences or len(mask)) / lengths(mask)  # equal weights
     both = zip((clip_low, clip_high), CLIP_RANGES[loss])
     clip_low, clip_high = (own if given is None else given for given, own in both)
     unclipped = -advantages * ratio

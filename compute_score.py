@@ -7,10 +7,9 @@
     compute_score_fapo_genrm      trains the GenRM itself
     compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
 
-Use: python grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward
-function. Needs none of our other files. Settings come after the "*"; a misspelt one is refused.
-A failure is a status, never a number: a judge that is down or says nothing usable gives `score: None`
-("no verdict"), not +1 and not 0. A framework that needs numbers, such as verl, sets on_no_verdict="rule".
+Use: grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward function.
+Needs none of our other files. Settings come after the "*"; a misspelt one is refused. A failure is a status,
+never a number: a judge that is down or says nothing usable gives `score: None` ("no verdict"), not +1 or 0.
 Left out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
@@ -282,8 +281,8 @@ async def _json_request(method: str, url: str, **kwargs) -> dict:
     async with session.request(method, url, **kwargs) as response:
         if response.status != 200:
             text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            about = {"status": response.status, "message": text, "headers": response.headers}
-            raise aiohttp.ClientResponseError(response.request_info, (), **about)
+            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=text,
+                                              headers=response.headers)  # fmt: skip
         return await response.json(content_type=None)
 
 
@@ -411,8 +410,7 @@ async def compute_score_fapo(
         grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
         result = result if graded["acc"] is None and on_no_verdict == "rule" else graded
-    extra_info = extra_info or {}
-    is_test = extra_info.get("split") == "test"
+    is_test = (extra_info := extra_info or {}).get("split") == "test"
     only_measures = is_test or penalty is None
     verdict = dict(first_wrong=None, genrm_status="skipped", genrm_error="", genrm_shared=False, critique="")
     is_asked = result["acc"] or judge_wrong and result["acc"] is False

@@ -9,19 +9,14 @@ Read `train` first: it is the algorithm from top to bottom. Its parts follow in 
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, the model and its
 update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
-On CPU the policy is in this process. On GPUs Ray places everything: the policy's ranks (cluster/), its
-servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a
-run will need.
+On CPU the policy is in this process. On GPUs Ray places everything: its ranks (cluster/), its servers and the
+judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a run will need.
+Left out: a critic model, prompts with images, several turns, tools.
 
-What is left out: a critic model, prompts with images, several turns, tools.
-
-Four words for four things: score (the function's), penalty (for length), reward (their sum), advantage (the
-reward within its group).
+Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -31,7 +26,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -154,12 +150,11 @@ class Config(reward_loop.RewardOptions):
             ("train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n",
              "clip_c", "rollout_servers", "rollout_tensor_parallel", "rollout_batch_size", "policy_ranks"), 1,
         )  # fmt: skip
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in asdict(self).items():
             if isinstance(value, (int, float)) and not value >= least.get(name, 0):
                 raise ValueError(f"{name}: {value} must be at least {least.get(name, 0)}")
         ahead = "overlap: rolls out and judges during the update, and"
-        models = [("model", self.model)]
-        models += [("genrm", judge) for judge in reward_loop.named("genrm", self.genrm).values()]
+        judges = reward_loop.named("genrm", self.genrm).values()
         for is_wrong, why in (
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
@@ -190,7 +185,7 @@ class Config(reward_loop.RewardOptions):
              f"{ahead} with --reward-mode colocate the judge sleeps then; take standalone"),
             *((not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"),
                f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
-              for name, value in models),
+              for name, value in (("model", self.model), *(("genrm", judge) for judge in judges))),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(why)
@@ -201,15 +196,13 @@ class Config(reward_loop.RewardOptions):
         """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         in_process = device == "cpu" and self.policy_ranks == 1
-        rollout = self.rollout
-        if rollout == "auto":
-            rollout = "hf" if in_process and not self.overlap else "vllm"
+        default = "hf" if in_process and not self.overlap else "vllm"
+        rollout = self.rollout if self.rollout != "auto" else default
         if rollout == "hf" and not in_process:
             raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
         budget = self.max_tokens_per_micro_batch or (2048 if device == "cpu" else 16384)
-        tis_cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
-        return dataclasses.replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget,
-                                   tis_cap=tis_cap)  # fmt: skip
+        cap = 2.0 if self.overlap and self.tis_cap is None else self.tis_cap
+        return replace(self, device=device, rollout=rollout, max_tokens_per_micro_batch=budget, tis_cap=cap)
 
 
 # ---- the algorithm
@@ -227,7 +220,7 @@ def train(config: Config) -> Path | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.lock)
         if config.dry_run:
-            return print(json.dumps(dataclasses.asdict(config), indent=2))
+            return print(json.dumps(asdict(config), indent=2))
         if run.is_done():
             print(f"nothing to do: {run.source} is step {run.step} of {config.total_steps}")
             return Path(run.source)
@@ -292,13 +285,13 @@ class Ahead:
     """A step that is rolled out and judged in a thread, during the update of the step before."""
 
     def __init__(self):
-        self.rolled_out, self.batch = concurrent.futures.Future(), concurrent.futures.Future()
+        self.rolled_out, self.batch = Future(), Future()
 
 
 def next_batch(run: Run, step: int) -> Batch:
     """The samples of this step; with --overlap the next step's rollouts begin when this one's have ended."""
     if not run.config.overlap:
-        return draw_and_score(run, step, concurrent.futures.Future())
+        return draw_and_score(run, step, Future())
     current = run.ahead or start_ahead(run, step)
     current.rolled_out.result()
     run.ahead = start_ahead(run, step + 1) if step < run.config.total_steps else None
@@ -322,7 +315,7 @@ def start_ahead(run: Run, step: int) -> Ahead:
     return ahead
 
 
-def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -> Batch:
+def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     """Draws, rolls out, waits for verdicts; `rolled_out` is done when nothing more is generated.
 
     With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
@@ -349,7 +342,7 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
     if refills:
         rolled_out.set_result(None)
     if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
-        kept = [[dataclasses.replace(s, result=s.result | {"reward_score": None}) for s in groups[-1]]]
+        kept = [[replace(s, result=s.result | {"reward_score": None}) for s in groups[-1]]]
     samples = sum(groups, [])
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times | {
@@ -360,8 +353,8 @@ def draw_and_score(run: Run, step: int, rolled_out: concurrent.futures.Future) -
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:
-        counts = {"prompts": len(groups), "refills": rounds - 1, "kept": len(groups) - dropped.total()}
-        metrics |= {f"dynamic/{name}": count for name, count in counts.items()}
+        metrics |= {"dynamic/prompts": len(groups), "dynamic/refills": rounds - 1}
+        metrics["dynamic/kept"] = len(groups) - dropped.total()
         metrics |= {f"dynamic/dropped_{why}": dropped[why] for why in WHY_USELESS}
     return Batch(groups, kept, metrics, run.drawn)
 
@@ -393,8 +386,8 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
                 other.verdict = verdict
         progress.update()
 
-    options = dict(temperature=temperature, top_p=top_p, eos_ids=run.eos_ids, on_finished=finished)
-    options |= {name: getattr(config, name) for name in ("max_response_length", "rollout_batch_size")}
+    options = dict(max_response_length=config.max_response_length, temperature=temperature, top_p=top_p,
+                   rollout_batch_size=config.rollout_batch_size, eos_ids=run.eos_ids, on_finished=finished)
     with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
         if run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
@@ -412,7 +405,7 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     started, samples = time.perf_counter(), sum(groups, [])
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
-        while concurrent.futures.wait(waiting, timeout=1.0).not_done:
+        while wait(waiting, timeout=1.0).not_done:
             if run.leaving.is_set():
                 raise RuntimeError("the verdicts were given up")
         results = [verdict.result() for verdict in waiting]
@@ -449,13 +442,13 @@ def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
     """RuntimeError where too many samples have no verdict."""
     results, limit = [sample.result for group in groups for sample in group], run.config.max_no_verdict_rate
-    if (rate := reward_loop.no_verdict_rate(results)) <= limit:
-        return
-    run.log.samples(step, split, groups, run.eos_ids)  # they explain it
-    first = next(result for result in results if result["reward_score"] is None)
-    what = f"{rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate {limit:.0%})"
-    raise RuntimeError(f"step {step}: {what}; is the reward model up? First of them: status "
-                       f"{first['status']!r}, {first['reward_extra_info']}")  # fmt: skip
+    if (rate := reward_loop.no_verdict_rate(results)) > limit:
+        run.log.samples(step, split, groups, run.eos_ids)  # they explain it
+        first = next(result for result in results if result["reward_score"] is None)
+        raise RuntimeError(
+            f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
+            f"{limit:.0%}); is the reward model up? First of them: status {first['status']!r}, "
+            f"{first['reward_extra_info']}")  # fmt: skip
 
 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
@@ -503,8 +496,8 @@ def set_advantages(groups: list[list[Sample]], config: Config) -> None:
         process_P_G = 1 - number_P_G("flawed_positive")
         rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
     elif kind == "terms":
-        terms, weights = map(number_P_G, config.terms), config.terms.values()
-        rest_P_G = algorithm.compute_term_advantages(list(terms), list(weights))
+        terms_P_G = [number_P_G(name) for name in config.terms]
+        rest_P_G = algorithm.compute_term_advantages(terms_P_G, list(config.terms.values()))
     elif kind == "vppo":
         right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
         outcome_P_G = right_P_G + rewards_P_G - number_P_G("score")
@@ -525,7 +518,7 @@ def hand_over_weights(run: Run) -> dict:
     if not run.servers:
         return {}
     started = time.perf_counter()
-    while run.ahead and not concurrent.futures.wait([run.ahead.rolled_out], timeout=0.2).done:
+    while run.ahead and not wait([run.ahead.rolled_out], timeout=0.2).done:
         if run.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
             return {}
     ended = time.perf_counter()
@@ -544,16 +537,15 @@ def evaluate(run: Run) -> None:
         return
     metrics = {}
     for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
-        rows = [(row, 1 if suffix else n) for row, n in run.val_rows]
-        groups = [[Sample(row, row["prompt_ids"]) for _ in range(n)] for row, n in rows]
+        groups = [[Sample(row, row["prompt_ids"]) for _ in range(1 if suffix else n)]
+                  for row, n in run.val_rows]  # fmt: skip
         roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
         await_verdicts(run, groups, step)
         check_verdicts(run, step, "val", groups)
         metrics |= validation_metrics(groups, suffix)
         if not suffix:
             log.samples(step, "val", groups, run.eos_ids)
-    # a name may have slashes: openai/gsm8k
-    sources = {f"val/{row['data_source']}" for row, _ in run.val_rows}
+    sources = {f"val/{row['data_source']}" for row, _ in run.val_rows}  # a name may have slashes
     accuracies = [f"{key} {value:.3f}" for key, value in metrics.items() if key.rpartition("/")[0] in sources]
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
@@ -564,8 +556,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
     if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub
-        # for what this process starts; the library has read it by now
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for what this process starts; the library has read it
         huggingface_hub.constants.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
     try:
         target = train(config)

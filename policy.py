@@ -5,9 +5,8 @@
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
 it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
-LoRA tools/merge_lora.py. Left out: a critic model, images. Shapes:
-
-B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
+LoRA tools/merge_lora.py. Left out: a critic model, images.
+Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GradientCheckpointingLayer
@@ -55,8 +55,7 @@ class Sample:
     advantage: float | None = None  # None: no verdict, no part in the loss
     prefix: int = 0  # so many tokens, those before the first wrong paragraph, have an advantage of their own
     prefix_advantage: float = 0.0
-    # On its way from the Reward Loop: a future result.
-    verdict: Future | None = field(default=None, repr=False, compare=False)
+    verdict: Future | None = field(default=None, repr=False, compare=False)  # the result to come
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
     old_logprobs: torch.Tensor | None = field(default=None, repr=False, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, repr=False, compare=False)
@@ -95,7 +94,7 @@ class Policy:
         if config.kl_coef:  # with adapters it is the same model without them
             self.reference = self.model if self.adapters else self.load(config.model)
         options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(dict(self.learning()).values(), **options)
+        self.optimizer = torch.optim.AdamW(self.learning(), **options)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
@@ -139,8 +138,7 @@ class Policy:
     def forward(self, samples: list[Sample], model=None):
         """The model on micro-batches: yields (samples, logprobs, entropy, mask), the last three B x T."""
         config = self.config
-        lengths = [sample.length for sample in samples]
-        for indices in micro_batches(lengths, config.max_tokens_per_micro_batch):
+        for indices in micro_batches([s.length for s in samples], config.max_tokens_per_micro_batch):
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
@@ -161,18 +159,15 @@ class Policy:
         max_logprob_diff (mean over all tokens), and where the loss or the gradient is not finite.
         """
         config, sums, norms = self.config, Counter(), []
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr
         mini_batches = deal(groups, config.mini_batch_size)
         learning = [self.mine([s for s in batch if self.has_gradient(s)]) for batch in mini_batches]
         resting = [self.mine([s for s in batch if not self.has_gradient(s)]) for batch in mini_batches]
         for sample in learning[0]:
             sample.old_logprobs = None  # what the first update computes anyway
-        rest = sum(learning[1:] + resting, [])
-        for sample, logprobs, entropy in self.score(rest):
+        for sample, logprobs, entropy in self.score(sum(learning[1:] + resting, [])):
             sample.old_logprobs = logprobs
-            rollout_logprobs = torch.tensor(sample.rollout_logprobs, device=self.device)
-            sums.update(agreement(logprobs, rollout_logprobs, entropy))
+            sums.update(agreement(logprobs, sample.rollout_logprobs, entropy))
         if self.reference is not None:
             with self.adapters.off(self.model) if self.adapters else contextlib.nullcontext():
                 for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
@@ -215,8 +210,7 @@ class Policy:
                 loss, found = compute_policy_loss(
                     logprobs, old, self.advantages(part), mask, num_tokens, config.clip_low, config.clip_high,
                     config.clip_c, rollout, config.tis_cap, loss=config.loss, tis_mode=config.tis_mode,
-                    num_sequences=num_sequences,
-                )  # fmt: skip
+                    num_sequences=num_sequences)  # fmt: skip
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:
@@ -232,15 +226,13 @@ class Policy:
 
     def advantages(self, samples: list[Sample]):
         """B x T: each sample's prefix_advantage on its prefix, its advantage on the rest."""
-        pieces = [(s.prefix, len(s.response_ids) - s.prefix, s) for s in samples]
-        rows = [[s.prefix_advantage] * n + [s.advantage] * rest for n, rest, s in pieces]
-        return padded(rows, self.device)
+        return padded([[s.prefix_advantage] * s.prefix + [s.advantage] * (len(s.response_ids) - s.prefix)
+                       for s in samples], self.device)  # fmt: skip
 
     def step(self, loss: float) -> float:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        norm = whole(norm).item()
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        norm = whole(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
+        if not math.isfinite(loss + norm):
             raise RuntimeError(f"loss {loss:g}, gradient norm {norm:g}: not finite; look at the last rewards "
                                "in samples.jsonl, and lower --lr or --max-grad-norm")  # fmt: skip
         self.num_updates += 1  # from here on the weights are no longer those of before
@@ -271,8 +263,7 @@ class Policy:
 
     def release_memory(self) -> None:
         """Gives GPU memory that PyTorch keeps for later back to the device, for others that share it."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def about(self) -> dict:
         """What serving or saving this model needs to know of it."""
@@ -292,9 +283,8 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Writes a Hugging Face folder (or adapters), the optimizer. RuntimeError: a weight is not finite."""
-        learnt = ((name, whole(p.detach())) for name, p in self.learning())  # by all ranks together
-        named = learnt if self.adapters else self.weights()
-        weights = {name: tensor.cpu() for name, tensor in named if self.is_first}
+        named = ((n, whole(p.detach())) for n, p in self.learning()) if self.adapters else self.weights()
+        weights = {name: tensor.cpu() for name, tensor in named if self.is_first}  # by all ranks together
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
         if weights:
@@ -342,8 +332,9 @@ def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]
 
 def agreement(logprobs, rollout_logprobs, entropy) -> dict:
     """Sums over response tokens, for rollout/logprob_diff and actor/entropy."""
-    difference, entropy = (logprobs.detach() - rollout_logprobs).abs().sum(), entropy.detach().sum()
-    return {"difference_sum": difference.item(), "entropy_sum": entropy.item(), "tokens": len(logprobs)}
+    difference = logprobs - torch.as_tensor(rollout_logprobs, device=logprobs.device)
+    return {"difference_sum": difference.abs().sum().item(), "entropy_sum": entropy.sum().item(),
+            "tokens": len(logprobs)}  # fmt: skip
 
 
 def check_sampler(sums: Counter, limit: float) -> None:
@@ -385,8 +376,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient
         return logp_n_V.gather(-1, targets_n[:, None])[:, 0], entropy_n
 
     chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
-    # of several chunks each computes its logits again
-    again = torch.is_grad_enabled() and len(targets_N) > chunk
+    again = torch.is_grad_enabled() and len(targets_N) > chunk  # each computes its logits again
     parts = [checkpoint(of_chunk, *arguments, use_reentrant=False) if again else of_chunk(*arguments)
              for arguments in zip(hidden_N_H.split(chunk), targets_N.split(chunk))]  # fmt: skip
     mask = mask_of(counts, device)
@@ -396,14 +386,12 @@ def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient
 
 def response_states(model, sequences, counts, device):
     """The body's output, the states that predict each response token (N x H), and those tokens (N)."""
-    # on the right, where a causal model cannot see it: no mask needed
-    ids = padded(sequences, device, torch.long)
+    ids = padded(sequences, device, torch.long)  # on the right, unseen by a causal model: no mask needed
     rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(counts)).to(device)
-    # The state at t predicts the token at t + 1.
     ends = zip(map(len, sequences), counts)
     columns = torch.cat([torch.arange(end - count - 1, end - 1) for end, count in ends]).to(device)
     output = body_of(model)(input_ids=ids, use_cache=False)
-    return output, output.last_hidden_state[rows, columns], ids[rows, columns + 1]
+    return output, output.last_hidden_state[rows, columns], ids[rows, columns + 1]  # t predicts t + 1
 
 
 def precision(device, keep_casts=False):
@@ -411,8 +399,7 @@ def precision(device, keep_casts=False):
 
     keep_casts: each weight is cast once, and the copies (2 bytes a parameter) live as long as the context.
     """
-    on_gpu = device.type == "cuda"
-    return torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=keep_casts)
+    return torch.autocast(device.type, torch.bfloat16, device.type == "cuda", keep_casts)
 
 
 def temper(logits, temperature):
@@ -453,11 +440,9 @@ def check_logprobs(compute, model, name: str) -> None:
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
     difference = (logprobs[0] - expected).abs().mean().item()
     if not difference < (1e-3 if device.type == "cpu" else 0.1):
-        raise ValueError(
-            f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities differ from "
-            f"its own by {difference:.2g}; its family turns hidden states into logits in a way that "
-            "policy.logits_of does not know"
-        )
+        raise ValueError(f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities "
+                         f"differ from its own by {difference:.2g}; its family turns hidden states into "
+                         "logits in a way that policy.logits_of does not know")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -489,9 +474,8 @@ def layers_of(model, field: str) -> list:
 
 def left_padded(prompts, device):
     """Token ids, mask and positions of prompts that end in the same column, where all responses can start."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
-    attended = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    ids = padded(prompts, device, torch.long, "left")
+    attended = padded([[1] * len(prompt) for prompt in prompts], device, torch.long, "left")
     return ids, attended, (attended.cumsum(1) - 1).clamp(min=0)
 
 
@@ -500,6 +484,7 @@ def mask_of(lengths, device):
     return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 
 
-def padded(rows, device, dtype=torch.float32):
-    """Rows of different lengths (lists or 1-d tensors) as one tensor, zeros on the right."""
-    return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+def padded(rows, device, dtype=torch.float32, side="right"):
+    """Rows of different lengths (lists or 1-d tensors) as one tensor, zeros on one side."""
+    rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_side=side).to(device)

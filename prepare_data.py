@@ -41,12 +41,9 @@ TEXT, INT = pa.string(), pa.int64()
 
 def _schema(ground_truth: pa.DataType, **extra: pa.DataType) -> pa.DataType:
     return pa.struct({
-        "data_source": TEXT,
-        "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
-        "ability": TEXT,
+        "data_source": TEXT, "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})), "ability": TEXT,
         "reward_model": pa.struct({"style": TEXT, "ground_truth": ground_truth}),
-        "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra),
-    })  # fmt: skip
+        "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra)})  # fmt: skip
 
 
 REASONING = _schema(TEXT)
@@ -130,13 +127,9 @@ def _pick(raw: dict, columns: str) -> object:
 
 
 def _row(source: "Source", question: str, prompt: str, ground_truth, ability: str = "Math", **extra) -> dict:
-    return {
-        "data_source": source.data_source,
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"split": source.split, "index": None, "question": question, **extra},
-    }
+    return {"data_source": source.data_source, "prompt": [{"role": "user", "content": prompt}],
+            "ability": ability, "reward_model": {"style": "rule", "ground_truth": ground_truth},
+            "extra_info": {"split": source.split, "index": None, "question": question, **extra}}  # fmt: skip
 
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
@@ -171,11 +164,10 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     messages, reward_model, extra, name = (_pick(raw, column) for column in columns)
     prompt, truth = messages[0]["content"], _pick(reward_model, "ground_truth")
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
-    return _row(
-        source, problem[1] if problem else prompt, prompt, int(truth), "math_critic",
-        total_steps=int(extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))),
-        question_index=extra.get("question_index"), subset=[*name.split("/"), None][1],
-        final_answer_correct=True)  # fmt: skip
+    steps = extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))
+    return _row(source, problem[1] if problem else prompt, prompt, int(truth), "math_critic",
+                total_steps=int(steps), question_index=extra.get("question_index"),
+                subset=[*name.split("/"), None][1], final_answer_correct=True)  # fmt: skip
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
@@ -185,10 +177,9 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
         raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (not in CSV)")
     style = "tagged" if raw["answer"] else "no_truth"
     prompt = format_critic_prompt(problem, raw["answer"], [step.strip() for step in steps], style)
-    return _row(
-        source, problem, prompt, label, "math_critic", total_steps=len(steps), question_index=None,
-        subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
-        final_answer_correct=bool(_pick(raw, "final_answer_correct")))  # fmt: skip
+    return _row(source, problem, prompt, label, "math_critic", total_steps=len(steps), question_index=None,
+                subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
+                final_answer_correct=bool(_pick(raw, "final_answer_correct")))  # fmt: skip
 
 
 def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
@@ -235,9 +226,9 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     name = re.escape((source.local or source.data_source).replace("-", "_"))
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
     pattern = name + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)"
-    files = sorted(source_dir.iterdir())
-    matches = [(path, re.fullmatch(pattern, path.name.lower().replace("-", "_"))) for path in files]
-    return [path for path, match in matches if match and (match[1] or main_split) == source.split]
+    return [path for path in sorted(source_dir.iterdir())
+            if (match := re.fullmatch(pattern, path.name.lower().replace("-", "_")))
+            and (match[1] or main_split) == source.split]  # fmt: skip
 
 
 def hub_files(source: Source) -> list[Path]:
@@ -277,9 +268,8 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     for path in files:
         raw_rows = read_rows(path)
         if source.task == "processbench":  # a correct solution's last box tells the answer, nothing else does
-            boxes = {raw.get("problem"): box for raw in raw_rows if raw.get("final_answer_correct") and (
-                box := last_boxed_only_string("\n".join(map(str, raw.get("steps") or []))))}  # fmt: skip
-            answers = {problem: remove_boxed(box) for problem, box in boxes.items()}
+            answers = {r.get("problem"): remove_boxed(box) for r in raw_rows if r.get("final_answer_correct")
+                       and (box := last_boxed_only_string("\n".join(map(str, r.get("steps") or []))))}
             raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
             told = sum(raw["answer"] != "" for raw in raw_rows)
             print(f"{path.name}: {told} of {len(raw_rows)} rows with a known answer, the others go without")
@@ -346,9 +336,8 @@ def prepare(config: Config) -> dict[str, int]:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
     try:
-        prepare(config)
+        prepare(tyro.cli(Config, description=__doc__))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -7,7 +7,6 @@ Both fill in `response_ids` and `rollout_logprobs` of the samples they are given
 each one the moment it ends, while others go on: from there it is on its way to its reward.
 
 Needs policy.py and algorithm.py; rollout_vllm a PolicyServers. Left out: turns, tools, speculative decoding.
-
 Shapes: B sequences, V vocabulary.
 """
 
@@ -110,8 +109,7 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 def check_sampling(policy: Policy) -> None:
     """ValueError for a model that this process cannot sample from, found out with two short prompts.
 
-    Families differ in their caches: some take none of this kind, and with some a response would not see its
-    prompt.
+    Families differ in their caches: some take none of this kind, some lose a response's prompt.
     """
     config, name = policy.config, type(policy.model).__name__
     size = policy.model.config.get_text_config().vocab_size
@@ -128,8 +126,8 @@ def check_sampling(policy: Policy) -> None:
         raise ValueError(f"rollout: hf cannot sample from a {name} ({reason}); take vllm") from error
     difference = torch.cat(differences).abs().mean().item()
     if not difference <= (0.2 if policy.device.type == "cuda" else 0.01):
-        off = f"log-probabilities are off by {difference:.2g}"
-        raise ValueError(f"rollout: hf samples wrongly from a {name} ({off}); take vllm")
+        raise ValueError(f"rollout: hf samples wrongly from a {name} (log-probabilities are off by "
+                         f"{difference:.2g}); take vllm")  # fmt: skip
 
 
 # ---- on vLLM servers
@@ -153,11 +151,9 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
     async def generate_one(session, sample):
         for pause in (1, 2, 4, 8, 16, None):
             try:
-                asked = body | {"prompt": sample.prompt_ids}
-                async with session.post("/v1/completions", json=asked) as answer:
-                    status, text = answer.status, await answer.text()
-            # cut in the middle: the server died, or its router
-            except (aiohttp.ClientError, OSError) as error:
+                async with session.post("/v1/completions", json=body | {"prompt": sample.prompt_ids}) as got:
+                    status, text = got.status, await got.text()
+            except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died
                 status, text = 502, f"{type(error).__name__}: {error}"
             if status < 500 or pause is None:
                 break
@@ -178,8 +174,7 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
         options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
         async with aiohttp.ClientSession(f"http://{address}", **options) as session:
             everything = asyncio.gather(*(generate_one(session, sample) for sample in samples))
-            # or asyncio complains of what was given up
-            everything.add_done_callback(lambda all: all.exception())
+            everything.add_done_callback(lambda all: all.exception())  # or asyncio complains of a failure
             while not everything.done():
                 await asyncio.wait({everything}, timeout=1.0)
                 servers.check()

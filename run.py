@@ -1,17 +1,16 @@
 """One run of the trainer: what it reads, starts and holds, and how it goes on after a stop.
 
-Used by grpo_trainer.py: `Run(config)` refuses bad input before anything expensive starts, `start` starts
-models, judges and servers, and `train` in that file is what happens with them.
+Used by grpo_trainer.py, whose `train` is what happens with it.
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import json
 import math
 import re
 import threading
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -31,12 +30,12 @@ from run_folder import read_lines, save_checkpoint, write_config
 
 
 class Run:
-    """One run. The constructor checks and reads what is cheap; `start` starts models, judges and servers."""
+    """One run. The constructor refuses bad input; `start` starts models, judges and servers."""
 
     def __init__(self, config):
         if config.baseline:
             file = re.sub(r":\w*$", "", config.reward_fn or f"{reward_loop.HERE}/compute_score.py")
-            config = dataclasses.replace(config, reward_fn=f"{file}:compute_score_baseline")
+            config = replace(config, reward_fn=f"{file}:compute_score_baseline")
         config.check()
         self.config = config
         transformers_logging.disable_progress_bar()
@@ -73,17 +72,15 @@ class Run:
         if longest > limit:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
-        if config.total_steps:  # an evaluation writes no checkpoint
-            # with adapters: the merged model at the end
+        if config.total_steps:  # an evaluation writes no checkpoint; adapters: the merged model at the end
             check_room(config, (4e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
         return longest
 
     def find_checkpoint(self) -> None:
         """Where the run goes on, `source`: its newest checkpoint, or the model."""
-        done = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
-        self.source = str(done[-1]) if done else self.config.model
-        state = {"step": 0, "prompts_drawn": 0}
-        if done:
+        self.source, state = self.config.model, {"step": 0, "prompts_drawn": 0}
+        if done := checkpoints_in(Path(self.config.out_dir, "checkpoints")):
+            self.source = str(done[-1])
             state = json.loads((done[-1] / "trainer_state.json").read_text())
             adapters, rank = done[-1] / "adapter_config.json", self.config.lora_rank
             if (has := json.loads(adapters.read_text())["r"] if adapters.is_file() else 0) != rank:
@@ -106,15 +103,13 @@ class Run:
         self.places = None  # on CPU all have places of their own
         if config.device == "cuda":
             from cluster import placement
-
             self.places = placement.Places(placement.parts_of(config))
             stack.callback(self.places.close)
         write_config(config, resumed=self.step > 0)
         self.log = Log(config, self.step)
         stack.callback(self.log.close)
         sleeps = config.reward_mode == "colocate" and bool(config.genrm) and config.device == "cuda"
-        # judge and policy share GPUs: first the judge, which takes its share of the memory and sleeps
-        if sleeps:
+        if sleeps:  # they share GPUs: first the judge, which takes its share of the memory and sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
         self.start_policy(stack)
@@ -127,12 +122,11 @@ class Run:
         stack.callback(self.interrupts.restore)
 
     def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool) -> None:
-        config, overlong = self.config, None
-        if config.overlong_buffer:
-            lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
-            overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
+        config = self.config
+        penalty = functools.partial(overlong_penalty, max_length=config.max_response_length,
+                                    buffer=config.overlong_buffer, factor=config.overlong_factor)
         self.rewards = reward_loop.start_rewards(config, stack, self.places, sleep_mode=sleep_mode,
-                                                  overlong=overlong)
+                                                 overlong=penalty if config.overlong_buffer else None)
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
         config = self.config
@@ -140,7 +134,6 @@ class Run:
             self.policy = Policy(config, self.source, torch.device("cpu"))
         else:
             from cluster.policy_group import PolicyGroup
-
             self.policy = PolicyGroup(config, self.source, self.places)
             stack.callback(self.policy.shutdown)
         if self.step:
@@ -155,7 +148,6 @@ class Run:
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
         from cluster.servers import ClusterServers, PolicyServers
-
         config = self.config
         servers = genrm_server.Config(
             model="", num_servers=config.rollout_servers, tensor_parallel_size=config.rollout_tensor_parallel,
@@ -176,14 +168,13 @@ class Run:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
         try:
             self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
-            self.saved = self.step
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
+        self.saved = self.step
         if self.config.lora_rank and self.step == self.config.total_steps:
             from tools.merge_lora import merge
-
-            merge(Path(self.source), Path(self.config.out_dir, "merged"), "", self.config.max_positions,
-                  **self.remote)  # fmt: skip
+            target = Path(self.config.out_dir, "merged")
+            merge(Path(self.source), target, "", self.config.max_positions, **self.remote)
 
     @contextlib.contextmanager
     def saved_on_failure(self):
@@ -210,14 +201,14 @@ class Run:
         """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
         self.leaving.set()  # what is ahead is drawn again
         if self.ahead:
-            concurrent.futures.wait([self.ahead.rolled_out, self.ahead.batch])
+            wait([self.ahead.rolled_out, self.ahead.batch])
         self.leaving.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
             raise error
         self.find_checkpoint()
-        count = f"{self.num_restarts} of max_restarts {self.config.max_restarts}"
-        print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+        print(f"{error}; the ranks are started anew after step {self.saved} ({self.num_restarts} of "
+              f"max_restarts {self.config.max_restarts})", flush=True)  # fmt: skip
         try:
             self.policy.restart(self.source)
             if self.saved:
@@ -247,10 +238,8 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], **options)
         except Exception as error:  # a template is a program that came with the model: it may raise anything
-            raise ValueError(
-                f"{path} row {number}: the chat template refuses prompt {str(row['prompt'])[:200]} "
-                f"({error}); it must be a list of {{role, content}}"
-            ) from error
+            why = f"the chat template refuses prompt {str(row['prompt'])[:200]} ({error})"
+            raise ValueError(f"{path} row {number}: {why}; it must be a list of {{role, content}}") from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):

@@ -1,8 +1,7 @@
 """What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
-Used by grpo_trainer.py, whose configuration `config` is everywhere. A sample is a policy.Sample, a group is a
-list of them; a sample's `result` is what reward_loop.py returns. Also: Ctrl-C. Left out: standard errors,
-checkpoints on object stores. Needs tools/monitor.py. tools/view_run.py puts runs side by side.
+Used by grpo_trainer.py, whose configuration is `config`. A group is a list of policy.Sample, whose `result`
+is what reward_loop.py returns. Also: Ctrl-C. Left out: error bars, object stores. Needs tools/monitor.py.
 """
 
 import contextlib
@@ -71,8 +70,8 @@ def replace_file(path: Path, text: str) -> None:
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N: a Hugging Face folder, the optimizer, `state` (with `step`) as JSON.
     It appears whole or not at all, also after a power cut; then older ones go. RuntimeError: not written."""
-    folder = Path(config.out_dir, "checkpoints")
-    target, temporary = folder / f"step_{state['step']}", folder / f".step_{state['step']}.tmp"
+    folder, name = Path(config.out_dir, "checkpoints"), f"step_{state['step']}"
+    target, temporary = folder / name, folder / f".{name}.tmp"
     try:
         policy.save(temporary)
         tokenizer.save_pretrained(temporary)
@@ -101,8 +100,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
 
 
-# ---------------------------------------------------------------------------------- means over scored samples
-
 def mean(values) -> float | None:
     """The mean of the values that are not None; None where there are none."""
     known = [float(value) for value in values if value is not None]
@@ -128,8 +125,7 @@ def reward_metrics(samples: list) -> dict:
     infos = [sample.result["reward_extra_info"] for sample in samples]
     asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
     seconds = [time for sample in samples if (time := sample.result.get("seconds")) is not None]
-    means = {f"reward/{key}": value for key, value in averages(infos).items()}  # "mean" may be among them
-    metrics = means | {
+    metrics = {f"reward/{key}": value for key, value in averages(infos).items()} | {  # "mean" may be there
         "reward/mean": mean(sample.reward for sample in samples),
         "reward/no_verdict": mean(sample.reward is None for sample in samples),
         "reward/seconds_mean": mean(seconds),
@@ -240,9 +236,9 @@ class Log:
             if written[row["data_source"]] >= self.config.samples_per_step:
                 continue
             written[row["data_source"]] += len(shown)
-            prompt, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
             lines += [{"step": step, "split": split, "group": number, "data_source": row["data_source"],
-                       "prompt": prompt, "ground_truth": truth, **sample.result,
+                       "prompt": row["prompt"][-1]["content"],
+                       "ground_truth": row["reward_model"]["ground_truth"], **sample.result,
                        "advantage": sample.advantage, "response_length": len(sample.response_ids),
                        "clipped": sample.response_ids[-1] not in eos_ids,
                        **({"prefix_advantage": sample.prefix_advantage} if sample.prefix else {}),
