@@ -29,6 +29,7 @@ from toy.report import COLUMNS, PANELS, WAYS, read_metrics, save, smooth, table
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
 STANDARD = ("warm0", "warm1", "warm2")
+COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
 ALGORITHMS = {
@@ -36,7 +37,6 @@ ALGORITHMS = {
     "fapo_oracle": "FAPO",
     "prefix_oracle": "FAPO, `--credit prefix`",
     "vppo_oracle": "VPPO, FAPO's score",
-    "vppo_published": "VPPO, the rule's score",
     "papo_oracle": "PAPO",
     "dr_grpo_oracle": "Dr. GRPO",
     "terms_oracle": "terms: acc=1 flawed_positive=-0.5",
@@ -148,8 +148,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
             row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
         ]
     made["warm starts"] = table(heads, *rows)
-    made |= {"algorithms": algorithms_table(runs, "warm0")}
-    made |= {"algorithms over warm starts": algorithms_table(runs, *STANDARD)}
+    made |= {"algorithms": algorithms_table(runs, "algo0")}
+    made |= {"algorithms over warm starts": algorithms_table(runs, *COMPARED)}
     rows = []
     for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
         for when in ("before", "after"):
