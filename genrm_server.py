@@ -5,10 +5,10 @@
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own
 
 A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
-router, is restarted with back-off and comes back when it is healthy; one that dies MAX_DEATHS times in a row
-before it is ready is given up. When this process ends, however it ends, nothing of it stays behind.
-Servers ask for a key on every path but /health; the router sends it along: its own (ROUTER_API_KEY), else a
-random one. They see our environment variables. cluster/placement.py does the same in Ray, on any node.
+router and is restarted with back-off; one that dies MAX_DEATHS times in a row before it is ready is given up.
+When this process ends, however it ends, nothing of it stays behind. Servers ask for a key on every path but
+/health; the router sends it along: its own (ROUTER_API_KEY), else a random one. They see our environment
+variables. cluster/placement.py does the same in Ray, on any node.
 Left out: systems but Linux, servers over several nodes, other engines. Needs router.py and vllm_server.py.
 """
 
@@ -69,7 +69,7 @@ class Config:
         problems = [(not getattr(self, name) >= lowest, name, f"must be at least {lowest}")
                     for name, lowest in least.items()]
         for wrong, name, remedy in problems + [
-                (not path.exists() and not hub, "model", "no such folder (a name on the Hub is OWNER/NAME)"),
+                (not (path.exists() or hub), "model", "no such folder (a name on the Hub is OWNER/NAME)"),
                 (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it"),
                 (not 0 < share <= 1, "gpu_share", "must be above 0 and at most 1"),
                 (share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
@@ -141,24 +141,22 @@ class ModelServers:
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
         self.before_starting, self.before_joining = before_starting, before_joining
         self.config = config = complete(config)
-        count = config.num_servers
-        servers = servers or [VllmServer(config, i, i, count, deal_gpus(config, i)) for i in range(count)]
-        self.slots = [Slot(f"server {i}", server, config.log_dir / f"server_{i}.log")
-                      for i, server in enumerate(servers)]
+        n, logs = config.num_servers, config.log_dir
+        servers = servers or [VllmServer(config, i, i, n, deal_gpus(config, i)) for i in range(n)]
+        self.slots = [Slot(f"server {i}", one, logs / f"server_{i}.log") for i, one in enumerate(servers)]
         self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why a start failed
         self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
         try:
             process = Router(config)
         except OSError as error:
-            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there "
-                          f"({error.strerror or error}); choose another one") from None
-        self.router = Slot("router", process, process.log)
-        self.router_address = process.address
+            why = f"cannot listen there ({error.strerror or error}); choose another one"
+            raise OSError(f"--host {config.host} --port {config.port}: {why}") from None
+        self.router, self.router_address = Slot("router", process, process.log), process.address
         router.warn_if_open(config.host, config.api_key, self.say)
         if config.sleep_mode and config.device == "cpu":
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
-        self.threads = [threading.Thread(target=self.keep, args=(slot,), daemon=True)
-                        for slot in (self.router, *self.slots)]
+        slots = [self.router, *self.slots]
+        self.threads = [threading.Thread(target=self.keep, args=[slot], daemon=True) for slot in slots]
         for thread in self.threads:
             thread.start()
         if wait:
@@ -283,7 +281,7 @@ class ModelServers:
         RuntimeError where all refuse, or none is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
-        failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
+        failed = {slot: error for slot, answer in asked.items() if (error := answer.exception())}
         for slot, error in failed.items() if len(failed) == len(asked) else ():
             if http("GET", slot.url + "/health")[0] == 200:
                 raise error
@@ -319,11 +317,10 @@ def complete(config: Config) -> Config:
     """The settings, checked, with what depends on this machine filled in."""
     config.check()
     path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
-    api_key = router.read_key(config.api_key, "ROUTER_API_KEY")
     log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser()
-    device = choose_device() if config.device == "auto" else config.device
-    return replace(config, device=device, api_key=api_key,
-                   server_key=api_key or config.server_key or secrets.token_urlsafe(32),
+    key = router.read_key(config.api_key, "ROUTER_API_KEY")
+    return replace(config, device=choose_device() if config.device == "auto" else config.device, api_key=key,
+                   server_key=key or config.server_key or secrets.token_urlsafe(32),
                    model=str(path) if path.exists() else config.model, log_dir=log_dir.absolute(),
                    served_model_name=config.served_model_name or config.model)
 

@@ -45,7 +45,7 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from tyro.conf import arg
 
@@ -114,7 +114,6 @@ class RewardOptions:
         if not (models := named("genrm", self.genrm)):
             return {}
         import genrm_server
-
         rest = dict(num_servers=self.genrm_servers, tensor_parallel_size=self.genrm_tensor_parallel, port=0,
                     gpu_share=self.genrm_gpu_share, cpus=self.genrm_cpus, sleep_mode=sleep_mode,
                     vllm_args=split_arguments("genrm_vllm_args", self.genrm_vllm_args))  # fmt: skip
@@ -170,7 +169,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
     passed_on = [*models][:2] if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else []  # **settings
     models = {key: models[key] for key in models if addresses and (key in takes or key in passed_on)}
-    columns = {key: takes[key].default is signature.empty for key in FURTHER_COLUMNS & takes.keys() - kwargs}
+    required = {key for key, one in takes.items() if one.default is signature.empty}
+    columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - kwargs}
     names = ["data_source", "solution_str" + "s" * sees_group, "ground_truth", "extra_info", *columns]
     try:
         signature.bind(**dict.fromkeys(names), **models | kwargs)
@@ -181,9 +181,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         kind = takes[key].annotation
         if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
             raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
-    wanted = takes.get("reward_model_tokenizer")
-    needs_one = wanted and wanted.default is signature.empty  # else it can do without, which is quicker
-    if "reward_model_tokenizer" not in models or not (options.reward_model_tokenizer or needs_one):
+    needs_one = options.reward_model_tokenizer or "reward_model_tokenizer" in required
+    if "reward_model_tokenizer" not in models or not needs_one:  # it can do without, which is quicker
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
     return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, sees_group, options.timeout)
@@ -203,7 +202,7 @@ class Ticket:
 class Slot:
     """One worker, which Ray restarts when it dies, on another node if need be."""
 
-    worker: Any
+    worker: object
     life: str  # another one after a restart
     ready: bool = True
     pending: dict[int, Ticket] = dataclasses.field(default_factory=dict)  # by the number of their hand-over
@@ -225,8 +224,7 @@ class RewardLoopManager:
         self._main_router = next(iter(addresses.values()), None)
         self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
         self._slots = self._start_workers(addresses.items())
-        self._queue = collections.deque()  # filled from any thread
-        self._open = set()  # the futures without a result; from any thread
+        self._queue, self._open = collections.deque(), set()  # from any thread; futures without a result
         self._closed = None  # the reason, once closed
         self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
         self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
@@ -239,7 +237,6 @@ class RewardLoopManager:
         """Returns when they have loaded the function."""
         connect_ray()
         import ray
-
         self._ray = ray
         machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         for name, address in addresses:
@@ -260,7 +257,6 @@ class RewardLoopManager:
             raise start_error(error) from None
 
     # ---- for callers, in their own threads
-
     def submit(self, sample: dict) -> Future:
         """Takes a row of the schema plus `response` [, `response_length`, `step`] -> its result's future."""
         return self.submit_group([sample])[0]
@@ -296,11 +292,10 @@ class RewardLoopManager:
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
-        """Scores samples, in the groups of `by_group` if the function sees those -> results in their order,
-        with the keys of all extra info (None: missing). The reward models are awake meanwhile, and only then.
+        """Scores samples, in the groups of `by_group` if the function sees those, the reward models being
+        awake only meanwhile -> results in their order, with equal keys (with_equal_keys).
         on_result(index, result) is called as each result arrives; what it raises ends the batch."""
         from tqdm import tqdm
-
         if self.reward_models:
             self.reward_models.wake_up()
         futures = {}
@@ -333,7 +328,6 @@ class RewardLoopManager:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     # ---- in the loop's thread
-
     async def _run(self) -> None:
         """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
         try:
@@ -432,9 +426,8 @@ class RewardLoopManager:
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
         outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
-        _, extra, status = outcomes[0]
-        if status == "lost":  # with its grading process, where it was alone
-            return self._try_again(ticket, 1, ALONE_AFTER, extra["error"])
+        if outcomes[0][2] == "lost":  # with its grading process, where it was alone
+            return self._try_again(ticket, 1, ALONE_AFTER, outcomes[0][1]["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
             pause = max(retry_after, min(2**ticket.tries, 10) * random.uniform(0.75, 1.25))
             ticket.tries += 1
@@ -461,7 +454,6 @@ class RewardLoopManager:
         if self.options.max_in_flight or not self._main_router:
             return
         import aiohttp
-
         count, limit = 1, aiohttp.ClientTimeout(total=10)  # 1: an address that is no router of ours
         async with aiohttp.ClientSession(headers=bearer(), timeout=limit) as session:
             while True:
@@ -511,7 +503,6 @@ def no_verdict_rate(results: list[dict]) -> float:
 def connect_ray() -> bool:
     """Joins the Ray of RAY_ADDRESS or of this machine, or starts one: True. RuntimeError if refused."""
     import ray
-
     if ray.is_initialized():
         return False
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
@@ -546,7 +537,6 @@ def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=Fals
     models = None
     if options.genrm:
         from cluster import placement
-
         models = placement.RewardModelManager(options.server_configs(sleep_mode), places)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)

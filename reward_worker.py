@@ -78,15 +78,13 @@ class Scorer:
     """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
 
     In come pickled arguments, out go results: JSON of [[[score or None, extra info, status], one for each
-    response], retry delay or None]; an object of the user's could break the message with others' results.
-    """
+    response], retry delay or None]; an object of the user's could break the message with others' results."""
 
     def __init__(self, job: Job):
         function, common = load_function(job.function), dict(job.kwargs)
         self.file = job.function.rpartition(":")[0]
         if job.tokenizer:
             from transformers import AutoTokenizer
-
             common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
             # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
@@ -151,8 +149,7 @@ def describe(error: BaseException, file: str = "") -> str:
 
 def retry_delay(error: BaseException) -> float | None:
     """Seconds to wait after a lost connection, HTTP 429, 5xx (aiohttp, openai, requests, httpx), or None."""
-    response = getattr(error, "response", None)
-    answer = error if response is None else response
+    answer = response if (response := getattr(error, "response", None)) is not None else error
     status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
@@ -268,7 +265,6 @@ class Grader(threading.Thread):
 
 def contained_task(loop, coroutine, **options) -> asyncio.Task:
     """Task factory: sys.exit() in a task of the function's own fails that task, not the event loop."""
-
     async def contained():
         try:
             return await coroutine
@@ -281,8 +277,7 @@ def contained_task(loop, coroutine, **options) -> asyncio.Task:
 class RewardLoopWorker:
     """Ray actor: scores the samples it is given and hands each result over with the next `collect`.
 
-    Beside its event loop it has `sync_processes` grading processes, plus one for each that waits (up to 4 x).
-    """
+    It has `sync_processes` grading processes, plus one for each that waits (up to 4 x)."""
 
     def __init__(self, job: Job, api_key: str):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -326,8 +321,7 @@ class RewardLoopWorker:
         """(life, {number: (result, seconds)}, where the event loop is blocked or "", whether too long).
 
         Waits for the first result, at most HEARTBEAT_S; keeps each until a later call says that it `arrived`.
-        Runs in a thread of its own (a concurrency group), and so sees what blocks the loop.
-        """
+        Runs in a thread of its own (a concurrency group), and so sees what blocks the loop."""
         for number in arrived:
             self.done.pop(number, None)
         if self.done or self.news.wait(HEARTBEAT_S):

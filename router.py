@@ -2,12 +2,12 @@
 
     python router.py --port 30000 --workers http://a:8000 http://b:8000
 
-Any request goes to one of the servers. One that fails leaves the rotation, and comes back when its /health
-answers again. A client that goes away stops its work. What is not among --forward is refused. Own endpoints:
+A server that fails leaves the rotation, and comes back when its /health answers again. A client that goes
+away stops its work. What is not among --forward is refused. Own endpoints:
     GET /health                 200 while at least one server is healthy, else 503; never asks for a key
     GET /workers, /metrics      the servers and their state; Prometheus text
-    POST /workers {"url": U}    adds a server, DELETE /workers?url=U takes one out; both ask for
-                                the servers' key. What that server is at goes on
+    POST /workers {"url": U}    adds a server; asks for the servers' key, as does
+    DELETE /workers?url=U       which takes one out; what it is at goes on
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
     502-504                     counts against the server, and another one is asked
@@ -77,8 +77,7 @@ class Config:
         for wrong, name, remedy in problems + [
                 (self.port > 65535, "port", "must be at most 65535"),
                 (not (self.workers or self.allow_empty), "workers", "name a server, or pass --allow-empty"),
-                ({path[:1] for path in self.forward} != {"/"}, "forward",
-                 "name at least one path, each with a slash before it: /v1")]:
+                ({path[:1] for path in self.forward} != {"/"}, "forward", "name paths such as /v1")]:
             if wrong:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
 
@@ -254,11 +253,10 @@ class Router:
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
                                   **{"WWW-Authenticate": "Bearer"})
         if path == "/metrics":  # failures: attempts without an answer, or with one of FAILED
-            lines = [f"router_waiting {self.waiting}"]
-            for name in "requests_total failures_total retries_total seconds_total in_flight healthy".split():
-                lines += [f'router_{name}{{worker="{one.url}"}} {+getattr(one, name.removesuffix("_total"))}'
-                          for one in self.workers.values()]
-            return web.Response(text="\n".join([*lines, ""]), headers={"Content-Type": "text/plain"})
+            names = "requests_total failures_total retries_total seconds_total in_flight healthy".split()
+            lines = [f'router_{name}{{worker="{one.url}"}} {+getattr(one, name.removesuffix("_total"))}\n'
+                     for name in names for one in self.workers.values()]
+            return web.Response(text=f"router_waiting {self.waiting}\n" + "".join(lines))
         full = unquote(path) + "/"
         if path != "/workers" and (path[:1] != "/" or "/../" in full or not full.startswith(self.forwarded)):
             return error_response(404, f"{path}: not forwarded (--forward {' '.join(self.config.forward)})")
@@ -273,12 +271,12 @@ class Router:
             return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
         return await (self.serve_workers if path == "/workers" else self.forward)(request, body)
 
-    def take(self, tried=(), in_line: bool = False) -> Worker | None:
-        """A place on the next healthy server that was not tried; for those in line on one with room."""
-        ready = [worker for worker in self.workers.values() if worker.healthy and worker not in tried
-                 and not (in_line and worker.in_flight >= IN_LINE)]
+    def take(self, tried=(), room: float = math.inf) -> Worker | None:
+        """A place on the next healthy server that was not tried; for those in line on one with `room`."""
+        ready = [one for one in self.workers.values()
+                 if one.healthy and one.in_flight < room and one not in tried]
         load = self.config.policy == "least_loaded"
-        if worker := min(ready, key=lambda worker: (load * worker.in_flight, worker.turn), default=None):
+        if worker := min(ready, key=lambda one: (load * one.in_flight, one.turn), default=None):
             worker.turn = time.monotonic()
             worker.in_flight += 1
         return worker
@@ -292,7 +290,7 @@ class Router:
         self.waiting += 1
         try:
             async with asyncio.timeout(patience), self.line:
-                while not (worker := self.take(in_line=True)):
+                while not (worker := self.take(room=IN_LINE)):
                     self.news.clear()
                     await self.news.wait()
                 return worker
@@ -305,14 +303,13 @@ class Router:
         """Asks servers until one answers."""
         deadline = time.monotonic() + self.config.request_timeout
         headers = end_to_end(request.headers, NEW_BODY)
-        if self.server_key:
-            headers["Authorization"] = f"Bearer {self.server_key}"
+        headers.update({"Authorization": f"Bearer {self.server_key}"} if self.server_key else {})
         tried, doubted = [], {}  # who has seen the request; whose failure the request may have caused
         answer, status, problem = None, 503, ""
         while (len(tried) < self.config.max_attempts and len(doubted) < 2 and time.monotonic() < deadline
                and (worker := await self.choose(tried, deadline))):
             worker.retries += bool(problem)
-            seen, doubt = True, False
+            seen = True
             try:
                 answer = await self.ask(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:

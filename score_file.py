@@ -50,13 +50,12 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
         raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
     first, *lines = partial.read_text(encoding="utf-8").split("\n")
     if first != header:
-        wrong = "belongs to another run, other data or another version of the reward function's file"
-        raise ValueError(f"{partial} {wrong}: delete it, or use the same")
+        raise ValueError(f"{partial} belongs to another run, other data or another version of the reward "
+                         "function's file: delete it, or use the same")
     done = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off
-            row, result = json.loads(line)
-            done[row] = result
+            done.update([json.loads(line)])
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
 
@@ -117,8 +116,7 @@ def summary(results: list[dict], seconds: float, scored_now: int) -> str:
         f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
         "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
         *(f"{name}: {value:.4f}" for name, value in means.items() if value is not None),
-        *(f"judge: {status} {count:,}" for status, count in judge.most_common()),
-    ])  # fmt: skip
+        *(f"judge: {status} {count:,}" for status, count in judge.most_common())])
 
 
 def run(config: Config) -> None:
@@ -129,9 +127,8 @@ def run(config: Config) -> None:
     rows = read_rows(config.data, needed)
     if config.max_response_length is not None:
         from algorithm import overlong_penalty  # with torch: only where it is needed
-
-        lengths = dict(max_length=config.max_response_length, buffer=config.overlong_buffer)
-        overlong = functools.partial(overlong_penalty, **lengths, factor=config.overlong_factor)
+        overlong = functools.partial(overlong_penalty, max_length=config.max_response_length,
+                                     buffer=config.overlong_buffer, factor=config.overlong_factor)
         overlong(0)  # refuses a buffer that does not fit
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")

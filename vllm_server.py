@@ -167,10 +167,9 @@ class Generate:
         status, body = messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
         if status == 200:
             full = json.loads(body)
-            answers = [dict(text=one["text"], output_ids=one["token_ids"], meta_info=dict(
-                id=full["id"], finish_reason={"type": one["finish_reason"]},
-                completion_tokens=len(one["token_ids"]), prompt_tokens=len(one["prompt_token_ids"])))
-                for one in full["choices"]]
+            answers = [dict(text=one["text"], output_ids=(ids := one["token_ids"]), meta_info=dict(
+                id=full["id"], finish_reason={"type": one["finish_reason"]}, completion_tokens=len(ids),
+                prompt_tokens=len(one["prompt_token_ids"]))) for one in full["choices"]]
             many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
             body = json.dumps(answers if many else answers[0])
         await responses.Response(body, status, media_type="application/json")(scope, receive, send)
