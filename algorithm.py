@@ -6,7 +6,6 @@ Read it beside the README's three equations: R_FAPO itself is made in compute_sc
 turns rewards into a gradient is here. Nothing here knows of models, files or servers, and nothing is mutated.
 Needs none of our other files. docs/algorithms.md has all of it in one table.
 Left out: value functions (GAE), a KL term inside the reward.
-
 Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest response.
 """
 
@@ -19,7 +18,6 @@ MAX_LOG_RATIO = 20.0  # beyond 88 exp() overflows in float32: the loss may be fi
 CLIP_RANGES = {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
-# ------------------------------------------------------------------------------------------------------------
 # ---- advantages
 
 
@@ -126,8 +124,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# -------- losses
+# ---- losses
 
 
 def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28,

@@ -347,8 +347,7 @@ def deal_gpus(config: Config, part: int) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
     visible = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     if len(visible) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(visible)}; lower it, "
-                         "--tensor-parallel-size or --gpu-share")
+        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(visible)}; lower it")
     return ",".join(visible[first:first + size])
 
 

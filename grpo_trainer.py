@@ -12,7 +12,6 @@ update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a r
 On CPU the policy is in this process. On GPUs Ray places everything: its ranks (cluster/), its servers and the
 judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a run will need.
 Left out: a critic model, prompts with images, several turns, tools.
-
 Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
@@ -53,13 +52,10 @@ class Config(reward_loop.RewardOptions):
     model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
     train_file: str  # File of training rows, parquet or JSONL (prepare_data.py writes them).
     out_dir: str  # Folder of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
-    # Files of validation rows; none: no evaluation. gpqa.parquet:4 takes 4 samples of each row, not --val-n.
-    val_file: tuple[str, ...] = ()
+    val_file: tuple[str, ...] = ()  # Files of validation rows; gpqa.parquet:4 takes 4 samples of each row.
 
-    # Take compute_score_baseline of --reward-fn's FILE: the rule alone pays, the reward model only measures.
-    baseline: bool = False
-    # standalone: each sample is scored the moment it ends. colocate: first all rollouts, then all scores.
-    reward_mode: Literal["standalone", "colocate"] = "standalone"
+    baseline: bool = False  # compute_score_baseline of --reward-fn's FILE: the rule pays, a judge measures.
+    reward_mode: Literal["standalone", "colocate"] = "standalone"  # colocate: all rollouts, then all scores.
     max_no_verdict_rate: float = 0.5  # Stop when more of the samples that needed a verdict have none.
 
     total_steps: int = 200  # Training steps; 0: evaluate and stop.
@@ -72,8 +68,7 @@ class Config(reward_loop.RewardOptions):
     dynamic_sampling: bool = False  # Replace groups whose scores are all equal, which teach nothing (DAPO).
     max_refills: int = 10  # Rounds of replacement per step, at most.
 
-    # hf: in this process. vllm: on servers that get the new weights after each update. auto: hf on CPU.
-    rollout: Literal["auto", "hf", "vllm"] = "auto"
+    rollout: Literal["auto", "hf", "vllm"] = "auto"  # hf: in this process. vllm: servers. auto: hf on CPU.
     rollout_servers: int = 1  # Number of vLLM servers for --rollout vllm.
     rollout_tensor_parallel: int = 1  # GPUs of each of them.
     rollout_gpu_share: float = 1.0  # Share of a GPU that each of them takes; below 1 others can use the rest.
@@ -81,8 +76,7 @@ class Config(reward_loop.RewardOptions):
     rollout_vllm_args: str = ""  # Their vLLM arguments: --rollout-vllm-args="--max-num-seqs 64".
     rollout_batch_size: int = 512  # Sequences generated at once, by each server.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    # Stop when rollout/logprob_diff is larger: the sampler has old weights. Twice as much with --overlap.
-    max_logprob_diff: float = 0.2
+    max_logprob_diff: float = 0.2  # Stop when rollout/logprob_diff is larger; with --overlap twice as much.
     overlap: bool = False  # Roll out and judge the next step during the update, from weights one update old.
 
     # fapo: the reward within its group. dr_grpo: without the deviation, per constant length. papo: answer and
@@ -171,7 +165,7 @@ class Config(reward_loop.RewardOptions):
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
             (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
-             f"tis_cap: {self.tis_cap:g} would multiply every loss by 0; leave it out to turn it off"),
+             f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
             (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,
              f"tis_mode: {self.tis_mode} needs --tis-cap"),
             (bool(self.terms) != (self.advantage == "terms"),

@@ -233,8 +233,7 @@ class Policy:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
         norm = whole(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
-            raise RuntimeError(f"loss {loss:g}, gradient norm {norm:g}: not finite; look at the last rewards "
-                               "in samples.jsonl, and lower --lr or --max-grad-norm")  # fmt: skip
+            raise RuntimeError(f"loss {loss:g}, gradient norm {norm:g}: not finite; lower --lr")
         self.num_updates += 1  # from here on the weights are no longer those of before
         self.optimizer.step()
         return norm
@@ -441,8 +440,7 @@ def check_logprobs(compute, model, name: str) -> None:
     difference = (logprobs[0] - expected).abs().mean().item()
     if not difference < (1e-3 if device.type == "cpu" else 0.1):
         raise ValueError(f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities "
-                         f"differ from its own by {difference:.2g}; its family turns hidden states into "
-                         "logits in a way that policy.logits_of does not know")  # fmt: skip
+                         f"differ from its own by {difference:.2g}; look at policy.logits_of")  # fmt: skip
 
 
 @contextlib.contextmanager

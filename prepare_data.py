@@ -110,8 +110,7 @@ def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict
                 raise ValueError(f"{where}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
         truth = row.get("reward_model")
         if needed and (type(truth) is not dict or truth.get("ground_truth") is None):
-            raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth "
-                             '("" where the reward function needs none)')  # fmt: skip
+            raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth")
         if type(row.get("response", "")) is not str:
             raise ValueError(f"{where}: response is {row['response']!r}; it must be a string")
     return rows

@@ -18,7 +18,6 @@ RewardLoopManager runs in the driver. A thread with an event loop deals samples 
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
 standing `collect` call brings what has been scored since the last. Ray restarts a worker that has died, the
 manager ends one that hangs. What fails in company is tried again, in the end alone; there it is at fault.
-
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
 container (a grading process has your rights). Function and folder need the same path on all nodes. Needs
 reward_worker.py; for models of its own genrm_server.py and cluster/; by default compute_score.py.

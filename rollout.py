@@ -126,8 +126,7 @@ def check_sampling(policy: Policy) -> None:
         raise ValueError(f"rollout: hf cannot sample from a {name} ({reason}); take vllm") from error
     difference = torch.cat(differences).abs().mean().item()
     if not difference <= (0.2 if policy.device.type == "cuda" else 0.01):
-        raise ValueError(f"rollout: hf samples wrongly from a {name} (log-probabilities are off by "
-                         f"{difference:.2g}); take vllm")  # fmt: skip
+        raise ValueError(f"rollout: hf samples wrongly from a {name} (off by {difference:.2g}); take vllm")
 
 
 # ---- on vLLM servers

@@ -47,8 +47,7 @@ class Run:
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"model: the tokenizer of {self.base} has no chat template; take an instruct "
-                             "model or add one")  # fmt: skip
+            raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
         self.train_rows = load_rows(config.train_file, self.tokenizer, config)
         self.val_rows = []  # (row, samples of it)
         for file in config.val_file:
@@ -141,8 +140,7 @@ class Run:
         eos = self.policy.about()["eos_token_id"]
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
-            raise ValueError(f"model: neither the model nor the tokenizer of {self.source} has an end token; "
-                             "add eos_token")  # fmt: skip
+            raise ValueError(f"model: neither {self.base} nor its tokenizer has an end token; add eos_token")
         if config.rollout == "hf":
             check_sampling(self.policy)
 

@@ -46,8 +46,8 @@ def check_room(config, checkpoint: float) -> None:
     kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
     needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)  # the newest is written before one goes
     if (free := 1e-9 * shutil.disk_usage(config.out_dir).free) < needed:
-        raise ValueError(f"out_dir: {free:.1f} GB are free in {config.out_dir}, checkpoints need "
-                         f"{needed:.1f}; make room")  # fmt: skip
+        where = f"out_dir: {free:.1f} GB are free in {config.out_dir}"
+        raise ValueError(f"{where}, checkpoints need {needed:.1f}; make room")
 
 
 def write_config(config, resumed: bool) -> None:
@@ -84,8 +84,8 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         last = next((path.name for path in checkpoints_in(folder)[::-1]), "the start")
-        raise RuntimeError(f"{target}: could not be written ({error}); --resume auto goes on from "
-                           f"{last}") from error  # fmt: skip
+        why = f"{target}: could not be written ({error}); --resume auto goes on from {last}"
+        raise RuntimeError(why) from error
     for old in checkpoints_in(folder)[: -config.keep_checkpoints] if config.keep_checkpoints else []:
         try:
             shutil.rmtree(old)

@@ -5,7 +5,6 @@
 
 policy.py and rollout.py use it where the file is there. Whether a model can share prompts is tried when it is
 loaded. Left out: compilation, attention kernels of our own, packing instead of padding (slower on CPU).
-
 Needs policy.py and algorithm.py. Shapes as in policy.py.
 """
 

@@ -24,10 +24,11 @@ sys.path.insert(0, str(DOCS.parent))
 import tyro
 from matplotlib.figure import Figure
 
-from toy.report import COLUMNS, PANELS, WAYS, read_metrics, save, smooth, table
+from toy.report import COLUMNS, PANELS, read_metrics, save, smooth, table
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
+WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",

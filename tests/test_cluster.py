@@ -359,7 +359,7 @@ cluster.shutdown()
     for (name, shape, nodes, more), text in zip(cases, said, strict=True):
         assert "80.0 GB on each of" in text and text.rstrip().endswith(": it fits"), (name, text)
         assert text.count("policy server 0") == text.count("rank 0") == 1 and text.count(
-            "judge 0"
+            "genrm 0"
         ) == name.startswith("fapo")
         assert len(re.findall(r"^[\d.]+: ", text, re.M)) >= 1
     assert "policy server 5 (2 GPUs)" in said[4] and "rank 15" in said[4] and "rank 8" not in said[3]

@@ -442,7 +442,7 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
             dict(reward_mode="colocate"),
             "overlap: .* with --reward-mode colocate the judge sleeps then; take standalone",
         ),
-        (dict(tis_cap=0.0), "tis_cap: 0 would multiply every loss by 0"),
+        (dict(tis_cap=0.0), "tis_cap: 0.0 would multiply every loss by 0"),
     ],
 )
 def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):

@@ -216,9 +216,9 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
     }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
 
-    def played(run, samples, step, *_):
+    def played(run, groups, step, *_):
         """Instead of servers and rewards: the same samples for any number of ranks."""
-        for sample, made in zip(samples, a_step(model, seed=step), strict=True):
+        for sample, made in zip(sum(groups, []), a_step(model, seed=step), strict=True):
             sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = (
                 made.prompt_ids,
                 made.response_ids,

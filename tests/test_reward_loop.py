@@ -392,9 +392,9 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
     body += f"def ask(solution_str, **_):\n    open('{tmp_path}/mark', 'w').close()\n    os._exit(1)\n"
     function = write_function(tmp_path, body)
-    monkeypatch.setattr(reward_worker, "START_S", 2.0)
+    monkeypatch.setattr(reward_worker, "START_S", 6.0)
     (result,) = start(function).score_batch([sample("x")])
-    assert result["status"] == "error" and "not ready within 2 s" in result["reward_extra_info"]["error"]
+    assert result["status"] == "error" and "not ready within 6 s" in result["reward_extra_info"]["error"]
 
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])

@@ -26,7 +26,6 @@ PANELS = {
 }
 COLUMNS = {"accuracy": "toy", "flawed positives": "toy/oracle_flawed_positive_rate",
            "truly correct": "toy/truly_correct", '"How many?" accuracy': "toy_total"}  # fmt: skip
-WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 
 
 @dataclass
@@ -87,34 +86,24 @@ def table(heads: list[str], *rows: list[str]) -> str:
     return "\n".join([head, "|---" * len(heads) + "|", *lines])
 
 
-def ways(evaluation: dict) -> dict[str, str]:
-    """Those of WAYS that there are: greedily only where that was asked for."""
-    there = {key.rpartition("/")[2] for key in evaluation}
-    return {way: label for way, label in WAYS.items() if way in there}
-
-
 def policy_table(runs: dict[str, list[dict]]) -> str:
     """Held-out numbers before and after each run."""
-    before = runs["rule only"][0]
-    columns = {f"{title}, {label}": f"val/{key}/{way}"
-               for way, label in ways(before).items() for title, key in COLUMNS.items()}  # fmt: skip
-    after = {f"{label}, step {metrics[-1]['step']}": metrics[-1] for label, metrics in runs.items()}
-    cells = [[label, *(f"{line[key]:.3f}" for key in columns.values())]
-             for label, line in ({"before": before} | after).items()]
-    return table(["512 held-out problems", *columns], *cells)
+    lines = {"before": runs["rule only"][0]}
+    lines |= {f"{label}, step {metrics[-1]['step']}": metrics[-1] for label, metrics in runs.items()}
+    cells = [[label, *(f"{line[f'val/{key}/mean@1']:.3f}" for key in COLUMNS.values())]
+             for label, line in lines.items()]  # fmt: skip
+    return table(["512 held-out problems", *COLUMNS], *cells)
 
 
 def judge_table(metrics: list[dict]) -> str:
     """The judge on held-out critiques before and after its own training. Half of the solutions are flawed."""
     rows = []
-    for way, label in ways(metrics[0]).items():
-        for when, line in ("before", metrics[0]), ("after", metrics[-1]):
-            recall, kept, location = (
-                line[f"val/fapo_critic/{key}/{way}"] for key in ("recall", "sound_kept", "location")
-            )
-            flagged = recall + 1 - kept  # per flawed solution: there are as many sound ones
-            shares = recall, kept, recall / (flagged or 1), 2 * recall / (1 + flagged), location
-            rows.append([f"{when}, {label}", *(f"{share:.3f}" for share in shares)])
+    for when, line in ("before", metrics[0]), ("after", metrics[-1]):
+        keys = ("recall", "sound_kept", "location")
+        recall, kept, location = (line[f"val/fapo_critic/{key}/mean@1"] for key in keys)
+        flagged = recall + 1 - kept  # per flawed solution: there are as many sound ones
+        shares = recall, kept, recall / (flagged or 1), 2 * recall / (1 + flagged), location
+        rows.append([when, *(f"{share:.3f}" for share in shares)])
     heads = ["judge, 512 held-out solutions", "recall", "sound kept", "precision", "F1", "exact location"]
     return table(heads, *rows)
 
