@@ -57,10 +57,10 @@ evidence: setup
 	bash recipes/evidence.sh
 
 test: .venv/.extra
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-quick: .venv/.extra
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.
 check-gpu:

@@ -7,8 +7,7 @@
 A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
 router and is restarted with back-off; one that dies MAX_DEATHS times in a row before it is ready is given up.
 When this process ends, however it ends, nothing of it stays behind. Servers ask for a key on every path but
-/health; the router sends it along: its own (ROUTER_API_KEY), else a random one. They see our environment
-variables. cluster/placement.py does the same in Ray, on any node.
+/health; the router sends it along: ROUTER_API_KEY, or a random one. cluster/placement.py is the same in Ray.
 Left out: systems but Linux, servers over several nodes, other engines. Needs router.py and vllm_server.py.
 """
 
@@ -104,7 +103,6 @@ SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vL
 @dataclass(eq=False)
 class Slot:
     """One server, or the router, and what its thread knows about it."""
-
     name: str
     server: object  # VllmServer or Router, or the handle of an actor
     log: Path

@@ -79,8 +79,7 @@ class Config(reward_loop.RewardOptions):
     max_logprob_diff: float = 0.2  # Stop when rollout/logprob_diff is larger; with --overlap twice as much.
     overlap: bool = False  # Roll out and judge the next step during the update, from weights one update old.
 
-    # fapo: the reward within its group. dr_grpo: without the deviation, per constant length. papo: answer and
-    # reasoning apart, from acc and flawed_positive. vppo: good prefixes pay. terms: each of --reward-terms.
+    # dr_grpo: no deviation, constant length. papo: answer and reasoning apart. vppo: good prefixes pay.
     advantage: Literal["fapo", "dr_grpo", "papo", "vppo", "terms"] = "fapo"
     reward_terms: tuple[str, ...] = ()  # Of the function's numbers, weighted: acc=1 flawed_positive=-0.5
     credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
@@ -268,7 +267,6 @@ def train(config: Config) -> Path | None:
 @dataclass
 class Batch:
     """The samples of a step."""
-
     groups: list[list[Sample]]  # all
     kept: list[list[Sample]]  # those to learn from
     metrics: dict
@@ -304,7 +302,6 @@ def start_ahead(run: Run, step: int) -> Ahead:
             for future in (ahead.rolled_out, ahead.batch):
                 if not future.done():
                     future.set_exception(error)
-
     threading.Thread(target=work, name=f"step {step}", daemon=True).start()
     return ahead
 
@@ -441,8 +438,7 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
         first = next(result for result in results if result["reward_score"] is None)
         raise RuntimeError(
             f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
-            f"{limit:.0%}); is the reward model up? First of them: status {first['status']!r}, "
-            f"{first['reward_extra_info']}")  # fmt: skip
+            f"{limit:.0%}); is the reward model up? First: {first['status']}, {first['reward_extra_info']}")
 
 
 WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
@@ -550,8 +546,8 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
     if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for what this process starts; the library has read it
-        huggingface_hub.constants.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what this process starts; the library has read it
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         target = train(config)
         print("done: dry run" if target is None else f"done: {target}")

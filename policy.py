@@ -439,8 +439,8 @@ def check_logprobs(compute, model, name: str) -> None:
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
     difference = (logprobs[0] - expected).abs().mean().item()
     if not difference < (1e-3 if device.type == "cpu" else 0.1):
-        raise ValueError(f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities "
-                         f"differ from its own by {difference:.2g}; look at policy.logits_of")  # fmt: skip
+        name += f" ({type(model).__name__}) cannot be trained here: log-probabilities"
+        raise ValueError(f"model: {name} differ from its own by {difference:.2g}; see policy.logits_of")
 
 
 @contextlib.contextmanager

@@ -248,8 +248,7 @@ def hub_files(source: Source) -> list[Path]:
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # `all`: every public one, or those with a file in --source-dir, not `toy`, the offline miniature.
-    tasks: list[Task]
+    tasks: list[Task]  # all: every public one, or those with a file in --source-dir, but not toy.
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
     seed: int = 0  # For the order of GPQA's choices, and for the toy world.

@@ -75,8 +75,7 @@ class RewardOptions:
     genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
     genrm_cpus: str = ""  # On CPU: their cores, such as 0,1; default: all, shared out evenly.
     genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
-    # A judge that writes, or a discriminative model (one number); for several models one each, or one.
-    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
+    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)  # For all, or one each.
     reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
     num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 2  # Ray workers, over all nodes.
     sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
@@ -190,7 +189,6 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 @dataclasses.dataclass(eq=False)
 class Ticket:
     """One call on its way: of one sample, or of a group."""
-
     payload: bytes
     waiting: dict[Future, float]  # of each sample; its penalty for length
     lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
@@ -200,7 +198,6 @@ class Ticket:
 @dataclasses.dataclass(eq=False)
 class Slot:
     """One worker, which Ray restarts when it dies, on another node if need be."""
-
     worker: object
     life: str  # another one after a restart
     ready: bool = True

@@ -45,7 +45,6 @@ ALONE_AFTER = 2  # a sample that was lost so often in company is tried alone: in
 @dataclasses.dataclass
 class Job:
     """What workers and grading processes need to know; plain values only."""
-
     function: str  # FILE:NAME with the full path
     kwargs: dict  # the same for every sample
     columns: dict[str, bool]  # further columns of a row that the function names: whether it needs them

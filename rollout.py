@@ -180,5 +180,4 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
                 if stop.is_set():
                     raise RuntimeError("the rollouts were given up")
             everything.result()
-
     asyncio.run(generate_all())

@@ -13,8 +13,7 @@ How an attempt is judged:
     502-504                     counts against the server, and another one is asked
     500, a cut connection       one more is asked, no third; it counts against the first if the second answers
     any other answer            is passed on; once a part of it is out, there is no retry
-No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last. While
-no server is healthy requests wait in line.
+No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last.
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
 routing, systems other than Linux. Needs none of our other files.
 """
@@ -119,7 +118,6 @@ PARSING = dict(auto_decompress=False, max_line_size=1 << 16, max_field_size=1 <<
 @dataclass(eq=False)
 class Worker:
     """One server and what is known about it."""
-
     url: str
     healthy: bool = False
     why: str = ""  # it is healthy, or not

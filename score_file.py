@@ -33,7 +33,6 @@ CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "r
 @dataclasses.dataclass
 class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
-
     data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
     out: Path  # Parquet or JSONL file to write: adds reward_score, status, reward_extra_info (JSON text).
     max_response_length: int | None = None  # In tokens: overlong shaping is on, rows need response_length.
@@ -71,7 +70,6 @@ def score_the_rest(options, samples, done, partial: Path, header, overlong=None,
             done[left[position]] = result
             file.write(json.dumps([left[position], result]) + "\n")
             on_result(result)
-
         started = time.monotonic()
         manager.score_batch([samples[key] for key in left], note)
         return time.monotonic() - started

@@ -193,11 +193,8 @@ def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path)
         view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html")
     )
     colours = {run["name"]: run["colour"] for run in data["runs"]}
-    assert (
-        list(colours) == ["a/baseline", "a/fapo", "b/fapo"]
-        and colours["a/baseline"] == view_run.COLOURS["baseline"]
-    )
-    assert colours["a/fapo"] == view_run.COLOURS["fapo"] and len(set(colours.values())) == 3
+    assert list(colours) == ["a/baseline", "a/fapo", "b/fapo"]
+    assert list(colours.values()) == list(view_run.COLOURS[:3])
     assert not (tmp_path / "a/report.html").exists()
     with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
         view_run.write_page([tmp_path / "page.html"])

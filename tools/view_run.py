@@ -29,9 +29,8 @@ from run_folder import has_evaluation, read_lines
 from toy.toy_world import first_wrong_paragraph
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-# As in toy_world.py's figure, so that a run has one colour wherever it is drawn; other runs take FURTHER.
-COLOURS = {"baseline": "#d62728", "fapo": "#2ca02c", "papo": "#1f77b4"}
-FURTHER = ("#9467bd", "#ff7f0e", "#17becf", "#e377c2", "#8c564b", "#bcbd22")
+# In the order of the runs' names, so that the demo's baseline and fapo are as in its figure.
+COLOURS = ("#d62728", "#2ca02c", "#1f77b4", "#9467bd", "#ff7f0e", "#17becf", "#e377c2", "#8c564b", "#bcbd22")
 MAX_POINTS = 1000  # of a curve
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
@@ -91,10 +90,9 @@ def group_of(lines: list[dict]) -> dict:
     infos = [sample["reward_extra_info"] for sample in samples]
     verdict = {key: value for key, value in infos[0].items() if key.startswith("group_")
                and all(info.get(key) == value for info in infos)}  # fmt: skip
-    for info in infos:
-        for key in verdict:
-            del info[key]
-    verdict = {key.removeprefix("group_"): value for key, value in verdict.items() if value is not None}
+    for info, key in itertools.product(infos, verdict):
+        del info[key]
+    verdict = {key[6:]: value for key, value in verdict.items() if value is not None}
     return shared | {"verdict": verdict, "samples": samples}
 
 
@@ -148,10 +146,10 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
 
 def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
     """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
-    runs, own, further = find_runs(folders), dict(COLOURS), itertools.cycle(FURTHER)
+    runs = find_runs(folders)
     data = [read_run(name, folder, 1e6 * max_mb / len(runs)) for name, folder in runs.items()]
-    for run in data:  # of two runs that are called "fapo" the second needs another one
-        run["colour"] = own.pop(run["name"].split("/")[-1], None) or next(further)
+    for run, colour in zip(data, itertools.cycle(COLOURS)):
+        run["colour"] = colour
     text = json.dumps({"title": ", ".join(map(str, folders)), "runs": data})
     valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
