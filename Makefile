@@ -52,7 +52,7 @@ demo: setup
 demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
-# Three warm starts, three seeds, four algorithms and more: one to two hours on two cores; stopped, it goes on where it was.
+# Three warm starts, three seeds, thirteen algorithms and more: two to three hours on two cores; stopped, it goes on where it was.
 evidence: setup
 	bash recipes/evidence.sh
 

@@ -1,6 +1,6 @@
 """Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
 
-    make evidence                                         # one to two hours on two cores: the runs, then this
+    make evidence                                         # two to three hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 

@@ -23,7 +23,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import harmonic_mean, mode
+from statistics import fmean, harmonic_mean, mode
 
 import aiohttp
 import pyarrow.parquet as pq
@@ -62,7 +62,7 @@ def majority_vote(indices: list[int | None]) -> int | None:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+    return fmean(values) if values else float("nan")
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:

@@ -126,7 +126,8 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
     groups, torn = groups_of(samples), torn_metrics + torn_samples
-    settings = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
     kept, size = thin(groups, limit)
     notes = {
         f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take {1e-6 * size:.1f} MB "
