@@ -344,7 +344,7 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
     )  # one a run in accuracy and no verdict
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
-    assert f"fill:{view_run.COLOURS['fapo']}" in text and f'stroke="{view_run.COLOURS["baseline"]}"' in text
+    assert f"fill:{view_run.COLOURS[1]}" in text and f'stroke="{view_run.COLOURS[0]}"' in text
     assert dom(page, hide="baseline").count("<polyline") == 2
     answers = part(dom(page, view="changed"), "answers")
     rows = [
