@@ -22,8 +22,5 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_
   --genrm "${JUDGE_MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" --genrm-gpu-share 0.16 \
   --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
-  --total-steps 200 --train-batch-size 64 --group-size 8 --mini-batch-size 16 \
-  --max-prompt-length 1024 --max-response-length 3072 --overlong-buffer 1024 --overlong-factor 1.0 \
-  --temperature 1.0 --lr 1e-5 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
-  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
-  --val-every 20 --val-n 8 --val-temperature 1.0 --val-top-p 0.7 --save-every 20 "$@"
+  --train-batch-size 64 --mini-batch-size 16 --max-prompt-length 1024 --max-response-length 3072 \
+  --overlong-buffer 1024 --lr 1e-5 --val-n 8 --val-every 20 "$@"

@@ -22,8 +22,4 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-
   --genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-gpu-share 0.22 --genrm-vllm-args="--max-model-len 28672" \
   --policy-gpu-share 0.45 --rollout-gpu-share 0.3 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 10240 --gradient-checkpointing \
-  --total-steps 200 --train-batch-size 128 --group-size 8 --mini-batch-size 32 \
-  --max-prompt-length 2048 --max-response-length 8192 --overlong-buffer 4096 --overlong-factor 1.0 \
-  --temperature 1.0 --lr 1e-5 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
-  --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
-  --val-every 20 --val-n 8 --val-temperature 1.0 --val-top-p 0.7 --save-every 20 "$@"
+  --train-batch-size 128 --lr 1e-5 --val-n 8 --val-every 20 "$@"

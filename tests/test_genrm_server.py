@@ -133,7 +133,7 @@ def router_workers(servers):
     return json.loads(text)["workers"] if status == 200 else []  # it may just be away
 
 
-def until(condition, limit=30):
+def until(condition, limit=90):
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -470,14 +470,7 @@ def test_an_evaluation_can_be_interrupted_at_once(workshop):
     options = dict(val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=2000)
     config = run_config(workshop, "long_evaluation", **options)
     process = start_run(config)
-    patience = time.monotonic() + 120
-    while "Ray: " not in Path(f"{config.out_dir}.log").read_text():
-        assert process.poll() is None and time.monotonic() < patience
-        time.sleep(0.05)
-    while (
-        '{"step": 0' not in (workshop / "long_evaluation/metrics.jsonl").read_text()
-    ):  # written before the evaluation begins
-        time.sleep(0.05)
+    wait_for_step(config, process, 0)  # written before the evaluation begins
     process.send_signal(signal.SIGINT)
     begun = time.monotonic()
     assert process.wait(60) == 130 and time.monotonic() - begun < 30, Path(
@@ -772,7 +765,7 @@ def start_run(config, *script):
 def wait_for_step(config, process, step):
     """Until metrics.jsonl has the line of this step."""
     path, patience = Path(config.out_dir, "metrics.jsonl"), time.monotonic() + 120
-    while not path.is_file() or f'{{"step": {step},' not in path.read_text():
+    while not path.is_file() or not re.search(f'{{"step": {step}[,}}]', path.read_text()):
         assert process.poll() is None and time.monotonic() < patience, Path(
             f"{config.out_dir}.log"
         ).read_text()

@@ -145,7 +145,7 @@ def sample(response, ground_truth="1", **columns):
     return row | columns
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=90.0):
     """Polls until condition() is true; fails the test if it never is."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -151,7 +151,7 @@ def placement(config) -> dict[str, list[str]]:
         for name in together:
             for number, node in enumerate(places.nodes(name)):
                 index, gpus = places.where[name, number]
-                told = f"{name} {number}" + (f" ({gpus:g})" if gpus not in (0, 1) else "")
+                told = f"{name} {number}" + (f" ({gpus:g} GPUs)" if gpus not in (0, 1) else "")
                 bundles.setdefault((addresses[node], index), []).append(told)
         places.close()
         for (address, _), members in sorted(bundles.items()):
