@@ -49,8 +49,8 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
         raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
     first, *lines = partial.read_text(encoding="utf-8").split("\n")
     if first != header:
-        why = "belongs to another run, other data or another version of the reward function"
-        raise ValueError(f"{partial} {why}: delete it")
+        raise ValueError(f"{partial} belongs to another run, other data or another version of the reward "
+                         "function: delete it")  # fmt: skip
     done = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off

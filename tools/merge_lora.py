@@ -60,7 +60,7 @@ def add(model, config, source: str) -> None:
                              "layers that are to learn, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
     if (saved := Path(source, "adapter_model.safetensors")).is_file():
-        if (unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys):
+        if unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys:
             raise ValueError(f"lora_targets: {source} has adapters for other layers, such as {unknown[0]}")
 
 
