@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tiny models are fastest on one thread, and leave the other cores alone
+# tiny models are fastest on one thread, and leave the other cores alone
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["RAY_ADDRESS"] = (
     "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine

@@ -34,9 +34,8 @@ def test_advantages_by_hand():
     std = math.sqrt(2 / 3)  # sample variance of 1, 0, -1, 0: (1 + 1) / 3
     assert torch.allclose(got[0], torch.tensor([1.0, 0.0, -1.0, 0.0]) / (std + 1e-6))
     assert got[1].tolist() == [0, 0, 0, 0]  # no spread
-    assert torch.allclose(
-        got[2], torch.tensor([1.0, 0.0, -1.0, 0.0]) / (math.sqrt(2) + 1e-6)
-    )  # NaN leaves the statistics
+    # NaN leaves the statistics
+    assert torch.allclose(got[2], torch.tensor([1.0, 0.0, -1.0, 0.0]) / (math.sqrt(2) + 1e-6))
     assert got[3].tolist() == [0, 0, 0, 0]  # fewer than two verdicts
     assert torch.equal(rewards, kept) or torch.equal(rewards.isnan(), kept.isnan())
 
@@ -255,9 +254,8 @@ def test_process_aware_advantages_by_hand():
     spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample deviations of 1, 1, -1 and of 1, 0
     right, wrong = (2 / 3) / spread, (-4 / 3) / spread
     assert torch.allclose(got[0], torch.tensor([right + 0.5 / half, right - 0.5 / half, wrong, 0.0]))
-    assert torch.allclose(
-        got[1], torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6)
-    )  # the steps still tell them apart
+    # the steps still tell them apart
+    assert torch.allclose(got[1], torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6))
     assert got[2].tolist() == [0, 0, 0, 0]  # however good its steps, a wrong answer gains nothing
     late = compute_process_aware_advantages(outcome[1:2] - 1.5, process[1:2], outcome[1:2] > 0)
     assert torch.equal(late[0], got[1])  # a right answer that came late is a right answer

@@ -186,9 +186,8 @@ def hosts(tmp_path, monkeypatch):
             ).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host])
-            subprocess.run(
-                ["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL
-            )  # or it goes some time later by itself
+            # or it goes some time later by itself
+            subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "link", "del", "br77"])
 
 
@@ -269,9 +268,8 @@ def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(
     assert run.returncode == 0, said()
     assert "a rank of the policy died" in said() and "(1 of max_restarts 3)" in said()
     assert [line["step"] for line in lines()] == list(range(13)) and lines()[-1]["actor/restarts"] == 1
-    assert all(
-        line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:]
-    )  # the servers always had the ranks' weights
+    # the servers always had the ranks' weights
+    assert all(line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:])
     assert all(line["reward/judged"] == 1.0 for line in lines()[1:])  # by the judge on its own host
     assert len({line["actor/grad_norm"] for line in lines()[1:] if "actor/grad_norm" in line}) > 8
 
@@ -457,10 +455,11 @@ def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
             assert starting and time.monotonic() < end, done.stdout[-2000:] + done.stderr[-2000:]
             time.sleep(1)
     finally:
+        # SIGTERM would be half a minute of draining
         for process in [
             *psutil.Process(head.pid).children(recursive=True),
             head,
-        ]:  # SIGTERM would be half a minute of draining
+        ]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         head.wait()

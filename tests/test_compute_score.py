@@ -162,10 +162,11 @@ def refuses_misspelt_settings(function) -> bool:
 def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
     loops_own = {"reward_router_address": "h:1", "reward_model_tokenizer": None}
     function = getattr(scores, name)
+    # the answer is wrong, or as a critique one paragraph off
     assert call(function, **loops_own)["score"] in (
         -1.0,
         1 - 1 / 3,
-    )  # the answer is wrong, or as a critique one paragraph off
+    )
     assert call(function)["score"] == call(function, **loops_own)["score"]
     assert refuses_misspelt_settings(function)
 
@@ -512,13 +513,14 @@ def score_with(
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, False, "unparsable"),
+        # a box in it is no verdict
         (
             completion("so far \\boxed{-1} but", "length"),
             {},
             None,
             None,
             "truncated",
-        ),  # a box in it is no verdict
+        ),
         (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, False, "truncated"),
         (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
         (400, {}, None, None, "http_error"),
@@ -583,9 +585,8 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
     result = score_with(judge, solution=solution, extra_info=extra_info)
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (score, flawed, "skipped")
     assert judge.requests == [] and judge.model_lookups == 0
-    assert (
-        asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result
-    )  # nor does it need an address
+    # nor does it need an address
+    assert asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result
 
 
 @pytest.mark.parametrize(
@@ -653,9 +654,8 @@ def test_verl_takes_means_of_the_results(function, settings):
     assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == (
         "keep_critique" in settings
     )
-    for result, (critique, solution) in zip(
-        results, cases
-    ):  # in the other mode there are None, but the same keys
+    # in the other mode there are None, but the same keys
+    for result, (critique, solution) in zip(results, cases):
         other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
         assert other.keys() == result.keys()
 
@@ -715,6 +715,7 @@ def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
     asks = [(503, {"Retry-After": "7"}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "soon"})]
     judge = Judge(*asks, *[500] * 4, "\\boxed{1}")
     assert score_with(judge)["score"] == 0.0
+    # at most 8 s of its own accord
     assert [pause for pause in pauses if pause] == [
         7.0,
         1.0,
@@ -723,7 +724,7 @@ def test_retry_after_is_honoured_and_the_pauses_grow(monkeypatch):
         8.0,
         8.0,
         8.0,
-    ]  # at most 8 s of its own accord
+    ]
 
 
 def test_a_judge_that_starts_late_loses_nothing():

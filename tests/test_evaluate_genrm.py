@@ -150,9 +150,8 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     progress = []
     judge = Judge(lambda request: progress.append((tmp_path / "c.jsonl").read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
-    assert progress[0].startswith("{") and progress[0].endswith(
-        "}\n"
-    )  # a run killed before its first answer can go on, too
+    # a run killed before its first answer can go on, too
+    assert progress[0].startswith("{") and progress[0].endswith("}\n")
     assert len(judge.requests) == 18 and judge.model_lookups == 1
     sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
     assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
@@ -201,9 +200,8 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     settings, *lines = progress.read_text().splitlines()
     answered = [line for line in lines if json.loads(line)[1]["reward_score"] is not None]
     assert len(answered) == 8
-    progress.write_text(
-        "\n".join([settings, *answered])[:-5]
-    )  # as if the run had been killed in the middle of its last line
+    # as if the run had been killed in the middle of its last line
+    progress.write_text("\n".join([settings, *answered])[:-5])
     judge = Judge(answer)
     rows = run(judge, config)
     assert len(judge.requests) == 4 + 1 and {1, 4} <= set(map(problem_of, judge.requests))
@@ -367,18 +365,16 @@ def test_command_line(bench, tmp_path):
         async with Judge(answer).running() as judge:
             code, out, err = await call(*arguments, "--router-address", judge.address)
         assert (code, "FlawedPositiveBench" in out) == (0, True), err
-        refused = Judge(
-            lambda request: 400 if problem_of(request) == 3 else answer(request)
-        )  # every time, such as a long prompt
+        # every time, such as a long prompt
+        refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))
         other = ["--data", str(bench), "--out", str(tmp_path / "d.parquet"), "--n", "1", "--router-address"]
         async with refused.running():
             code, out, err = await call(*other, refused.address)
             assert (code, "INCOMPLETE" in out) == (1, True), err
             code, out, err = await call(*other, refused.address, "--max-error-rate", "0.15")
             assert (code, "INCOMPLETE" in out) == (1, True), err
-            code, out, err = await call(
-                *other, refused.address, "--max-error-rate", "0.2"
-            )  # one of six, not of the one asked
+            # one of six, not of the one asked
+            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.2")
             assert (code, "--max-error-rate" in out) == (0, True), err
             assert len(refused.requests) == 6 + 1 + 1
         code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")

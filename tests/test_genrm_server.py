@@ -163,6 +163,7 @@ def port_is_free(url):
 
 # ---- what the servers are started with -----------------------------------------------------------
 
+
 def test_cores_are_shared_out():
     assert share([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert share([4, 5, 6], 2) == [[4], [5, 6]]
@@ -171,8 +172,14 @@ def test_cores_are_shared_out():
 
 def test_cpu_servers(stand_in, monkeypatch):
     monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as of a secret's file
-    config = settings(stand_in, num_servers=2, cpus="0,1", served_model_name="judge", max_model_len=512,
-                      vllm_args=("--max-num-seqs", "7"))
+    config = settings(
+        stand_in,
+        num_servers=2,
+        cpus="0,1",
+        served_model_name="judge",
+        max_model_len=512,
+        vllm_args=("--max-num-seqs", "7"),
+    )
     with running(config) as servers:
         assert http("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
         assert "least_loaded" in psutil.Process(servers.router.server.child.pid).cmdline()
@@ -193,8 +200,9 @@ def test_cpu_servers(stand_in, monkeypatch):
                 and env["HF_HUB_OFFLINE"] == "1"
                 and "VLLM_SERVER_DEV_MODE" not in env
             )
-        assert {ask(f"http://{servers.router_address}", api_key="s3cret")["pids"][0] for _ in range(2)} == \
-            {told(servers, number)["pids"][0] for number in range(2)}
+        assert {ask(f"http://{servers.router_address}", api_key="s3cret")["pids"][0] for _ in range(2)} == {
+            told(servers, number)["pids"][0] for number in range(2)
+        }
 
 
 def test_gpu_servers_and_a_classifier(stand_in, monkeypatch):
@@ -259,6 +267,7 @@ def test_bad_settings(stand_in, changes, expected, monkeypatch):
 
 # ---- life and death ------------------------------------------------------------------------------
 
+
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers, ThreadPoolExecutor(32) as pool:
         victim = told(servers)["pids"]
@@ -269,8 +278,10 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
         until(lambda: restarts_of(servers) == 1 and all(slot.joined for slot in servers.slots))
         new = told(servers)["pids"]
         assert new != victim and not alive(victim[1])  # its engine was not left behind
-        assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == \
-            {new[0], told(servers, 1)["pids"][0]}
+        assert {ask(f"http://{servers.router_address}")["pids"][0] for _ in range(4)} == {
+            new[0],
+            told(servers, 1)["pids"][0],
+        }
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
     until(
         lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5
@@ -406,9 +417,8 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
         assert http("GET", servers.slots[0].url + "/health")[0] == 200
         assert http("GET", servers.slots[0].url + "/v1/args")[0] == 401
-        assert (
-            http("GET", f"http://{servers.router_address}/v1/args")[0] == 200
-        )  # the router has it, its clients need none
+        # the router has it, its clients need none
+        assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200
         assert (
             http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
         )
@@ -513,14 +523,12 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
         os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers.servers) == 1 and len(router_workers(servers.servers)) == 2)
-        assert (
-            "/collective_rpc" in told(servers.servers)["calls"]
-        )  # before it joined: weights may have changed
+        # before it joined: weights may have changed
+        assert "/collective_rpc" in told(servers.servers)["calls"]
         (servers.folder.folder / "die_of_collective_rpc").touch()
         servers.sync()  # one of them dies of it
-        assert (
-            len(router_workers(servers.servers)) == 1
-        )  # with the new weights; the other one has the old ones or none
+        # with the new weights; the other one has the old ones or none
+        assert len(router_workers(servers.servers)) == 1
         until(
             lambda: restarts_of(servers.servers) == 2 and all(slot.joined for slot in servers.servers.slots)
         )
@@ -549,9 +557,8 @@ def test_sleep_and_wake(stand_in, capfd, monkeypatch):
         assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
         assert servers.wake_up()
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
-        assert (
-            http("POST", f"http://{servers.router_address}/sleep")[0] == 404
-        )  # not for whoever knows the router
+        # not for whoever knows the router
+        assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404
 
 
 @pytest.mark.slow
@@ -559,6 +566,7 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
+
         def all_joined():
             return all(slot.joined for slot in servers.slots)
 
@@ -584,6 +592,7 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
 
 # ---- the command line ----------------------------------------------------------------------------
+
 
 def start_command(model, *arguments, before=()):
     return subprocess.Popen(
@@ -715,12 +724,14 @@ def test_exit_codes(stand_in):
 
 # ---- with the real vLLM --------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, model, tokenizer):
     """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier."""
     import ray
     import torch
     from transformers import LlamaForSequenceClassification
+
     folder = tmp_path_factory.mktemp("vllm")
     torch.manual_seed(0)
     config = copy.deepcopy(model.config)
@@ -754,6 +765,7 @@ def vllm(tmp_path_factory, model, tokenizer):
 def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     process, router, urls, manager = vllm
     model = manager.models["rm"].config.model
     texts = ["The answer is 4.", "no", "Paragraph one.\n\nParagraph two is longer, and it ends here."]
@@ -761,8 +773,12 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():
         expected = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
-    status, text = http("POST", f"http://{manager.router_address}/classify",
-                        {"model": "rm", "input": texts, "use_activation": False}, timeout=60)
+    status, text = http(
+        "POST",
+        f"http://{manager.router_address}/classify",
+        {"model": "rm", "input": texts, "use_activation": False},
+        timeout=60,
+    )
     assert status == 200, text
     assert [one["probs"][0] for one in json.loads(text)["data"]] == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
@@ -867,12 +883,12 @@ def one_killed(vllm):
 
     with ThreadPoolExecutor(32) as pool:
         asked = [pool.submit(judge, i) for i in range(32)]
+
         def busiest():
             return max(ask(router, "/workers")["workers"], key=lambda worker: worker["in_flight"])
 
-        until(
-            lambda: busiest()["in_flight"] >= 8
-        )  # not both: the first to be done may be so before this process gets a core
+        # not both: the first to be done may be so before this process gets a core
+        until(lambda: busiest()["in_flight"] >= 8)
         port = busiest()["url"].rpartition(":")[2]
         victim = next(pid for pid in descendants(process) if port in psutil.Process(pid).cmdline())
         os.kill(victim, signal.SIGKILL)
@@ -939,9 +955,8 @@ def test_named_models_in_ray(stand_in):
         driver.stdin.write("\n")
         driver.stdin.flush()
         assert next(line for line in driver.stdout if line.startswith("down"))
-        until(
-            lambda: not any(map(alive, pids)), limit=5
-        )  # killed in time, but the engines are nobody's children now
+        # killed in time, but the engines are nobody's children now
+        until(lambda: not any(map(alive, pids)), limit=5)
         assert http("GET", f"http://{genrm}/health")[0] == 0
         genrm, rm, pids = started()  # and now the driver crashes
         driver.kill()

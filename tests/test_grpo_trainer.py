@@ -62,13 +62,11 @@ def test_why_a_group_is_useless():
     assert grpo_trainer.why_useless([bad, bad]) == "all_wrong"
     assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
     assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
-    assert (
-        grpo_trainer.why_useless([scored(1.0), scored(1.0)]) == "equal_scores"
-    )  # a function that does not say `acc`
+    # a function that does not say `acc`
+    assert grpo_trainer.why_useless([scored(1.0), scored(1.0)]) == "equal_scores"
     assert grpo_trainer.why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
-    assert (
-        grpo_trainer.why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
-    )  # whatever its length cost
+    # whatever its length cost
+    assert grpo_trainer.why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -180,9 +178,8 @@ def test_learns_a_trivial_task(workshop, rollout):
     assert metrics[1]["reward/mean"] < 0.2 and metrics[-1]["reward/mean"] > 0.9
     assert metrics[-1]["val/toy/mean@2"] > metrics[0]["val/toy/mean@2"]
     assert {"val/toy/maj@2", "val/toy/pass@2"} <= set(metrics[-1])
-    assert (
-        max(m["rollout/logprob_diff"] for m in metrics[1:]) < 1e-4
-    )  # every step's rollouts had the weights of the step before
+    # every step's rollouts had the weights of the step before
+    assert max(m["rollout/logprob_diff"] for m in metrics[1:]) < 1e-4
     assert rollout == "hf" or all(0 < m["time/sync"] < m["time/step"] for m in metrics[1:])
 
 
@@ -208,9 +205,8 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop, monkeypatch
         reward/mean reward/no_verdict actor/entropy actor/grad_norm rollout/logprob_diff response_length/mean
         time/rollout time/reward_wait time/update time/step perf/tokens_per_s
     """
-    assert set(expected.split()) <= set().union(
-        *metrics[1:]
-    )  # a step in which no reward differs has no gradient
+    # a step in which no reward differs has no gradient
+    assert set(expected.split()) <= set().union(*metrics[1:])
     sample = lines_of(folder / "samples.jsonl")[-1]
     assert {
         "step",
@@ -302,9 +298,8 @@ def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
         [0.0] * (len(learnt) // 4), abs=1e-5
     )
     prompts = [s["prompt"] for s in samples if s["split"] == "train"][::4]
-    assert (
-        len(prompts) == sum(m["dynamic/prompts"] for m in metrics) and len(set(prompts[:32])) == 32
-    )  # an epoch, none left out
+    # an epoch, none left out
+    assert len(prompts) == sum(m["dynamic/prompts"] for m in metrics) and len(set(prompts[:32])) == 32
 
     # It goes on with the prompt after the last one drawn: the same run, when it was stopped after the first
     # step.
@@ -327,9 +322,8 @@ def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(worksh
         metrics["dynamic/kept"] == metrics["actor/updates"] == 0
         and metrics["dynamic/dropped_all_right"] == 12
     )
-    assert (
-        len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 8
-    )  # two groups of the step, not of each of its rounds
+    # two groups of the step, not of each of its rounds
+    assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 8
     assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
 
 
@@ -433,9 +427,8 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1"]
     fail_at("roll_out", 2)  # the evaluation after step 2
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1", "step_2"]
-    assert (
-        "val/toy/mean@1" not in lines_of(workshop / "fails/metrics.jsonl")[2]
-    )  # the step's own line was written before
+    # the step's own line was written before
+    assert "val/toy/mean@1" not in lines_of(workshop / "fails/metrics.jsonl")[2]
 
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError("no memory for the update")
@@ -444,10 +437,11 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) or out_of_memory())
+    # in the middle the weights are no step's
     assert run_until_it_fails(torch.OutOfMemoryError) == [
         "step_1",
         "step_2",
-    ]  # in the middle the weights are no step's
+    ]
     grpo_trainer.train(config)
     expected, got = (
         without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("whole_of_four", "fails")

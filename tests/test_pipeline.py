@@ -113,9 +113,8 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     async def generate(scene, step):
         if step > 2:  # what is ahead ends only after the update before it, and some time after
             await until(lambda: len(scene.trained) >= step - 1 and scene.policy.num_updates >= step - 1)
-            await asyncio.sleep(
-                0.05
-            )  # long enough for a hand-over that does not wait; PlayedServers.sync would raise
+            # long enough for a hand-over that does not wait; PlayedServers.sync would raise
+            await asyncio.sleep(0.05)
 
     def update(scene, step):
         ahead = min(step + 1, 5) * PER_STEP
@@ -127,9 +126,8 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     assert [line["rollout/staleness"] for line in metrics[1:]] == expected
     for step, samples in scene.trained.items():  # whose weights were really there
         assert {sample.response_ids[0] for sample in samples} == {step - 1 - expected[step - 1]}
-    assert (
-        scene.asked == 5 * PER_STEP and scene.servers.version == 5
-    )  # nothing is drawn for after the last step
+    # nothing is drawn for after the last step
+    assert scene.asked == 5 * PER_STEP and scene.servers.version == 5
     rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
     assert scene.prompts() == rows and scene.trainer.prompts_drawn == 20
     assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
@@ -232,13 +230,14 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     scene = Scene(resumed, rewards=ByRow())
     metrics = scene.run()
     assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
+    # on-policy at the start and after it went on
     assert [line["rollout/staleness"] for line in metrics[1:]] == [
         0,
         1,
         0,
         1,
         1,
-    ]  # on-policy at the start and after it went on
+    ]
     total = sum(line["dynamic/prompts"] for line in metrics[1:])
     rows = draw(scene.trainer.train_rows, 0, total, 0)
     written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
@@ -278,18 +277,16 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = Path(tmp_path, "run/samples.jsonl").read_text()
-    assert (
-        '"step": 3' in written and '"step": 4' not in written
-    )  # what is logged is trained on, or was about to be
+    # what is logged is trained on, or was about to be
+    assert '"step": 3' in written and '"step": 4' not in written
 
     scene = Scene(trainer_of(settings, tmp_path, resume="auto"))
     metrics = scene.run()
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5] and sorted(scene.trained) == [3, 4, 5]
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
     rows = draw(scene.trainer.train_rows, 0, 20, 0)
-    assert scene.prompts() == [
-        row["extra_info"]["index"] for row in rows[8:]
-    ]  # the batch in flight is drawn again
+    # the batch in flight is drawn again
+    assert scene.prompts() == [row["extra_info"]["index"] for row in rows[8:]]
     samples = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in samples][::4] == [row["prompt"][-1]["content"] for row in rows]
     assert [sample["step"] for sample in samples] == [step for step in range(1, 6) for _ in range(PER_STEP)]
@@ -356,9 +353,8 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update, NeverSays())
     with pytest.raises(KeyboardInterrupt):
         scene.run()
-    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == [
-        "step_2"
-    ]  # the step was finished
+    # the step was finished
+    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (
         moment != "in the update"
@@ -366,9 +362,8 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     threads_end()
     del scene
     gc.collect()
-    assert not [
-        record for record in caplog.records if record.name == "asyncio"
-    ]  # no word on requests that were given up
+    # no word on requests that were given up
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
@@ -389,9 +384,8 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
     scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
 
     def restart(source):
-        asyncio.run(
-            until(lambda: scene.servers.generating == 0)
-        )  # it has seen that nobody waits for step 5 any more
+        # it has seen that nobody waits for step 5 any more
+        asyncio.run(until(lambda: scene.servers.generating == 0))
         scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
 
     scene.policy.restart, scene.policy.load_optimizer = restart, lambda folder: None

@@ -354,9 +354,10 @@ FAMILIES = {
     "falcon": SMALL | dict(alibi=True, new_decoder_architecture=False, num_kv_heads=4),
     "qwen3_next": GROUPED
     | LINEAR
+    # caches of two kinds
     | dict(
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16
-    ),  # caches of two kinds
+    ),
     "qwen3_5_text": GROUPED | LINEAR,
     "olmo_hybrid": GROUPED | LINEAR | dict(linear_num_key_heads=4),
     "gemma4_text": GROUPED | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
@@ -428,9 +429,8 @@ def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="rollout: hf samples wrongly from a MambaForCausalLM .*take vllm"):
         check_sampling(policy)
-    assert (
-        policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1
-    )  # with vLLM it trains
+    # with vLLM it trains
+    assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1
 
 
 def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):

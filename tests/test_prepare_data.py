@@ -137,13 +137,11 @@ def test_gpqa(tmp_path):
         letter = row["reward_model"]["ground_truth"]
         question, *choices, empty, ask = row["prompt"][0]["content"].split("\n")
         assert (question, empty) == (f"Question {i}?", "")
-        assert row["extra_info"]["question"] == "\n".join(
-            [question, *choices]
-        )  # a judge must see what the letter stands for
+        # a judge must see what the letter stands for
+        assert row["extra_info"]["question"] == "\n".join([question, *choices])
         assert (
-            ask
-            == "Please reason step by step, and put your final answer "
-        "(only the choice letter) within \\boxed{}."
+            ask == "Please reason step by step, and put your final answer "
+            "(only the choice letter) within \\boxed{}."
         )
         assert [choice[:3] for choice in choices] == ["A. ", "B. ", "C. ", "D. "]
         assert choices["ABCD".index(letter)] == f"{letter}. right"
@@ -151,9 +149,8 @@ def test_gpqa(tmp_path):
         assert row["ability"] == "General" and row["data_source"] == "gpqa-diamond"
     assert all(count > 30 for count in Counter(row["reward_model"]["ground_truth"] for row in rows).values())
 
-    assert (
-        build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows
-    )  # the same every time
+    # the same every time
+    assert build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows
     other = build(["gpqa"], tmp_path, tmp_path / "c", seed=1)["gpqa-diamond_test.parquet"]
     assert sum(a["prompt"] != b["prompt"] for a, b in zip(rows, other)) > 150
     (tmp_path / "half").mkdir()  # a row's order does not depend on the rows before it
@@ -203,9 +200,8 @@ def test_processbench(tmp_path):
         "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n"
         in prompts[0]
     )
-    assert (
-        "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]
-    )  # told by the problem's other solution
+    # told by the problem's other solution
+    assert "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]
     assert "Ground Truth" not in prompts[2] and "Ground Truth" not in prompts[3]
 
 
@@ -315,9 +311,8 @@ def test_hub(tmp_path, monkeypatch):
     assert asked[0] == ("openai/gsm8k", "dataset", ["main/train-*.parquet"])
     with pytest.raises(OSError, match="HF_TOKEN.*--source-dir"):
         prepare(Config(tasks=["gpqa"], out_dir=tmp_path / "out"))
-    with pytest.raises(
-        OSError, match=r"--tasks all: .*gpqa, math500.* could not be fetched"
-    ):  # all goes on with the others
+    # all goes on with the others
+    with pytest.raises(OSError, match=r"--tasks all: .*gpqa, math500.* could not be fetched"):
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
         "gsm8k_train.parquet",
@@ -533,8 +528,10 @@ def test_command_line(tmp_path):
 
 
 def test_nothing_large_is_loaded_before_it_is_needed():
-    code = "import sys, prepare_data; " \
+    code = (
+        "import sys, prepare_data; "
         "sys.exit(not {'torch', 'transformers', 'matplotlib', 'toy'}.isdisjoint(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 

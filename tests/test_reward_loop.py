@@ -210,9 +210,8 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
     assert no_verdict_rate([wrong] * 86 + [down] * 14) == 1.0  # 14 % right answers, no judge
     assert no_verdict_rate([wrong] * 86 + [down] * 7 + [right] * 7) == 0.5
     assert no_verdict_rate([wrong] * 86 + [broken] * 2 + [right] * 2) == 0.5
-    assert (
-        no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25
-    )  # a function without a judge: all samples count
+    # a function without a judge: all samples count
+    assert no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25
     # asked where a wrong answer errs, it needed no verdict for its score
     asked = [outcome(-1.0, genrm_status=status, acc=False) for status in ("ok", "http_error")]
     assert no_verdict_rate(asked * 43 + [down] * 7 + [right] * 7) == 0.5
@@ -296,9 +295,8 @@ def check_outcomes(responses, results):
             assert part in extra["error"], (response, extra)
         else:
             assert {key: extra[key] for key in part} == part
-    assert (
-        len({tuple(result["reward_extra_info"]) for result in results}) == 1
-    )  # equal keys, missing ones null
+    # equal keys, missing ones null
+    assert len({tuple(result["reward_extra_info"]) for result in results}) == 1
 
 
 @pytest.mark.parametrize("function", ["async_fault", "sync_fault"])
@@ -796,9 +794,8 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
     assert tokenizer_of(judge, genrm=(path, "other=x/y")) == path
     assert tokenizer_of(judge, genrm=(path,), reward_model_tokenizer="given") == "given"
     assert tokenizer_of(None, genrm=(path,), reward_model_task=("classify",)) == path
-    assert (
-        tokenizer_of(f"{ROOT}/compute_score.py:compute_score_fapo", genrm=(path,)) is None
-    )  # can do without
+    # can do without
+    assert tokenizer_of(f"{ROOT}/compute_score.py:compute_score_fapo", genrm=(path,)) is None
     assert tokenizer_of(judge, router_address=("h:1",)) is None
 
 
@@ -816,16 +813,14 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
     server = serve(router)
     manager = start(write_function(tmp_path, ASK), router_address=(server.address,))
     manager.score_batch([sample("x")] * 400)
-    assert (
-        server.most <= reward_loop.IN_FLIGHT_PER_SERVER
-    )  # also before the router has said how many there are
+    # also before the router has said how many there are
+    assert server.most <= reward_loop.IN_FLIGHT_PER_SERVER
     manager.shutdown()
 
     manager = start(write_function(tmp_path, ASK), router_address=(serve(router).address,))
     until(lambda: manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER)
-    manager = start(
-        write_function(tmp_path, ASK), router_address=(serve(critic).address,)
-    )  # no router: one server
+    # no router: one server
+    manager = start(write_function(tmp_path, ASK), router_address=(serve(critic).address,))
     until(lambda: manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER)
     assert start(f"{FAULTS}:sync_fault").max_in_flight == 2048
     assert start(write_function(tmp_path, ASK), router_address=("h:1",), max_in_flight=7).max_in_flight == 7
@@ -854,9 +849,8 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False, "rm_score": None}
     manager.shutdown()
 
-    manager = start(
-        f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **addresses
-    )  # a plain rule beside a running model
+    # a plain rule beside a running model
+    manager = start(f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **addresses)
     assert [
         result["reward_score"] for result in manager.score_batch([sample("#### 1"), sample("#### 2")])
     ] == [1.0, 0.0]
@@ -925,9 +919,8 @@ def test_requests_per_minute_are_evenly_paced_over_all_workers(start, serve, tmp
         results = manager.score_batch([sample("x")] * 13)
         times = [moment for moment, path in zip(server.times, server.paths) if path == "/"]
         assert {result["status"] for result in results} == {"ok"} and len(times) == 13
-        assert (
-            times[-1] - times[0] > 1.0
-        )  # 12 intervals; 0.2 s allow for the first one's slow way to the server
+        # 12 intervals; 0.2 s allow for the first one's slow way to the server
+        assert times[-1] - times[0] > 1.0
         assert all(later - earlier > 0.2 for earlier, later in zip(times, times[4:]))  # no bursts
         manager.shutdown()
 
@@ -961,10 +954,11 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
 @pytest.mark.slow
 def test_workers_and_grading_processes_are_killed_mid_batch(start, tmp_path):
     """SIGKILL to a worker and to a grading process: all samples are scored, in order, one result each."""
+    # marked with the pid of a grading process, of a worker
     for function in (
         "with_marks",
         "async_with_marks",
-    ):  # marked with the pid of a grading process, of a worker
+    ):
         folder = tmp_path / function
         folder.mkdir()
         manager = start(f"{FAULTS}:{function}", num_workers=2, reward_kwargs={"folder": str(folder)})

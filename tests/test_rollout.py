@@ -97,9 +97,8 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
 def test_each_sample_is_reported_once_the_moment_it_ends(model):
     """A sample that ends early is reported before the others have been written to their end; end tokens are
     part of it."""
-    ends = set(
-        range(1, model.config.vocab_size, 4)
-    )  # an untrained model hardly ever writes its own end token
+    # an untrained model hardly ever writes its own end token
+    ends = set(range(1, model.config.vocab_size, 4))
     order = []
     samples = roll_out(
         model,
@@ -127,9 +126,8 @@ def test_sampling_follows_the_distribution_and_top_p():
     expected = logits[0].softmax(-1)
     assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=0.015)
     assert torch.allclose(logprobs, expected.log()[tokens])
-    tokens, _ = rollout.sample_tokens(
-        logits, 1.0, 0.7, generator
-    )  # .64 + .24: the second crosses 0.7 and stays
+    # .64 + .24: the second crosses 0.7 and stays
+    tokens, _ = rollout.sample_tokens(logits, 1.0, 0.7, generator)
     assert set(tokens.tolist()) == {0, 1}
     assert set(rollout.sample_tokens(logits, 1.0, 0.6, generator)[0].tolist()) == {0}
     assert set(rollout.sample_tokens(logits, 0, 1.0, generator)[0].tolist()) == {0}
@@ -285,9 +283,8 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         move(policy, 0.02)
         servers.sync()
         servers.servers.slots[0].server.child.kill()
-        assert (
-            served_difference(servers, policy) < 1e-5 and servers.servers.slots[0].restarts == 1
-        )  # the requests waited for the new one
+        # the requests waited for the new one
+        assert served_difference(servers, policy) < 1e-5 and servers.servers.slots[0].restarts == 1
     finally:
         servers.shutdown()
     assert not servers.folder.folder.exists() and not servers.folder.path.is_symlink()

@@ -84,6 +84,7 @@ def answers(status, text="scripted", **headers):
     async def play(request, upstream):
         await request.read()
         return web.Response(status=status, text=text, headers=headers)
+
     return play
 
 
@@ -105,6 +106,7 @@ def answers_after(event):
     async def play(request, upstream):
         await event.wait()
         return web.Response(text="late")
+
     return play
 
 
@@ -160,6 +162,7 @@ async def until(condition, limit=10):
 
 
 # ---- passing on ----------------------------------------------------------------------------------
+
 
 @in_a_loop
 async def test_method_path_query_headers_and_body_arrive_unchanged():
@@ -222,18 +225,16 @@ async def test_answers_without_a_body():
 @in_a_loop
 async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
     async with Upstream() as up, Running(up.url + "/base") as it:
-        for _ in range(
-            3
-        ):  # as a header about this connection only, the length would be dropped, and the body a request
+        # as a header about this connection only, the length would be dropped, and the body a request
+        for _ in range(3):
             headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
             assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[
                 0
             ] == 200
         assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
         assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
-        assert (
-            len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1
-        )  # one connection did it
+        # one connection did it
+        assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1
         assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
 
 
@@ -280,6 +281,7 @@ async def test_large_bodies_both_ways_and_the_limit():
         async def chunks():  # no Content-Length: counted as it comes
             for _ in range(32):
                 yield b"x" * (1 << 20)
+
         assert (await it.ask("POST", "/", data=chunks()))[0] == 413
         assert len(up.seen) == 1
 
@@ -297,6 +299,7 @@ async def test_expect_100_continue():
 
 # ---- failures ------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501])
 @in_a_loop
 async def test_answers_that_are_not_failures_pass_once(status):
@@ -310,8 +313,11 @@ async def test_answers_that_are_not_failures_pass_once(status):
         assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
 
 
-@pytest.mark.parametrize("play", [*map(answers, (502, 503, 504)), reset, talk_nonsense],
-                         ids=["502", "503", "504", "reset", "nonsense"])
+@pytest.mark.parametrize(
+    "play",
+    [*map(answers, (502, 503, 504)), reset, talk_nonsense],
+    ids=["502", "503", "504", "reset", "nonsense"],
+)
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 @in_a_loop
 async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
@@ -359,6 +365,7 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
                 assert (await it.ask("POST", "/poison"))[0] == status
             assert sum(len(upstream.seen) for upstream in upstreams) <= before + 5 * len(upstreams)
             assert (await it.ask("POST", "/harmless"))[0] == 200
+
     run(test(Upstream(poisoned)))
     run(test(Upstream(poisoned), Upstream(poisoned)))
 
@@ -375,8 +382,12 @@ async def test_a_server_that_answers_500_where_another_one_answers_loses_nothing
 
 @in_a_loop
 async def test_a_500_that_two_servers_give_is_the_answer_and_counts_against_neither():
-    async with Upstream(answers(500, "a")) as one, Upstream(answers(500, "b")) as two, Upstream() as three, \
-            Running(one, two, three, policy="least_loaded") as it:
+    async with (
+        Upstream(answers(500, "a")) as one,
+        Upstream(answers(500, "b")) as two,
+        Upstream() as three,
+        Running(one, two, three, policy="least_loaded") as it,
+    ):
         it.worker(three).turn = time.monotonic()  # the last to be chosen
         assert (await it.ask("POST", "/", data=b"x"))[:2] == (500, b"b")
         assert [len(up.seen) for up in (one, two, three)] == [1, 1, 0]
@@ -545,9 +556,8 @@ async def test_the_line_is_shared_by_the_servers_that_come_back():
             await until(lambda: up.seen)
         assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
         assert len(one.seen) > 100 and len(two.seen) > 100
-        several = asyncio.gather(
-            *(it.ask("POST", "/") for _ in range(300))
-        )  # nobody waits while servers are healthy
+        # nobody waits while servers are healthy
+        several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))
         await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
         await several
 
@@ -556,9 +566,8 @@ async def test_the_line_is_shared_by_the_servers_that_come_back():
 async def test_waiting_takes_no_cpu_and_ends_in_time_and_is_bounded():
     async with Running(queue_timeout=1.0, max_waiting=1000) as it:
         asked = [asyncio.create_task(it.ask("GET", "/")) for _ in range(1001)]
-        await asyncio.wait(
-            asked, return_when=asyncio.FIRST_COMPLETED
-        )  # the one too many has its answer at once
+        # the one too many has its answer at once
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         await until(lambda: it.router.waiting == 1000)
         assert (await it.ask("GET", "/metrics"))[1].startswith(b"router_waiting 1000")
         begun = time.process_time()
@@ -571,6 +580,7 @@ async def test_waiting_takes_no_cpu_and_ends_in_time_and_is_bounded():
 
 
 # ---- time limits ---------------------------------------------------------------------------------
+
 
 @in_a_loop
 async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
@@ -599,9 +609,8 @@ async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_n
     full = socket.socket()
     full.bind(("127.0.0.1", 0))
     full.listen(0)
-    waiting = [
-        socket.socket() for _ in range(4)
-    ]  # fill its queue: from now on a connection neither comes nor fails
+    # fill its queue: from now on a connection neither comes nor fails
+    waiting = [socket.socket() for _ in range(4)]
     for sock in waiting:
         sock.setblocking(False)
         sock.connect_ex(full.getsockname())
@@ -707,6 +716,7 @@ async def test_looking_up_a_name_counts_as_connecting(monkeypatch):
 
 # ---- policies, own endpoints ---------------------------------------------------------------------
 
+
 def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
     async def slow_if_asked(request, upstream):
         await (hang(request, upstream) if request.raw_path == "/slow" else asyncio.sleep(0))
@@ -724,6 +734,7 @@ def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
                 await it.ask("GET", "/")
             slow.cancel()
             return sorted((len(one.seen), len(two.seen)))
+
     assert run(test("round_robin")) == [5, 6]
     assert run(test("least_loaded")) == [1, 10]
 
@@ -794,6 +805,7 @@ async def test_metrics():
 
         def value(name, up):
             return float(values[f'router_{name}{{worker="{up.url}"}}'])
+
         failures = len(bad.seen)
         assert 1 <= failures <= 3
         assert value("requests_total", bad) == value("failures_total", bad) == failures
@@ -872,14 +884,16 @@ async def test_a_router_open_to_the_network_without_a_key_says_so(host, key, war
 
 # ---- fuzz ----------------------------------------------------------------------------------------
 
+
 def make_fuzzed(rng):
     """(bytes of one request, the right statuses). The server answers with the status its path asks for."""
     kind = rng.random()
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
+    # refused
     path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(
         b"/..", b"/._"
-    )  # refused
+    )
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
@@ -940,9 +954,8 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
                     line = b""
                 writer.close()
                 status = int(line.split()[1]) if line.startswith(b"HTTP/1.") else None
-                if status not in right and not (
-                    status is None and right == {400}
-                ):  # hanging up on rubbish is fine
+                # hanging up on rubbish is fine
+                if status not in right and not (status is None and right == {400}):
                     wrong.append((data[:300], line, right))
 
         async with Upstream(play) as up, Running(up, unhealthy_after=10**9, max_attempts=2) as it:
@@ -950,9 +963,8 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
             assert not wrong, (len(wrong), wrong[:3])
             assert (await it.ask("GET", "/?status=200"))[0] == 200
             assert it.worker(up).in_flight == 0
-            await until(
-                lambda: len(it.router.runner.server.connections) == 1
-            )  # only this client's: no handler was left behind
+            # only this client's: no handler was left behind
+            await until(lambda: len(it.router.runner.server.connections) == 1)
             assert list(it.router.workers) == [up.url]
 
     with caplog.at_level(logging.ERROR):
@@ -960,9 +972,8 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
     unhandled = [
         record.exc_info[1] for record in caplog.records if record.name == "aiohttp.server" and record.exc_info
     ]
-    assert all(isinstance(error, HttpProcessingError) for error in unhandled), (
-        unhandled
-    )  # reports of rubbish alone
+    # reports of rubbish alone
+    assert all(isinstance(error, HttpProcessingError) for error in unhandled), unhandled
 
 
 @pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["stops", "breaks"])
@@ -981,6 +992,7 @@ async def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
 
 
 # ---- the command line ----------------------------------------------------------------------------
+
 
 def command(*arguments):
     return [sys.executable, str(ROUTER), *arguments]
@@ -1012,7 +1024,8 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
             (["--allow-empty", "--forward"], "--forward"),  # not: everything
             (["--allow-empty", "--forward", "v1"], "--forward ('v1',)"),
-            (["--allow-empty", "--port", port], f"{port}): address already in use"))
+            (["--allow-empty", "--port", port], f"{port}): address already in use"),
+        )
         started = [
             subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases
         ]
@@ -1090,10 +1103,11 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
 
 @in_a_loop
 async def test_the_key_can_come_from_the_environment():
+    # as of a secret's file
     async with started("--allow-empty", env=dict(os.environ, ROUTER_API_KEY="k\n")) as (
         _,
         url,
         client,
-    ):  # as of a secret's file
+    ):
         assert (await client.get(url + "/workers")).status == 401
         assert (await client.get(url + "/workers", headers={"Authorization": "Bearer k"})).status == 200

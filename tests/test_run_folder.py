@@ -62,9 +62,8 @@ def test_validation_metrics_by_hand():
         k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")
     } == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    plain = run_folder.validation_metrics(
-        [[scored(0.5, {"data_source": "a"})] * 4]
-    )  # a function that does not say `acc`
+    # a function that does not say `acc`
+    plain = run_folder.validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
@@ -168,9 +167,8 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     for step in (1, 2, 10):
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
-    shutil.copytree(
-        tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best"
-    )  # somebody keeps it
+    # somebody keeps it
+    shutil.copytree(tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best")
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
 
@@ -181,9 +179,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so
     with pytest.raises(
         RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from step_1"
     ):
-        run_folder.save_checkpoint(
-            policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config
-        )  # a set is no JSON
+        # a set is no JSON
+        run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
 
@@ -279,9 +276,8 @@ def test_what_has_no_answer_casts_no_vote(preds, expected):
     group = [scored(1.0, {"data_source": "a"}, pred=pred, acc=pred == "4") for pred in preds]
     assert run_folder.validation_metrics([group])["val/a/maj@4"] == expected
     for sample in group:
-        del sample.result["reward_extra_info"][
-            "pred"
-        ]  # a function that does not say the answer: nothing to count
+        # a function that does not say the answer: nothing to count
+        del sample.result["reward_extra_info"]["pred"]
     assert "val/a/maj@4" not in run_folder.validation_metrics([group])
 
 

@@ -56,10 +56,11 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
     "solution, index",
     [
         (SOUND, -1),
+        # forgotten carry: the answer is right all the same
         (
             ["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"],
             0,
-        ),  # forgotten carry: the answer is right all the same
+        ),
         (["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"], 1),  # forgotten borrow, likewise
         (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], 1),  # does not start from the stated value
         (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], 1),  # not the problem's step
@@ -190,9 +191,8 @@ def test_kinds_of_toy_worlds():
         )
         shares[name] = (sound, right)
     assert 0.26 < shares["standard"][0] < 0.36 and 0.6 < shares["standard"][1] < 0.72
-    assert (
-        shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4
-    )  # wrong far more often than truly correct
+    # wrong far more often than truly correct
+    assert shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4
     for _ in range(200):
         problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"].critic)
         value = problem.start

@@ -165,9 +165,8 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
     (data,) = data_of(page)["runs"]
     kept = [group["step"] for group in data["groups"] if group["split"] == "train"]
     assert all(len(group["samples"]) == 8 for group in data["groups"] if group["split"] == "train")
-    assert (
-        40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8
-    )  # no gap, early or late
+    # no gap, early or late
+    assert 40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8
     assert {(g["step"], g["group"]) for g in data["groups"] if g["split"] == "val"} >= {
         (0, 0),
         (100, 0),
@@ -275,9 +274,8 @@ def test_a_filter_shows_what_it_names(page, name, chosen):
     assert expected in part(text, "count")
     cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
     assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
-    assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[
-        :1
-    ]  # its sample is the one below
+    # its sample is the one below
+    assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[:1]
     assert f"Sample {chosen[0]}, paragraph by paragraph" in text
     state = urllib.parse.parse_qs(html.unescape(cards[3][3]).lstrip("#"))
     kept = {
@@ -296,9 +294,8 @@ def test_a_filter_shows_what_it_names(page, name, chosen):
 def test_a_group_and_a_sample_explain_the_reward(page):
     text = dom(page, view="groups", run="fapo", step=1, group=0, sample=1)
     group, sample = part(text, "group"), part(text, "sample")
-    assert (
-        PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group
-    )  # of 1, 0, 1, -1: silence does not count
+    # of 1, 0, 1, -1: silence does not count
+    assert PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group
     tints = re.findall(r'class="advantage" style="(.*?)">(.*?)<', group)
     assert [words for _, words in tints] == [
         "advantage +0.5",
@@ -330,9 +327,8 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
         and text.count("<script") == 2
     )
     escaped = html.escape(EVIL, quote=False)
-    assert (
-        escaped in part(text, "group") and part(text, "sample").count(escaped) == 3
-    )  # the solution, the critique, a value
+    # the solution, the critique, a value
+    assert escaped in part(text, "group") and part(text, "sample").count(escaped) == 3
     assert re.search(r"<title>(.*?)</title>", text)[1] == str(page.parent)  # and no script of theirs ran
 
 
@@ -340,9 +336,10 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
 @pytest.mark.slow
 def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
     text = dom(page)
+    # one a run in accuracy and no verdict
     assert (
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
-    )  # one a run in accuracy and no verdict
+    )
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
     assert f"fill:{view_run.COLOURS[1]}" in text and f'stroke="{view_run.COLOURS[0]}"' in text
     assert dom(page, hide="baseline").count("<polyline") == 2
@@ -396,9 +393,8 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
       press("Enter");
     """
     seen = played(page, plays)
-    assert (
-        seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]
-    )  # from step 1 to 0, which is the first
+    # from step 1 to 0, which is the first
+    assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]
     assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]
 
 
@@ -419,8 +415,11 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
         (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),
         (dict(acc=False, score=-1.0), "wrong answer", ["rule −1"]),
-        (dict(acc=True, exact=False, score=0.8), "right that it is flawed, other paragraph",
-         ["flawed or not +1", "distance −0.2"]),
+        (
+            dict(acc=True, exact=False, score=0.8),
+            "right that it is flawed, other paragraph",
+            ["flawed or not +1", "distance −0.2"],
+        ),
         (dict(acc=0.5, score=0.5), "wrong answer", ["score +0.5"]),
         (dict(acc="yes", score=0.5), "wrong answer", ["score +0.5"]),
     ]
@@ -479,7 +478,7 @@ def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
     assert [re.findall("good|bad", style) for style, _ in bars] == [["good"], ["bad"], ["good"]]
     assert "−1.5; +0.25 before paragraph 2" in part(text, "sample")
     text = dom(view_run.write_page([tmp_path / "run"]), view="groups", sample=1)
-    assert "<li" in part(text, "sample") and "<li class=\"\" style" not in part(text, "sample")
+    assert "<li" in part(text, "sample") and '<li class="" style' not in part(text, "sample")
 
 
 @in_browser
