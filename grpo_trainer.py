@@ -156,9 +156,8 @@ class Config(reward_loop.RewardOptions):
               for name in ("tensorboard", "wandb")),
             (not self.temperature > 0,
              f"temperature: {self.temperature} must be above 0; greedy rollouts of a group are all the same"),
-            (not 0 < self.val_top_p <= 1, f"val_top_p: {self.val_top_p} must be above 0 and at most 1"),
-            *((not 0 < share <= 1, f"{name}_gpu_share: {share} must be above 0 and at most 1")
-              for name, share in (("policy", self.policy_gpu_share), ("rollout", self.rollout_gpu_share))),
+            *((not 0 < (value := getattr(self, name)) <= 1, f"{name}: {value} must be above 0 and at most 1")
+              for name in ("val_top_p", "policy_gpu_share", "rollout_gpu_share")),
             (self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
              f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
@@ -169,6 +168,8 @@ class Config(reward_loop.RewardOptions):
              f"tis_mode: {self.tis_mode} needs --tis-cap"),
             (bool(self.terms) != (self.advantage == "terms"),
              "reward_terms: goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"),
+            (self.terms and self.overlong_buffer and "overlong_penalty" not in self.terms,
+             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0"),
             (self.overlong_buffer > self.max_response_length,
              f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "
              f"{self.max_response_length}; lower it, 0 is no penalty"),
@@ -473,16 +474,17 @@ def set_advantages(groups: list[list[Sample]], config: Config) -> None:
     """Each sample's advantages within its group, on its prefix and on the rest; None without a verdict."""
 
     def tensor_P_G(value_of):
-        values = [[None if s.reward is None else value_of(s) for s in group] for group in groups]
-        return torch.tensor([[math.nan if x is None else float(x) for x in row] for row in values])
+        return torch.tensor([[math.nan if s.reward is None or (value := value_of(s)) is None else float(value)
+                              for s in group] for group in groups])  # fmt: skip
 
     def number_P_G(key):
         return tensor_P_G(lambda sample: sample.result["reward_extra_info"].get(key))
 
     rewards_P_G, kind = tensor_P_G(lambda sample: sample.reward), config.advantage
+    penalty_P_G = rewards_P_G - number_P_G("score")  # for length
     if kind == "papo":
         right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
-        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + rewards_P_G - number_P_G("score")
+        outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + penalty_P_G
         process_P_G = 1 - number_P_G("flawed_positive")
         rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
     elif kind == "terms":
@@ -490,7 +492,7 @@ def set_advantages(groups: list[list[Sample]], config: Config) -> None:
         rest_P_G = algorithm.compute_term_advantages(terms_P_G, list(config.terms.values()))
     elif kind == "vppo":
         right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
-        outcome_P_G = right_P_G + rewards_P_G - number_P_G("score")
+        outcome_P_G = right_P_G + penalty_P_G
         given = right_P_G, tensor_P_G(lambda s: s.prefix / len(s.response_ids)), config.prefix_reward
         prefix_P_G, rest_P_G = algorithm.compute_prefix_advantages(outcome_P_G, *given)
     else:
