@@ -58,11 +58,14 @@ demo-quick: setup
 evidence: setup
 	bash recipes/evidence.sh
 
+# Two files of tests at a time.
+TEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: .venv/.extra
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(TEST)
 
 test-quick: .venv/.extra
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(TEST) -m "not slow"
 
 # What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.
 check-gpu:

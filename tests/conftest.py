@@ -1,4 +1,4 @@
-"""Quick tests first, so that a mistake shows at once; the tests of one file stay together; a tiny model."""
+"""The order of the tests, and a tiny model."""
 
 import os
 import random
@@ -9,15 +9,19 @@ import pytest
 # tiny models are fastest on one thread, and leave the other cores alone
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["RAY_ADDRESS"] = (
-    "local"  # a Ray of the tests' own, whatever cluster happens to run on this machine
-)
+# a Ray of the tests' own, whatever cluster happens to run on this machine
+os.environ["RAY_ADDRESS"] = "local"
 
 from toy import warm_start  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable
+    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with slow tests
+    first: the quick ones fill what is left at the end."""
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    files = {item.path for item in slow}
+    beside = "PYTEST_XDIST_WORKER" in os.environ
+    items.sort(key=lambda item: item.path not in files if beside else item in slow)  # stable
 
 
 @pytest.fixture(scope="module", autouse=True)

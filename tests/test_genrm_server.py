@@ -1,6 +1,7 @@
 """genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server), slow ones with vLLM on CPU."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -744,6 +745,7 @@ def vllm(tmp_path_factory, model, tokenizer):
         monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
+            addresses = read_addresses(process)  # all at once would starve the tests beside these
             ray.init(include_dashboard=False, logging_level="warning")
             config = Config(
                 model=str(models[1]),
@@ -754,7 +756,7 @@ def vllm(tmp_path_factory, model, tokenizer):
                 served_model_name="rm",
             )
             manager = RewardModelManager({"rm": config})
-            yield process, *read_addresses(process), manager
+            yield process, *addresses, manager
             manager.shutdown()
         finally:
             process.kill()
@@ -881,17 +883,20 @@ def one_killed(vllm):
     def judge(_):
         return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
 
+    servers = [
+        next(child for child in map(psutil.Process, descendants(process)) if port in child.cmdline())
+        for port in (url.rpartition(":")[2] for url in urls)
+    ]
+    engines = [engine for server in servers for engine in server.children(recursive=True)]
     with ThreadPoolExecutor(32) as pool:
+        for engine in engines:  # or a quick one is done before the others have been asked
+            engine.suspend()
         asked = [pool.submit(judge, i) for i in range(32)]
-
-        def busiest():
-            return max(ask(router, "/workers")["workers"], key=lambda worker: worker["in_flight"])
-
-        # not both: the first to be done may be so before this process gets a core
-        until(lambda: busiest()["in_flight"] >= 8)
-        port = busiest()["url"].rpartition(":")[2]
-        victim = next(pid for pid in descendants(process) if port in psutil.Process(pid).cmdline())
-        os.kill(victim, signal.SIGKILL)
+        until(lambda: {worker["in_flight"] for worker in ask(router, "/workers")["workers"]} == {16})
+        servers[0].kill()
+        for engine in engines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.resume()
         return [one.result() for one in asked]
 
 
