@@ -16,8 +16,8 @@ from toy import warm_start  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):
-    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with slow tests
-    first: the quick ones fill what is left at the end."""
+    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with slow
+    tests first: the quick ones fill what is left at the end."""
     slow = {item for item in items if item.get_closest_marker("slow")}
     files = {item.path for item in slow}
     beside = "PYTEST_XDIST_WORKER" in os.environ
