@@ -36,9 +36,8 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     # A group without spread can have a std of rounding errors, which the division would blow up.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
-    if not divide_by_std:
-        return torch.where(highest > lowest, centred, 0.0)
-    return torch.where((count >= 2) & (highest > lowest), centred / (std + 1e-6), 0.0)
+    scale = std + 1e-6 if divide_by_std else 1.0
+    return torch.where(highest > lowest, centred / scale, 0.0)
 
 
 def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
@@ -92,8 +91,8 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 
     paragraph: counted from 0, as compute_score.split_paragraphs does; one that is missing begins with the
     last token, by which the response ended. text: what decode(ids) gives. A token across the boundary belongs
-    to the later paragraph. Nothing is encoded again, which could give other tokens: the first token is
-    searched for (by bisection) up to which the decoded text is longer than all that precedes the paragraph.
+    to the later paragraph. Nothing is encoded again, which could give other tokens: bisection finds the first
+    token up to which the decoded text is all that precedes the paragraph, and more.
     """
     end, starts = 0, []
     for part in text.split("\n\n"):
@@ -103,9 +102,10 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
     low, high = 0, len(ids) - 1
     if paragraph >= len(starts):
         return high
+    before = text[: starts[paragraph]]
     while low < high:
         middle = (low + high) // 2
-        if len(decode(ids[: middle + 1])) > starts[paragraph]:
+        if (part := decode(ids[: middle + 1])).startswith(before) and part != before:
             high = middle
         else:
             low = middle + 1
@@ -161,11 +161,11 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss_B_T = torch.maximum(unclipped, clipped)
-    is_clipped = clipped > unclipped
     if loss == "clip":
         bound = -advantages * clip_c
         loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
-    elif loss == "cispo":
+    is_clipped = loss_B_T != unclipped
+    if loss == "cispo":
         loss_B_T, is_clipped = clipped.detach() * logprobs, clipped != unclipped
     sums = {}
     if tis_cap is not None:

@@ -426,7 +426,7 @@ async def compute_score_fapo(
     first_wrong = verdict["first_wrong"]
     flawed = False if result["acc"] is False else None if first_wrong is None else first_wrong != -1
     if not only_measures and (flawed or flawed is None and on_no_verdict == "none"):
-        result["score"] = None if flawed is None else result["score"] - penalty
+        result["score"] = None if flawed is None else result["score"] - float(penalty)
     if on_no_verdict == "rule":
         flawed, verdict["first_wrong"] = bool(flawed), -1 if first_wrong is None else first_wrong
     if not keep_critique:

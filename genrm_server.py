@@ -155,8 +155,10 @@ class ModelServers:
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
         slots = [self.router, *self.slots]
         self.threads = [threading.Thread(target=self.keep, args=[slot], daemon=True) for slot in slots]
-        for thread in self.threads:
+        for thread, slot in zip(self.threads, slots):
             thread.start()
+            while config.gpu_share < 1 and not (slot.ready or self.failure):
+                time.sleep(0.1)  # vLLM measures what it takes of the GPU, and would count in its neighbour
         if wait:
             self.wait_ready()
 

@@ -147,7 +147,6 @@ class Config(reward_loop.RewardOptions):
             if isinstance(value, (int, float)) and not value >= least.get(name, 0):
                 raise ValueError(f"{name}: {value} must be at least {least.get(name, 0)}")
         ahead = "overlap: rolls out and judges during the update, and"
-        judges = reward_loop.named("genrm", self.genrm).values()
         for is_wrong, why in (
             (self.train_batch_size % self.mini_batch_size,
              f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
@@ -162,7 +161,7 @@ class Config(reward_loop.RewardOptions):
              f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1"),
             (not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
              "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32"),
-            (self.tis_cap is not None and not self.tis_cap > (self.tis_mode == "sequence"),
+            (self.tis_cap is not None and not self.tis_cap > (self.tis_mode != "truncate"),
              f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn it off"),
             (self.tis_mode != "truncate" and self.tis_cap is None and not self.overlap,
              f"tis_mode: {self.tis_mode} needs --tis-cap"),
@@ -177,9 +176,8 @@ class Config(reward_loop.RewardOptions):
              f"{ahead} --rollout hf in the same process cannot; take vllm"),
             (self.overlap and self.reward_mode == "colocate",
              f"{ahead} with --reward-mode colocate the judge sleeps then; take standalone"),
-            *((not Path(value).is_dir() and (value.count("/") != 1 or value[0] in "./~"),
-               f"{name}: {value!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B")
-              for name, value in (("model", self.model), *(("genrm", judge) for judge in judges))),
+            (not Path(self.model).is_dir() and (self.model.count("/") != 1 or self.model[0] in "./~"),
+             f"model: {self.model!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B"),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(why)
@@ -256,6 +254,9 @@ def train(config: Config) -> Path | None:
                             run.save()
                     if step % 10 == 0:
                         log.plot()
+        if config.lora_rank and run.step:
+            from tools.merge_lora import merge
+            merge(Path(run.source), run.merged.parent, "", config.max_positions, **run.remote)
         from tools import view_run
 
         print(f"page: {view_run.write_page([config.out_dir])}")
@@ -323,7 +324,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         if not refills:
             rolled_out.set_result(None)
         times["time/reward_wait"] += await_verdicts(run, new, step)
-        prepare_credit(sum(new, []), config, run.tokenizer)
+        prepare_credit(sum(new, []), config, run.tokenizer, is_first=step == 1 and not groups)
         groups, rounds = groups + new, rounds + 1
         check_verdicts(run, step, "train", groups)
         for group in new:
@@ -410,23 +411,23 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     return time.perf_counter() - started
 
 
-def prepare_credit(samples: list[Sample], config: Config, tokenizer) -> None:
-    """What advantages need beside rewards, as Sample.prefix; RuntimeError where the function lacks it."""
+def prepare_credit(samples: list[Sample], config: Config, tokenizer, is_first=False) -> None:
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError: no sample of the first has it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
     judged = [sample for sample in samples if sample.reward is not None]
     infos = [sample.result["reward_extra_info"] for sample in judged]
     numbers = {key for info in infos for key in info if isinstance(info[key], (int, float, type(None)))}
-    if infos and (absent := [key for key in keys if key not in numbers]):
+    if is_first and infos and (absent := set(keys) - numbers):
         raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {absent[0]}, the function gives "
+            f"advantage {config.advantage}, credit {config.credit}: need {min(absent)}, the function gives "
             f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     for sample, info in zip(judged, infos):  # PAPO: a right answer of unjudged reasoning has no verdict
         if config.advantage == "papo" and is_right(info) and info.get("flawed_positive") is None:
             sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
         elif "first_wrong" in keys and (first := info.get("first_wrong") or 0) > 0:
-            before = algorithm.count_tokens_before(first, sample.text, sample.response_ids, decode)
+            before = algorithm.count_tokens_before(int(first), sample.text, sample.response_ids, decode)
             cut = config.prefix_cut * len(sample.prompt_ids) * (config.advantage == "vppo")
             sample.prefix = max(0, before - round(cut))
 
@@ -485,19 +486,18 @@ def set_advantages(groups: list[list[Sample]], config: Config) -> None:
     if kind == "papo":
         right_P_G = tensor_P_G(lambda sample: is_right(sample.result["reward_extra_info"])) == 1
         outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + penalty_P_G
-        process_P_G = 1 - number_P_G("flawed_positive")
-        rest_P_G = algorithm.compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G)
+        given = outcome_P_G, 1 - number_P_G("flawed_positive"), right_P_G
+        prefix_P_G = rest_P_G = algorithm.compute_process_aware_advantages(*given)
     elif kind == "terms":
         terms_P_G = [number_P_G(name) for name in config.terms]
-        rest_P_G = algorithm.compute_term_advantages(terms_P_G, list(config.terms.values()))
+        prefix_P_G = rest_P_G = algorithm.compute_term_advantages(terms_P_G, list(config.terms.values()))
     elif kind == "vppo":
-        right_P_G = number_P_G("score") > 0  # by the function: with FAPO's a flawed positive is not right
+        right_P_G = number_P_G("score") > 0  # by the function: FAPO's, at penalty 1, if it is sound
         outcome_P_G = right_P_G + penalty_P_G
         given = right_P_G, tensor_P_G(lambda s: s.prefix / len(s.response_ids)), config.prefix_reward
         prefix_P_G, rest_P_G = algorithm.compute_prefix_advantages(outcome_P_G, *given)
     else:
-        rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
-    prefix_P_G = prefix_P_G if kind == "vppo" else rest_P_G
+        prefix_P_G = rest_P_G = compute_advantages(rewards_P_G, divide_by_std=kind != "dr_grpo")
     if config.credit == "prefix":
         prefix_P_G = prefix_P_G.clamp(min=0)
     for sample, *values in zip(sum(groups, []), prefix_P_G.flatten().tolist(), rest_P_G.flatten().tolist()):
@@ -546,11 +546,11 @@ def evaluate(run: Run) -> None:
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
-    if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what this process starts; the library has read it
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
+        models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
+        if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for what this process starts; the library has read it
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
         print("done: dry run" if target is None else f"done: {target}")
     except KeyboardInterrupt:

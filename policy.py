@@ -310,8 +310,8 @@ def set_dtypes(model, config) -> None:
     """Everything is float32; for a GPU the layers that adapters leave as they are become bf16."""
     layers = layers_of(model, "lora_rank") if config.lora_rank and config.device == "cuda" else ()
     frozen = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16 if parameter in frozen else torch.float32)
+    dtypes = {p: torch.bfloat16 if p in frozen else torch.float32 for p in model.parameters()}
+    model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))  # split ones, too
 
 
 def whole(tensor):

@@ -118,7 +118,8 @@ def failure(status: str, message: str, retry: float | None = None) -> bytes:
 
 def as_result(value, group: list[str] | None) -> bytes:
     """What the function returned, as a result; group: the responses, where it got all of a prompt."""
-    values = [value] if group is None else list(value) if hasattr(value, "__len__") else []
+    scores = value if hasattr(value, "__getitem__") and not isinstance(value, dict) else []
+    values = [value] if group is None else list(scores)
     if group is not None and len(values) != len(group):
         return failure("error", f"returned {value!r:.80}: {len(values)} scores for {len(group)} responses")
     default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)

@@ -5,7 +5,6 @@
 
 Both fill in `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report
 each one the moment it ends, while others go on: from there it is on its way to its reward.
-
 Needs policy.py and algorithm.py; rollout_vllm a PolicyServers. Left out: turns, tools, speculative decoding.
 Shapes: B sequences, V vocabulary.
 """

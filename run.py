@@ -44,6 +44,7 @@ class Run:
         self.servers, self.leaving, self.num_restarts, self.updates = None, threading.Event(), 0, 0
         self.find_checkpoint()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
+        self.merged = Path(config.out_dir, "merged/tokenizer_config.json")  # what is written last
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         if not self.tokenizer.chat_template:
@@ -72,7 +73,7 @@ class Run:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
         if config.total_steps:  # an evaluation writes no checkpoint; adapters: the merged model at the end
-            check_room(config, (4e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
+            check_room(config, (1.5e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
         return longest
 
     def find_checkpoint(self) -> None:
@@ -92,7 +93,8 @@ class Run:
         """Whether a resumed run has neither a step nor an evaluation left."""
         lines, _ = read_lines(Path(self.config.out_dir, "metrics.jsonl"))
         evaluated = any(line["step"] == self.step and has_evaluation(line) for line in lines)
-        return self.step >= self.config.total_steps and (evaluated or not self.val_rows)
+        merged = self.merged.is_file() or not (self.config.lora_rank and self.step)
+        return self.step >= self.config.total_steps and (evaluated or not self.val_rows) and merged
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """Models, reward workers and servers; `stack` ends them in the opposite order."""
@@ -169,10 +171,6 @@ class Run:
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
         self.saved = self.step
-        if self.config.lora_rank and self.step == self.config.total_steps:
-            from tools.merge_lora import merge
-            target = Path(self.config.out_dir, "merged")
-            merge(Path(self.source), target, "", self.config.max_positions, **self.remote)
 
     @contextlib.contextmanager
     def saved_on_failure(self):

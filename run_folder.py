@@ -156,7 +156,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     metrics, of_source = {}, {}
     for group in groups:
         of_source.setdefault((group[0].row["data_source"], len(group)), []).append(group)
-    for (source, n), mine in of_source.items():
+    for (source, n), mine in sorted(of_source.items()):  # pass@k is that of the larger n
         infos = [[sample.result["reward_extra_info"] for sample in group] for group in mine]
         means, label = averages(sum(infos, [])), suffix or f"mean@{n}"
         accuracy = means.pop("acc", None)

@@ -167,7 +167,7 @@ class RewardModelManager:
 
     Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes,
     listen on their node's address instead of 127.0.0.1: they must reach each other. `router_addresses` maps
-    each name to "host:port"; `router_address` is the first. places: with room for each name; default: its
+    each name to "host:port". places: with room for each name; default: its
     own. Raises what ModelServers and Places raise.
     """
 
@@ -194,7 +194,6 @@ class RewardModelManager:
             self.shutdown()
             raise
         self.router_addresses = {name: servers.router_address for name, servers in self.models.items()}
-        self.router_address = next(iter(self.router_addresses.values()))
 
     def sleep(self, asleep: bool = True) -> bool:
         """Frees the GPU memory of all models, or takes it again. False where some cannot."""

@@ -103,8 +103,8 @@ class PolicyGroup:
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
-            methods = [getattr(actor, method) for actor in self.actors]
-            calls = {method.remote(*arguments): rank for rank, method in enumerate(methods)}
+            calls = {getattr(actor, method).remote(*arguments): rank
+                     for rank, actor in enumerate(self.actors)}  # fmt: skip
             answers, waiting = {}, list(calls)
             while waiting:
                 (done,), waiting = ray.wait(waiting)
@@ -146,8 +146,8 @@ class PolicyGroup:
         return self.about_model
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        unneeded = dict(row={}, text="", result={})
-        needed = [[dataclasses.replace(sample, **unneeded) for sample in group] for group in groups]
+        needed = [[dataclasses.replace(sample, row={}, text="", result={}) for sample in group]
+                  for group in groups]  # fmt: skip
         self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
         try:
             return self.call("update", ray.put(needed), lr, max_logprob_diff)[0]

@@ -74,7 +74,7 @@ class RankedPolicy(Policy):
 
     def mine(self, samples: list[Sample]) -> list[Sample]:
         """Every count-th, of lengths as equal as can be."""
-        ordered = sorted(samples, key=lambda s: s.length, reverse=True) if self.ranks.count > 1 else samples
+        ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
         return ordered[self.ranks.rank :: self.ranks.count]
 
     def total(self, sums: Counter) -> Counter:
@@ -93,8 +93,7 @@ class RankedPolicy(Policy):
 
     def score(self, samples: list[Sample], model=None):
         yield from super().score(samples, model)
-        if self.ranks.count > 1:
-            # without a backward pass it would go on holding its embedding and head
+        if self.is_split:  # without a backward pass it would go on holding its embedding and head
             (model or self.model).reshard()
 
     def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
@@ -109,8 +108,8 @@ class RankedPolicy(Policy):
             return gone
         for number, pack in enumerate(packs(self.weights(dtype))):
             pack = ray.put(numpy.frombuffer(pack, numpy.uint8))  # in the object store, once for all nodes
-            live = [index for index in range(len(folders)) if index not in gone]
-            calls = {index: folders[index].add.remote(number, pack) for index in live}
+            calls = {index: folder.add.remote(number, pack)
+                     for index, folder in enumerate(folders) if index not in gone}  # fmt: skip
             for index, done in calls.items():
                 try:
                     ray.get(done)
@@ -148,14 +147,11 @@ class Ranks:
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers."""
         value = torch.tensor(number)
-        if self.count > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
     def sum(self, sums: Counter, keys: tuple[str, ...]) -> Counter:
         """These sums over all ranks."""
-        if self.count == 1:
-            return sums
         values = torch.tensor([sums[key] for key in keys], dtype=torch.float64)
         dist.all_reduce(values)
         return Counter(dict(zip(keys, values.tolist())))

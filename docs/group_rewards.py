@@ -45,11 +45,11 @@ async def listwise_judge(
     solutions = "\n\n".join(f"[Solution {number}]\n\n{text}" for number, text in enumerate(answers, 1))
     prompt = RANKING.format(count=len(answers), problem=extra_info["question"], solutions=solutions)
     status, critique, _ = await fapo.chat(prompt, reward_router_address, max_tokens=max_tokens)
-    marks = re.findall(r"\d+\.?\d*|\.\d+", fapo.last_boxed_only_string(critique) or "")
-    if status == "ok" and (len(marks) != len(answers) or max(map(float, marks)) > 1):
+    marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", fapo.last_boxed_only_string(critique) or "")
+    if status == "ok" and (len(marks) != len(answers) or not all(0 <= float(mark) <= 1 for mark in marks)):
         status = "unparsable"
     mark_of = dict(zip(answers, map(float, marks))) if status == "ok" else {}  # no mark: no verdict
-    about = {"genrm_status": status, "group_critique": critique}
+    about = {"group_status": status, "group_critique": critique}
     return [result | about | {"score": mark_of.get(text)} for text, result in zip(solution_strs, results)]
 
 
@@ -103,7 +103,8 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
     verdict_of, place_of = dict(zip(distinct, await asyncio.gather(*asked))), {}
     for text, verdict in verdict_of.items():
         if verdict["score"] is not None:
-            sound_until = verdict["first_wrong"] or 0  # None: the judge was not asked
+            # None: the judge was not asked. What it says of wrong answers (judge_wrong) ranks nobody.
+            sound_until = verdict["first_wrong"] or 0 if verdict["acc"] else 0
             place_of[text] = verdict["acc"], float("inf") if sound_until == -1 else sound_until
     places, results = [place_of[text] for text in solution_strs if text in place_of], []
     for text in solution_strs:

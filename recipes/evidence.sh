@@ -72,8 +72,8 @@ for warm in 0 1 2; do  # the algorithms beside one another: the page has these f
     policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
     policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
     policy "$name" vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
-    [ $warm = 0 ] || continue
     policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+    [ $warm = 0 ] || continue
     policy "$name" dr_grpo_oracle "$seed" "${ORACLE[@]}" --advantage dr_grpo
     policy "$name" terms_oracle "$seed" "${ORACLE[@]}" --advantage terms --reward-terms acc=1 flawed_positive=-0.5
     policy "$name" gspo_oracle "$seed" "${ORACLE[@]}" --loss gspo

@@ -19,7 +19,7 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo \
   --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 3072, "judge_test": true}' \
-  --genrm "${JUDGE_MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" --genrm-gpu-share 0.16 \
+  --genrm "${JUDGE_MODEL:?a folder or hub name}" --genrm-gpu-share 0.16 \
   --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
   --train-batch-size 64 --mini-batch-size 16 --max-prompt-length 1024 --max-response-length 3072 \

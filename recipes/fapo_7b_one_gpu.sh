@@ -11,7 +11,7 @@
 #      0.65 GB  Adam
 #     15.12 GB  update: activations of a micro-batch
 #     33.83 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
-# Disk: 10 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
+# Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b_one_gpu" \

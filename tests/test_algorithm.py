@@ -82,6 +82,7 @@ def test_clipped_tokens_are_counted_and_no_others():
     assert loss_of(1.5, 2.0)[1]["clipped_tokens"] == 1
     assert loss_of(1.5, -2.0)[1]["clipped_tokens"] == 0
     assert loss_of(1.1, 2.0)[1]["clipped_tokens"] == 0
+    assert loss_of(20.0, -2.0)[1]["clipped_tokens"] == 1  # by the dual clip: it has no gradient either
 
 
 def test_truncated_importance_sampling():
@@ -379,11 +380,23 @@ def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
                 start = min(i for i in range(end, len(text)) if text.startswith(paragraph, i)
                             and split_paragraphs(text[:i]) == paragraphs[:index])  # fmt: skip
                 count, end = count_tokens_before(index, text, ids, decode), start + len(paragraph)
-                assert len(decode(ids[: count + 1])) > start, (name, text, index)
-                assert count == 0 or len(decode(ids[:count])) <= start, (name, text, index)
+                more, no_more = decode(ids[: count + 1]), decode(ids[:count])
+                assert more.startswith(text[:start]) and more != text[:start], (name, text, index)
+                assert not (no_more.startswith(text[:start]) and no_more != text[:start]), (name, text, index)
                 seen += index > 0
             assert count_tokens_before(len(paragraphs), text, ids, decode) == len(ids) - 1
     assert seen > 300
+
+
+@pytest.mark.parametrize("first", ["step 😀😀😀", "𠮷𠮷𠮷𠮷"])
+def test_half_a_character_is_not_taken_for_the_next_paragraph(first):
+    """Of bytes that are no whole character such tokenizers make a sign each: the text gets shorter again."""
+    tokenizer = byte_fallback()
+    before = tokenizer.encode(first + "\n\n", add_special_tokens=False)
+    ids = tokenizer.encode(first + "\n\nstep", add_special_tokens=False)
+    text, decode = tokenizer.decode(ids), decoding(tokenizer)
+    assert ids[: len(before)] == before and len(decode(before[:-3])) > len(decode(before))
+    assert count_tokens_before(1, text, ids, decode) == len(before)
 
 
 def test_the_trainer_has_the_same_functions_under_the_same_names():

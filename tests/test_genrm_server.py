@@ -777,7 +777,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
         expected = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     status, text = http(
         "POST",
-        f"http://{manager.router_address}/classify",
+        f"http://{manager.router_addresses['rm']}/classify",
         {"model": "rm", "input": texts, "use_activation": False},
         timeout=60,
     )
@@ -921,7 +921,7 @@ def config(**more):
 for _ in range(2):
     manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
     addresses = manager.router_addresses
-    print("up", addresses["genrm"], addresses["rm"], manager.router_address, manager.sleep(), flush=True)
+    print("up", addresses["genrm"], addresses["rm"], manager.sleep(), flush=True)
     sys.stdin.readline()
     manager.shutdown()
     manager.shutdown()
@@ -941,8 +941,8 @@ def test_named_models_in_ray(stand_in):
     def started():
         """(address of genrm, of rm, the processes of the three servers)"""
         line = next(line for line in driver.stdout if line.startswith("up"))
-        _, genrm, rm, first, slept = line.split()
-        assert first == genrm and slept == "False"
+        _, genrm, rm, slept = line.split()
+        assert slept == "False"
         return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
 
     def healthy(address):
@@ -986,7 +986,7 @@ config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_di
 manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
-    return genrm_server.http("GET", f"http://{manager.router_address}/v1/args")[0]
+    return genrm_server.http("GET", f"http://{manager.router_addresses['genrm']}/v1/args")[0]
 def wait_for(condition):
     end = time.monotonic() + 120
     while not condition():

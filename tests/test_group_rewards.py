@@ -95,7 +95,7 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
     assert of_all(results, "score") == [0.9, 0.5, 0.0, 0.0]
     assert server.paths.count("/v1/chat/completions") == 1 and "1+1?" in str(server.requests)
     assert of_all(results, "acc") == [True, True, False, False]
-    assert of_all(results, "genrm_status") == ["ok"] * 4
+    assert of_all(results, "group_status") == ["ok"] * 4
     assert len(set(of_all(results, "group_critique"))) == 1 and "The first" in results[0]["group_critique"]
 
     asked = len(server.paths)
@@ -107,13 +107,13 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
 
 @pytest.mark.parametrize("said, status", [
     ("\\boxed{0.9, 0.1}", "unparsable"), ("\\boxed{9, 5, 0}", "unparsable"), ("no box", "unparsable"),
-    (400, "http_error"),
+    ("\\boxed{0.5, -0.9, 0.1}", "unparsable"), (400, "http_error"),
 ])  # fmt: skip
 def test_a_listwise_judge_that_says_nothing_usable_gives_no_verdict(serve, said, status):  # noqa: F811
     server = serve(served(lambda prompt: said))
     responses = ["a \\boxed{2}", "b \\boxed{2}", "c \\boxed{3}"]
     results = ask(group_rewards.listwise_judge, responses, reward_router_address=server.address)
-    assert of_all(results, "score") == [None] * 3 and of_all(results, "genrm_status") == [status] * 3
+    assert of_all(results, "score") == [None] * 3 and of_all(results, "group_status") == [status] * 3
 
 
 def test_fapo_against_others(serve):  # noqa: F811

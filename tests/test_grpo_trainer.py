@@ -511,7 +511,7 @@ def test_papo_normalises_answer_and_reasoning_apart():
     grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
     with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
-        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, Letters())
+        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, Letters(), is_first=True)
 
 
 class Letters:
@@ -601,8 +601,10 @@ def test_reward_terms_and_dr_grpo():
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
     with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
-        grpo_trainer.prepare_credit(samples, config_of(**changes), Letters())
-    grpo_trainer.prepare_credit(samples[1:], config_of(**changes), Letters())  # no verdicts: said elsewhere
+        grpo_trainer.prepare_credit(samples, config_of(**changes), Letters(), is_first=True)
+    # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
+    grpo_trainer.prepare_credit(samples, config_of(**changes), Letters())
+    grpo_trainer.prepare_credit(samples[1:], config_of(**changes), Letters(), is_first=True)
 
 
 @pytest.mark.parametrize(
@@ -618,6 +620,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
         ),
         (dict(tis_mode="mask"), "tis_mode: mask needs --tis-cap"),
         (dict(tis_mode="sequence", tis_cap=1.0), "tis_cap: 1.0 would multiply every loss by 0"),
+        (dict(tis_mode="mask", tis_cap=0.9), "tis_cap: 0.9 would multiply every loss by 0"),
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
@@ -951,7 +954,7 @@ def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "reward_fn is 'nowhere.py:x': there is no file"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
-        (dict(genrm=("nowhere",)), "genrm: 'nowhere' is neither a folder nor a hub name"),
+        (dict(genrm=("nowhere",)), "--model nowhere: no such folder"),
         (
             dict(rollout_vllm_args='--x "y'),
             """rollout_vllm_args: '--x "y' cannot be read (No closing quotation)""",

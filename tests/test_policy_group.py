@@ -2,6 +2,7 @@
 checkpoints for any number of ranks, and ranks that die.
 """
 
+import copy
 import json
 import math
 import os
@@ -49,7 +50,7 @@ def limit():
 def folder(tmp_path_factory, model):
     reward_loop.connect_ray()
     folder = tmp_path_factory.mktemp("policy")
-    model.save_pretrained(folder)
+    copy.deepcopy(model).bfloat16().save_pretrained(folder)  # as nearly all models are stored
     yield str(folder)
     ray.shutdown()
 

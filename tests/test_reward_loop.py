@@ -475,6 +475,8 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
     (["alone"], [(1.0, "ok")]),
     (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
     (["number", "a"], "returned 1.0: 0 scores for 2 responses"),
+    (["by_place", "a"], "returned {0: 0.5, 1: 0.5}: 0 scores for 2 responses"),
+    (["set", "a"], "returned {0.0, 1.0}: 0 scores for 2 responses"),
     (["short", "a", "b"], "returned [1.0, 1.0]: 2 scores for 3 responses"),
     (["hang", "a"], "no result within 1 s"),
     (["os_exit", "a"], "died"),

@@ -219,6 +219,17 @@ def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
     assert lines == [{"step": 0}, {"step": 1, "reward/mean": 0.5, "val/a/mean@1": 0.25}, {"step": 2}]
 
 
+def test_pass_at_k_is_that_of_the_file_with_most_samples():
+    """Two files of one source, with two and four samples of a row, in either order."""
+    few, many = ([scored(1.0 if right else -1.0, acc=right) for right in group]
+                 for group in ([False, False], [True, True, False, False]))  # fmt: skip
+    for sample in few + many:
+        sample.row = {"data_source": "a"}
+    for groups in ([few, many], [many, few]):
+        metrics = run_folder.validation_metrics(groups)
+        assert metrics["val/a/mean@2"] == 0 and metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5
+
+
 def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     """Of four samples one is right, one wrong, two have no `acc` (the reward function raised)."""
     samples = [scored(1.0, acc=True, pred="4"), scored(None), scored(-1.0, acc=False, pred="5"), scored(None)]

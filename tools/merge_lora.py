@@ -55,9 +55,10 @@ def add(model, config, source: str) -> None:
     torch.manual_seed(config.seed)
     for name, layer in layers_with_adapters(model):
         kind = type(layer.get_base_layer())  # experts, or a router, which answers with more than a product
-        if not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__:
-            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer; name the "
-                             "layers that are to learn, such as q_proj v_proj")  # fmt: skip
+        if (not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__
+                or name == "lm_head" and model.config.tie_word_embeddings):  # fmt: skip
+            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; "
+                             "name the layers that are to learn, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
     if (saved := Path(source, "adapter_model.safetensors")).is_file():
         if unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys:
@@ -109,7 +110,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     # in float32, and only the sum is rounded: the same numbers as the policy's servers had
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
     whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
-    whole.config.max_position_embeddings = max_positions or whole.config.max_position_embeddings
+    if max_positions:
+        whole.config.max_position_embeddings = max_positions
+    whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
     whole.to(stored).save_pretrained(out)
     AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
     print(f"merged: {out}", flush=True)

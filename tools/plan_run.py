@@ -40,7 +40,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
         size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
         of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
     except Exception:  # families' own code, which need not be able to build a model without data
-        return None, None, None, None
+        return [None] * 4
     learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return sum(size.values()), learning, max(of_layers), sum(size.values()) - sum(of_layers)
 
