@@ -346,6 +346,22 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         assert servers.router_address == address and ask(f"http://{address}")
 
 
+def test_servers_that_share_a_gpu_start_one_after_the_other(stand_in):
+    """vLLM measures how much of the device's memory it takes by what was free before and is free after."""
+    started = []
+
+    def before_starting(slot):
+        assert all(earlier.ready for earlier in started), "the one before is not ready"
+        started.append(slot)
+
+    config = settings(stand_in, num_servers=3, gpu_share=0.3)
+    servers = genrm_server.ModelServers(config, before_starting=before_starting)
+    try:
+        assert [slot.name for slot in started] == ["server 0", "server 1", "server 2"]
+    finally:
+        servers.shutdown()
+
+
 @pytest.mark.slow
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)

@@ -2,13 +2,14 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 import grpo_trainer
 from policy import Policy
@@ -153,6 +154,26 @@ def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
+    with pytest.raises(ValueError, match="lm_head is a Linear, no plain linear layer of its own"):
+        # merged it would change the embedding
+        policy_of(tied, lora_rank=4, lora_targets=("q_proj", "lm_head"))
+
+
+def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merging(tmp_path, tokenizer):
+    """No max_position_embeddings (Bloom), and a temperature that transformers reads and does not write."""
+    shape = BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2)
+    base = Path(write_model(tmp_path / "base", AutoModelForCausalLM.from_config(shape), tokenizer))
+    (base / "generation_config.json").write_text('{"temperature": 0.7}')
+    config = config_of(model=str(base), lora_rank=4, lora_targets=("query_key_value",))
+    policy = Policy(config, str(base), CPU)
+    policy.update(groups_of(a_step(policy.model)), lr=1e-2)
+    policy.save(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    merge_lora.merge(tmp_path / "saved", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -180,6 +201,8 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(works
     grpo_trainer.train(run_config(workshop, "lora_stopped", total_steps=2, **options))
     with pytest.raises(ValueError, match="lora_rank: 0, but the run in out_dir has 8; take that"):
         grpo_trainer.train(run_config(workshop, "lora_stopped", **options | {"lora_rank": 0}))
+    grpo_trainer.train(stopped)
+    shutil.rmtree(Path(stopped.out_dir, "merged"))  # as if the disk had been full then
     grpo_trainer.train(stopped)
     metrics = [without_times(lines_of(Path(c.out_dir, "metrics.jsonl"))) for c in (whole, stopped)]
     assert metrics[0] == metrics[1] and any(line.get("actor/updates") for line in metrics[0])
