@@ -17,6 +17,7 @@ train_policy data/toy "$SEED" "$RUNS/baseline" "${RULE[@]}" >"$RUNS/baseline.log
 BASELINE=$!
 train_judge data/toy "$SEED" "$RUNS/judge"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
+python -m toy.report --runs "$RUNS" --so-far
 
 stage "3. The trained judge becomes a service, one vLLM server behind the router, for the same policy with FAPO"
 train_policy data/toy "$SEED" "$RUNS/fapo" "${JUDGE[@]}" --val-every 20 &  # its first samples wait for the server

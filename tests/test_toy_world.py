@@ -301,6 +301,8 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     held_out = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
     for name, acc in (("baseline", 0.75), ("fapo", 0.875)):
         run(name, {"step": 0} | held_out, {"step": 1, "reward/acc": 0.5} | held_out | {"val/toy/mean@1": acc})
+        so_far = report.report(tmp_path, so_far=True)  # without the runs to come
+        assert "| rule only, step 1 | 0.750 |" in so_far and ("| FAPO" in so_far) == (name == "fapo")
     text = report.report(tmp_path)
     # Flag everything: precision 1/2, F1 2/3; half of the flaws and no false alarm: precision 1, F1 2/3.
     assert "| before | 1.000 | 0.000 | 0.500 | 0.667 | 0.100 |" in text

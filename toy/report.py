@@ -33,7 +33,7 @@ class Config:
     """Draws the figure and the tables of finished demo runs."""
 
     runs: Path  # Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one
-    so_far: bool = False  # Take runs that are not finished as well, up to their newest evaluation
+    so_far: bool = False  # Take unfinished runs up to their newest evaluation, and do without those to come
 
 
 def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
@@ -110,7 +110,8 @@ def judge_table(metrics: list[dict]) -> str:
 
 def report(runs: Path, so_far: bool = False) -> str:
     """Draws report.png and writes report.md in `runs`; returns the text. ValueError: see `read_metrics`."""
-    policies = {label: read_metrics(runs / name, so_far) for label, name in RUNS.items()}
+    policies = {label: read_metrics(runs / name, so_far) for label, name in RUNS.items()
+                if not so_far or (runs / name).is_dir()}  # fmt: skip
     draw_runs(policies, runs / "report.png")
     tables = [judge_table(read_metrics(runs / "judge"))] if (runs / "judge").is_dir() else []
     text = "\n\n".join([*tables, policy_table(policies)])
