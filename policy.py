@@ -233,7 +233,7 @@ class Policy:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
         norm = whole(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
-            raise RuntimeError(f"loss {loss:g}, gradient norm {norm:g}: not finite; lower --lr")
+            raise RuntimeError(f"loss {loss:g}, gradient {norm:g}: not finite; see samples.jsonl, lower --lr")
         self.num_updates += 1  # from here on the weights are no longer those of before
         self.optimizer.step()
         return norm
