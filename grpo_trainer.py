@@ -412,7 +412,7 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
 
 
 def prepare_credit(samples: list[Sample], config: Config, tokenizer, is_first=False) -> None:
-    """What advantages need beside rewards, as Sample.prefix; RuntimeError: no sample of the first has it."""
+    """What advantages need beside rewards, as Sample.prefix; RuntimeError if the first samples lack it."""
     keys = {"papo": ["acc", "flawed_positive"], "vppo": ["first_wrong"], "terms": list(config.terms)}
     keys = keys.get(config.advantage, []) + ["first_wrong"] * (config.credit == "prefix")
     judged = [sample for sample in samples if sample.reward is not None]

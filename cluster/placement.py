@@ -167,8 +167,8 @@ class RewardModelManager:
 
     Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes,
     listen on their node's address instead of 127.0.0.1: they must reach each other. `router_addresses` maps
-    each name to "host:port". places: with room for each name; default: its
-    own. Raises what ModelServers and Places raise.
+    each name to "host:port". places: with room for each name; default: its own. Raises what ModelServers and
+    Places raise.
     """
 
     def __init__(self, models: dict[str, Config], places: Places | None = None):
