@@ -234,7 +234,7 @@ class ModelServers:
                     return f"was not ready after {silent:.1f} s (--startup-timeout)"
                 elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
                     return f"hangs: no answer of /health for {silent:.0f} s"
-                if all(other.joined for other in self.slots):
+                if self.router.ready and all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
         finally:

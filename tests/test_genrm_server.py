@@ -24,6 +24,7 @@ import vllm_server
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
+from test_reward_loop import free_port
 from tiny import policy_of
 from vllm_server import reserve, share
 
@@ -364,8 +365,16 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(stand_in):
 
 @pytest.mark.slow
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
+    port, missed = free_port(), []
+
+    def late(method, url, *args, **more):
+        if url == f"http://127.0.0.1:{port}/health" and len(missed) < 6:  # as where no core is free
+            return missed.append(url) or (0, "timed out")
+        return http(method, url, *args, **more)
+
+    monkeypatch.setattr(genrm_server, "http", late)
     monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
-    with running(settings(stand_in, num_servers=2)) as servers:
+    with running(settings(stand_in, num_servers=2, port=port)) as servers:
         hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
         until(lambda: not alive(hanging))
