@@ -202,8 +202,8 @@ class ModelServers:
                 break
             tries, deaths = (0, 0) if slot.ready else (tries + 1, deaths + died)
             if deaths >= MAX_DEATHS:
-                slot.given_up = True
                 self.say(f"GIVING UP on {slot.name}: it {what}, the {deaths}th time in a row; {end}")
+                slot.given_up = True
                 break
             delay = min(60.0, RESTART_DELAY * 2**tries)
             self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
@@ -234,7 +234,7 @@ class ModelServers:
                     return f"was not ready after {silent:.1f} s (--startup-timeout)"
                 elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
                     return f"hangs: no answer of /health for {silent:.0f} s"
-                if self.router.ready and all(other.joined for other in self.slots):
+                if all(other.ready for other in (self.router, *self.slots)):
                     self.all_ready.set()
             return "was stopped"
         finally:
@@ -251,8 +251,8 @@ class ModelServers:
             if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
                 slot.joined = start
         if slot.joined == start and not slot.ready:
-            slot.ready = True
             self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
+            slot.ready = True
 
     def leave(self, slot: Slot) -> None:
         if slot.joined:

@@ -143,6 +143,11 @@ def hosts(tmp_path, monkeypatch):
         )
         return started[-1]
 
+    def wait_started(*names, end=time.monotonic() + 300):
+        while any("Ray runtime started" not in (tmp_path / f"{name}.log").read_text() for name in names):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
     def run(command):
         subprocess.run(command.split(), check=True)
 
@@ -172,12 +177,9 @@ def hosts(tmp_path, monkeypatch):
                 "--object-store-memory=100000000",
                 log=tmp_path / f"{host}.log",
             )
-            if host == "h1":
-                time.sleep(5)
-        end = time.monotonic() + 60  # what is placed before all have joined is not spread over them
-        while any("Ray runtime started" not in (tmp_path / f"{host}.log").read_text() for host in CPUS):
-            assert time.monotonic() < end
-            time.sleep(0.5)
+            if host == "h1":  # the others look for it
+                wait_started(host)
+        wait_started(*CPUS)  # what is placed before all have joined is not spread over them
         yield on
     finally:
         for host in CPUS:
@@ -256,14 +258,14 @@ def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(
     def said():
         return (tmp_path / "run.log").read_text()
 
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while len(lines()) < 5:
         assert run.poll() is None and time.monotonic() < end, said()
         time.sleep(0.2)
     ranks = re.findall(r"1 on ([\d.]+)", re.search(r"policy: 2 ranks, (.*)", said())[1])
     assert len(set(ranks)) == 2 and address_of("h1") not in ranks
     subprocess.run(["ip", "link", "set", f"h{ranks[1].rpartition('.')[2]}out", "down"], check=True)
-    while run.poll() is None and time.monotonic() < end + 120:
+    while run.poll() is None and time.monotonic() < end + 600:
         time.sleep(0.5)
     assert run.returncode == 0, said()
     assert "a rank of the policy died" in said() and "(1 of max_restarts 3)" in said()
@@ -350,7 +352,7 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
 ray.shutdown()
 cluster.shutdown()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-3000:]
     print(ended.stdout)
     said = ended.stdout.split("RECIPE")[1:]
@@ -445,7 +447,7 @@ def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
         "1",
     ]
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while (done := subprocess.run(submit, capture_output=True, text=True, env=env, cwd=ROOT)).returncode:
             starting = (
                 "No available agent" in done.stderr

@@ -321,7 +321,7 @@ def check_survives(text: str) -> None:
     scores.parse_critique(text, 3)
     scores.format_critic_prompt(text, text, text)
     scores.normalize_final_answer(text[:2000])
-    assert time.thread_time() - start < 0.05, f"slow: {text[:50]!r}"
+    assert time.thread_time() - start < 1.0, f"slow: {text[:50]!r}"
     assert result["score"] in (1.0, -1.0) and -1.0 <= critique["score"] <= 1.0
 
 
@@ -596,10 +596,13 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
 def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, first_wrong, status):
     """A judge that fails there costs its word, not the score; a wrong answer is never a flawed positive."""
     judge, wrong = Judge(answer), "one\n\ntwo \\boxed{3}"
-    result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=0.3 if answer == 500 else 9)
+    patience = 0.3 if answer == 500 else 60
+    result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=patience)
     assert (result["score"], result["acc"], result["flawed_positive"]) == (-1.0, False, False)
     assert (result["first_wrong"], result["genrm_status"]) == (first_wrong, status) and judge.requests
-    measured = score_with(judge, scores.compute_score_baseline, wrong, judge_wrong=True, genrm_timeout_s=0.3)
+    measured = score_with(
+        judge, scores.compute_score_baseline, wrong, judge_wrong=True, genrm_timeout_s=patience
+    )
     assert (measured["score"], measured["first_wrong"]) == (-1.0, first_wrong)
     asked = len(judge.requests)
     held_out = score_with(judge, solution=wrong, judge_wrong=True, extra_info=EXTRA | {"split": "test"})
@@ -674,9 +677,9 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     judge = Judge(*[500, 503, 429, 408] * 5, "\\boxed{1}")
     assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 21
     judge = Judge(503)
-    result = score_with(judge, genrm_timeout_s=0.3)
+    result = score_with(judge, genrm_timeout_s=1.5)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
-    assert "within 0.3 s; last: HTTP 503: no luck" in result["genrm_error"]
+    assert "within 1.5 s; last: HTTP 503: no luck" in result["genrm_error"]
 
 
 DEAD = (503, {}, '{"error": {"message": "no server could answer: http://h:1: Server disconnected"}}')
@@ -757,7 +760,7 @@ def test_a_judge_that_is_not_there():
         async with Judge("x").running() as judge:
             address = judge.address
         try:
-            return await scores.chat("hello", address, timeout_s=0.3), await scores.chat(
+            return await scores.chat("hello", address, timeout_s=1.5), await scores.chat(
                 "hello", "no:such:address"
             )
         finally:
@@ -875,9 +878,9 @@ def test_an_answer_that_was_cut_at_the_limit_is_shared():
 def test_each_of_equal_requests_has_its_own_time():
     """The first one waits for a server that hangs; the others get the answer that the second one fetches."""
     judge = Judge("hang", "fine")
-    settings = [{"temperature": 0, "timeout_s": 0.2}, *({"temperature": 0, "timeout_s": 5} for _ in range(7))]
+    settings = [{"temperature": 0, "timeout_s": limit} for limit in (1.5, *[60] * 7)]
     (status, text, _), *others = answers_of(judge, *settings)
-    assert status == "timeout" and "within 0.2 s" in text
+    assert status == "timeout" and "within 1.5 s" in text
     assert {answer[:2] for answer in others} == {("ok", "fine")} and len(judge.requests) == 2
 
 
@@ -1090,7 +1093,7 @@ def verify(truth, pred, timeout_seconds, raise_on_error):
 GRADING = """
 import asyncio, json, os, signal, sys, threading, time
 import compute_score as scores
-scores.GRADE_TIMEOUT_S, scores.GRADE_MEMORY = 1, 1 << 28
+scores.GRADE_TIMEOUT_S, scores.GRADE_MEMORY = 4, 1 << 28
 def verified(pred, truth="1"):
     return scores.compute_score("x", f"so \\\\boxed{{{pred}}}", truth, verifier="math_verify")
 def told(**values):
@@ -1165,7 +1168,7 @@ async def main():
     await asyncio.sleep(0.1)
     # asyncio.to_thread's threads also look up host names for requests to the judge
     harmless = [asyncio.to_thread(int)] + [sample("2") for _ in range(100)]
-    await asyncio.wait_for(asyncio.gather(*harmless), 0.8)
+    await asyncio.wait_for(asyncio.gather(*harmless), 3)
     assert not any(result.done() for result in hanging)
     return [(await result)["score"] for result in hanging[:4]]
 print("noise")
@@ -1173,6 +1176,13 @@ told(threads=[results[i]["score"] for i in range(len(answers))], loop=asyncio.ru
 os._exit(0)
 """)
     assert told == {"threads": [None, None] + [1.0, -1.0] * 10 + [None, None], "loop": [None] * 4}
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
@@ -1187,10 +1197,8 @@ os.kill(os.getpid(), 9)
 """)
     assert len(told["children"]) == scores.MAX_GRADERS
     deadline = time.monotonic() + 20
-    while alive := [
-        pid for pid in told["children"] if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
-    ]:
-        assert time.monotonic() < deadline, alive
+    while left := [pid for pid in told["children"] if alive(pid)]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
 

@@ -27,7 +27,7 @@ def teach(folder, tokenizer, examples, steps=60):
 def answers(port):
     try:
         return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
-    except requests.ConnectionError:
+    except requests.RequestException:
         return False
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -62,8 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": "will not"})
         while self.path == "/health" and told("hang"):
             time.sleep(0.05)
-        if self.path == "/v1/slow":
-            time.sleep(0.5)
+        while self.path == "/v1/slow" and told("slow"):
+            time.sleep(0.05)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR")
         env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
@@ -131,7 +132,7 @@ def restarts_of(servers):
 
 
 def router_workers(servers):
-    status, text = servers.call_router("GET", "/workers")
+    status, text = http("GET", servers.router.url + "/workers", api_key=servers.config.server_key, timeout=30)
     return json.loads(text)["workers"] if status == 200 else []  # it may just be away
 
 
@@ -273,9 +274,11 @@ def test_bad_settings(stand_in, changes, expected, monkeypatch):
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers, ThreadPoolExecutor(32) as pool:
         victim = told(servers)["pids"]
+        (stand_in / "slow").touch()
         asked = [pool.submit(ask, f"http://{servers.router_address}", "/v1/slow") for _ in range(32)]
         until(lambda: sum(worker["in_flight"] for worker in router_workers(servers)) == 32)
         os.kill(victim[0], signal.SIGKILL)
+        (stand_in / "slow").unlink()
         assert len([one.result() for one in asked]) == 32
         until(lambda: restarts_of(servers) == 1 and all(slot.joined for slot in servers.slots))
         new = told(servers)["pids"]
@@ -285,18 +288,16 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
             told(servers, 1)["pids"][0],
         }
         pids = new  # killed in time, but not waited for: the engine is nobody's child now
-    until(
-        lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots), limit=5
-    )
+    until(lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots))
     servers.shutdown()  # a second time does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
 
 
 def test_a_hanging_server_is_restarted(stand_in, monkeypatch):
-    monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
     with running(settings(stand_in)) as servers:
         victim = told(servers)["pids"]
+        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
         (stand_in / "hang").touch()
         until(lambda: not any(map(alive, victim)))
         (stand_in / "hang").unlink()
@@ -310,7 +311,7 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[0].given_up)
         assert not servers.given_up() and ask(f"http://{servers.router_address}")
-        assert len(router_workers(servers)) == 1
+        until(lambda: len(router_workers(servers)) == 1)
         assert re.search(r"GIVING UP on server 0.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
@@ -373,11 +374,12 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
         return http(method, url, *args, **more)
 
     monkeypatch.setattr(genrm_server, "http", late)
-    monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
     with running(settings(stand_in, num_servers=2, port=port)) as servers:
         hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
+        monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
         until(lambda: not alive(hanging))
+        monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 30.0)
         until(
             lambda: (
                 all(worker["healthy"] for worker in router_workers(servers))
@@ -389,12 +391,15 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd):
+def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd, monkeypatch):
     with running(settings(stand_in, num_servers=2)) as servers:
         host, _, port = servers.router_address.partition(":")
-        servers.router.server.child.kill()
-        servers.router.server.child.wait()
+        monkeypatch.setattr(genrm_server, "RESTART_DELAY", 3.0)  # the other one is there first
+        child = servers.router.server.child
+        child.kill()
+        child.wait()
         with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
+            monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.1)
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
             until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
@@ -428,7 +433,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         shutil.rmtree(logs)
         logs.touch()  # and now there cannot be one, which is no death of the server
         os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
-        until(lambda: servers.slots[1].restarts == 3)
+        until(lambda: servers.slots[1].restarts >= 3)
         assert (
             not servers.slots[1].given_up
             and "server 1 cannot be run (FileExistsError" in capfd.readouterr().out
@@ -552,11 +557,14 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         # before it joined: weights may have changed
         assert "/collective_rpc" in told(servers.servers)["calls"]
         (servers.folder.folder / "die_of_collective_rpc").touch()
+        before_joining = servers.servers.before_joining
+        servers.servers.before_joining = lambda slot: False  # for as long as we look
         servers.sync()  # one of them dies of it
         # with the new weights; the other one has the old ones or none
-        assert len(router_workers(servers.servers)) == 1
+        until(lambda: len(router_workers(servers.servers)) == 1)
+        servers.servers.before_joining = before_joining
         until(
-            lambda: restarts_of(servers.servers) == 2 and all(slot.joined for slot in servers.servers.slots)
+            lambda: restarts_of(servers.servers) >= 2 and all(slot.joined for slot in servers.servers.slots)
         )
         assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
         (servers.folder.folder / "refuse_collective_rpc").touch()
@@ -598,17 +606,20 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
         (stand_in / "die_of_sleep").touch()
         assert servers.sleep()
-        assert not all_joined()
-        until(all_joined)
+        until(lambda: restarts_of(servers) == 1 and all_joined())
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         assert servers.wake_up()
-        until(lambda: restarts_of(servers) == 2 and all_joined())
-        assert genrm_server.SLEEP not in told(servers)["calls"] and "/wake_up" in told(servers, 1)["calls"]
+        until(lambda: restarts_of(servers) >= 2 and all_joined())
+        for number in range(2):  # it may have been back, and put to sleep, before the others were woken
+            calls = told(servers, number)["calls"]
+            assert [call for call in calls if call in (genrm_server.SLEEP, "/wake_up")][-1:] != [
+                genrm_server.SLEEP
+            ]
         assert servers.sleep()
         (stand_in / "die_at_start").touch()  # as without memory for it, which the trainer has meanwhile
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
-        until(lambda: servers.slots[0].restarts == 5)
+        until(lambda: servers.slots[0].restarts >= 5)
         (stand_in / "die_at_start").unlink()
         until(all_joined)
         (stand_in / "refuse_wake_up").touch()
@@ -668,7 +679,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         process.send_signal(number)
         process.wait(30)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
-        until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+        until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))
         assert not memory.exists() and not sockets.exists()
     finally:
         process.kill()
@@ -696,7 +707,7 @@ def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
         pids = ask(f"http://{address}")["pids"]
         program.kill()
         program.wait()
-        until(lambda: not any(map(alive, pids)), limit=10)
+        until(lambda: not any(map(alive, pids)))
     finally:
         os.killpg(program.pid, signal.SIGKILL)  # the fork
 
@@ -725,9 +736,8 @@ def test_under_nohup_it_outlives_its_terminal(stand_in):
         process.send_signal(signal.SIGHUP)
         victim = ask(router)["pids"][0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: http("GET", router + "/health")[0] == 503)
-        until(lambda: http("GET", router + "/health")[0] == 200)
-        assert process.poll() is None and ask(router)["pids"][0] != victim
+        until(lambda: http("GET", router + "/health")[0] == 200 and ask(router)["pids"][0] != victim)
+        assert process.poll() is None
     finally:
         process.kill()
 
@@ -736,16 +746,16 @@ def test_under_nohup_it_outlives_its_terminal(stand_in):
 def test_exit_codes(stand_in):
     process = start_command(stand_in, "--num-servers", "0")
     assert (
-        process.communicate(timeout=30)[1] == "error: --num-servers 0: must be at least 1\n"
+        process.communicate(timeout=120)[1] == "error: --num-servers 0: must be at least 1\n"
         and process.returncode == 2
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start_command(stand_in, "--port", str(taken.getsockname()[1]))
-        error = process.communicate(timeout=30)[1]
+        error = process.communicate(timeout=120)[1]
         assert process.returncode == 2 and error.count("\n") == 1 and "cannot listen there" in error
     (stand_in / "die_at_start").touch()
     process = start_command(stand_in)
-    assert "these weights do not fit" in process.communicate(timeout=30)[1] and process.returncode == 1
+    assert "these weights do not fit" in process.communicate(timeout=120)[1] and process.returncode == 1
 
 
 # ---- with the real vLLM --------------------------------------------------------------------------
@@ -814,9 +824,10 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
 @pytest.mark.slow
 def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
     process, router, urls, manager = vllm
+    send = functools.partial(http, timeout=60)
     classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
-        assert http("GET", url + "/health")[0] == 200
+        assert send("GET", url + "/health")[0] == 200
         for method, path in (
             ("GET", "/v1/models"),
             ("POST", "/tokenize"),
@@ -827,11 +838,11 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
             ("OPTIONS", "/v1/models"),
             ("GET", "/health/"),
         ):
-            assert http(method, url + path)[0] == 401
-            assert http(method, url + path, api_key="wrong")[0] == 401
-    assert http("GET", classifier + "/v1/models", api_key=key)[0] == 200
-    assert http("POST", classifier + "/tokenize", {"prompt": "x"}, api_key=key)[0] == 200
-    assert http("POST", router + "/tokenize", {"prompt": "x"})[0] == 200
+            assert send(method, url + path)[0] == 401
+            assert send(method, url + path, api_key="wrong")[0] == 401
+    assert send("GET", classifier + "/v1/models", api_key=key)[0] == 200
+    assert send("POST", classifier + "/tokenize", {"prompt": "x"}, api_key=key)[0] == 200
+    assert send("POST", router + "/tokenize", {"prompt": "x"})[0] == 200
     body = {
         "model": "judge",
         "messages": [{"role": "user", "content": "x"}],
@@ -839,7 +850,7 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
         "ignore_eos": True,
         "stream": True,
     }
-    status, text = http("POST", router + "/v1/chat/completions", body, timeout=60)
+    status, text = send("POST", router + "/v1/chat/completions", body)
     assert status == 200 and text.count("data: ") > 2 and text.endswith("data: [DONE]\n\n")
     everything = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
     assert urls[0].rpartition(":")[2] in everything and key not in everything
@@ -971,7 +982,8 @@ def test_named_models_in_ray(stand_in):
         return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
 
     def healthy(address):
-        return json.loads(http("GET", f"http://{address}/health")[1])["healthy"]
+        status, text = http("GET", f"http://{address}/health", timeout=30)
+        return json.loads(text)["healthy"] if status else 0
 
     try:
         genrm, rm, pids = started()
@@ -986,12 +998,12 @@ def test_named_models_in_ray(stand_in):
         driver.stdin.flush()
         assert next(line for line in driver.stdout if line.startswith("down"))
         # killed in time, but the engines are nobody's children now
-        until(lambda: not any(map(alive, pids)), limit=5)
+        until(lambda: not any(map(alive, pids)))
         assert http("GET", f"http://{genrm}/health")[0] == 0
         genrm, rm, pids = started()  # and now the driver crashes
         driver.kill()
-        until(lambda: not any(alive(pid) for pair in pids for pid in pair), limit=10)
-        assert http("GET", f"http://{genrm}/health")[0] == 0
+        until(lambda: not any(alive(pid) for pair in pids for pid in pair))
+        until(lambda: http("GET", f"http://{genrm}/health")[0] == 0)
     finally:
         driver.kill()
         driver.wait()
@@ -1053,4 +1065,4 @@ def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(
     pids = descendants(process)
     process.terminate()
     process.wait(30)
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])), limit=10)
+    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))

@@ -190,7 +190,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
 
 def test_the_batch_size_is_that_of_each_server():
     """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
-    together, most, lock = [0], [0], threading.Lock()
+    together, most, lock, six = [0], [0], threading.Lock(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -198,6 +198,8 @@ def test_the_batch_size_is_that_of_each_server():
             with lock:
                 together[0] += 1
                 most[0] = max(most[0], together[0])
+                six.set() if most[0] == 6 else None
+            six.wait(30)
             time.sleep(0.1)
             with lock:
                 together[0] -= 1

@@ -146,7 +146,7 @@ class Running:
         return self.router.workers[upstream.url]
 
 
-def run(coroutine, limit=30):
+def run(coroutine, limit=200):
     """Runs a test; the limit only catches hangs."""
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
@@ -155,7 +155,7 @@ def in_a_loop(test):
     return functools.wraps(test)(lambda **fixtures: run(test(**fixtures)))
 
 
-async def until(condition, limit=10):
+async def until(condition, limit=60):
     async with asyncio.timeout(limit):
         while not condition():
             await asyncio.sleep(0.01)
@@ -494,12 +494,12 @@ async def test_why_a_server_never_came_is_told(capfd):
 
 @in_a_loop
 async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(router, "HEALTH_SECONDS", 1.0)
 
     async with Upstream() as up:
         with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with Running(up, url, health_interval=0.05) as it:
+            async with Running(up, url, health_interval=0.05, queue_timeout=20) as it:
                 assert not it.router.workers[url].healthy  # not even at the start
                 assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
 
@@ -564,18 +564,22 @@ async def test_the_line_is_shared_by_the_servers_that_come_back():
 
 @in_a_loop
 async def test_waiting_takes_no_cpu_and_ends_in_time_and_is_bounded():
-    async with Running(queue_timeout=1.0, max_waiting=1000) as it:
+    async with Running(queue_timeout=60, max_waiting=1000) as it:
         asked = [asyncio.create_task(it.ask("GET", "/")) for _ in range(1001)]
         # the one too many has its answer at once
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        (refused,), waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result()[0] == 503 and refused.result()[2]["Retry-After"] == "30"
         await until(lambda: it.router.waiting == 1000)
         assert (await it.ask("GET", "/metrics"))[1].startswith(b"router_waiting 1000")
         begun = time.process_time()
         await asyncio.sleep(0.2)
         assert time.process_time() - begun < 0.1
-        assert [(status, headers["Retry-After"]) for status, _, headers in await asyncio.gather(*asked)] == [
-            (503, "30")
-        ] * 1001
+        for task in waiting:
+            task.cancel()
+        await until(lambda: it.router.waiting == 0)
+    async with Running(queue_timeout=0.2) as it:
+        for status, _, headers in await asyncio.gather(*(it.ask("GET", "/") for _ in range(10))):
+            assert (status, headers["Retry-After"]) == (503, "30")
         assert it.router.waiting == 0
 
 
@@ -595,11 +599,11 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
     ):
         status, text, _ = await it.ask("POST", "/", data=b"{}")
         assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
-        await asyncio.wait_for(up.cancelled.wait(), 5)  # the server was told
+        await asyncio.wait_for(up.cancelled.wait(), 60)  # the server was told
         assert (
             it.worker(up).why == "1 failures in a row, the last: no answer within 0.2 s (--request-timeout)"
         )
-    async with Upstream(begin_and_hang) as up, Running(up, request_timeout=0.2) as it:
+    async with Upstream(begin_and_hang) as up, Running(up, request_timeout=1.0) as it:
         with pytest.raises(aiohttp.ClientPayloadError):
             await it.ask("GET", "/")
 
@@ -615,7 +619,7 @@ async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_n
         sock.setblocking(False)
         sock.connect_ex(full.getsockname())
     url = f"http://127.0.0.1:{full.getsockname()[1]}"
-    async with Upstream() as up, Running(up, url, connect_timeout=0.2) as it:
+    async with Upstream() as up, Running(up, url, connect_timeout=1.0) as it:
         it.router.workers[url].healthy = True
         assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
         assert 1 <= it.router.workers[url].failures <= 3
@@ -632,7 +636,7 @@ async def test_a_client_that_goes_away_stops_the_server():
         asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
         await until(lambda: up.seen)
         asked.cancel()
-        await asyncio.wait_for(up.cancelled.wait(), 5)
+        await asyncio.wait_for(up.cancelled.wait(), 60)
         await until(lambda: it.worker(up).in_flight == 0)
         assert it.worker(up).failures == 0  # nobody's fault
 
@@ -672,7 +676,7 @@ async def test_an_error_without_an_end_is_passed_on_as_far_as_it_came(status):
     async with Upstream(endless) as up, Running(up) as it:
         got, body, _ = await it.ask("POST", "/", data=b"x")
         assert got == status and body.startswith(b"xxx") and len(body) <= 1 << 20
-        await asyncio.wait_for(up.cancelled.wait(), 5)
+        await asyncio.wait_for(up.cancelled.wait(), 60)
 
 
 @in_a_loop
@@ -687,10 +691,10 @@ async def test_servers_that_refuse_use_up_no_attempt():
 
 @in_a_loop
 async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expels_it(monkeypatch):
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.1)
     async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, health_interval=0.05) as it:
         asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(8)]
         await until(lambda: len(hung.seen) == 4)
+        monkeypatch.setattr(router, "HEALTH_SECONDS", 1.0)
         hung.health = None  # no answer
         assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 8
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
@@ -1043,7 +1047,7 @@ async def test_a_signal_drains_and_ends(number):
         asked = asyncio.create_task(client.get(url + "/v1/x"))
         await until(lambda: up.seen)
         process.send_signal(number)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:  # the port closes at once
                 try:
                     async with aiohttp.ClientSession() as other, other.get(url + "/health"):
@@ -1053,19 +1057,18 @@ async def test_a_signal_drains_and_ends(number):
         release.set()
         answer = await asked
         assert (answer.status, await answer.text()) == (200, "late")
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 @pytest.mark.slow
 @in_a_loop
-async def test_a_signal_ends_within_ten_seconds_though_a_server_hangs():
+async def test_a_signal_ends_soon_though_a_server_hangs():
     async with Upstream(hang) as up, started("--workers", up.url) as (process, url, client):
         asked = asyncio.create_task(client.get(url + "/v1/x"))
         await until(lambda: up.seen)
-        begun = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
-        assert time.monotonic() - begun < 10
+        # twice 4 seconds, and what a busy machine adds
+        assert await asyncio.wait_for(process.wait(), 30) == 0
         with pytest.raises(aiohttp.ClientError):
             await asked
 
@@ -1096,7 +1099,7 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
         process._transport.get_pipe_transport(2).close()  # as of a terminal, or of `... | head`
         for status in (503, 200, 503):
             up.health = status
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while (await client.get(url + "/health")).status != status:
                     await asyncio.sleep(0.02)
 

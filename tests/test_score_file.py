@@ -241,6 +241,7 @@ def test_command_line_goes_on_after_a_kill(tmp_path):
     marks.mkdir()
     arguments = ["--data", data, "--out", out, "--reward-fn", f"{FAULTS}:with_marks"]
     arguments += ["--reward-kwargs", json.dumps({"folder": str(marks)})]
+    arguments += ["--num-workers", 1, "--sync-processes", 1]
     command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
     running = subprocess.Popen(command, start_new_session=True)
     partial = tmp_path / "scored.jsonl.partial.jsonl"

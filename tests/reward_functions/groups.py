@@ -4,6 +4,8 @@ import asyncio
 import os
 import time
 
+import numpy as np
+
 
 def act(solution_strs):
     if "raise" in solution_strs:
@@ -19,8 +21,6 @@ def act(solution_strs):
     if "short" in solution_strs:
         return [1.0] * (len(solution_strs) - 1)
     if "array" in solution_strs:
-        import numpy as np
-
         return np.arange(len(solution_strs)) / 2
     scores = {"none": None, "nan": float("nan"), "dict": {"score": 1.0, "acc": True}}
     return [scores.get(text, float(len(solution_strs))) for text in solution_strs]
