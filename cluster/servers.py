@@ -11,7 +11,6 @@ Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle o
 
 import copy
 import fcntl
-import os
 import secrets
 import shutil
 import tempfile
@@ -58,8 +57,7 @@ class PolicyServers:
             tokenizer.save_pretrained(name)
             paths = [path for path in Path(name).rglob("*") if path.is_file()]
             files = {str(path.relative_to(name)): path.read_bytes() for path in paths}
-        base = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()  # each node's own
-        path = f"{base}/{LINK}{secrets.token_hex(4)}"
+        path = f"/dev/shm/{LINK}{secrets.token_hex(4)}"  # each node's own
         self.contents = path, files, 2 * self.dtype.itemsize * about["numel"]  # of a WeightFolder
         # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
@@ -67,6 +65,7 @@ class PolicyServers:
                          dtype=str(self.dtype).removeprefix("torch."), vllm_args=fixed + config.vllm_args)
         try:
             self.folder = WeightFolder(*self.contents)
+            self.folder.publish()
             self.start(complete(config))
         except BaseException:
             self.shutdown()
@@ -191,7 +190,7 @@ class ClusterServers(PolicyServers):
         for folder in getattr(self, "folders", {}).values() if ray.is_initialized() else ():
             try:
                 ray.get(folder.close.remote(), timeout=10)
-            except (ray.exceptions.RayError, TimeoutError):  # its node is gone; else the next run removes it
+            except ray.exceptions.RayError:  # its node is gone; else the next run removes it
                 pass
             ray.kill(folder)
 
@@ -214,13 +213,13 @@ class WeightFolder:
     """The policy's model folder for the servers of one node: used directly, or as a Ray actor there.
 
     It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
-    else on disk; `path`, the same on all nodes, is a link to it. files: what goes with the weights, {name:
-    content}. Removed by `close`; if this process is killed, by the next one on this node (a lock tells that
-    its owner is gone).
+    else on disk; `path`, the same on all nodes, links to the one published last. files: what goes with the
+    weights, {name: content}. Removed by `close`; if this process is killed, by the next one on this node (a
+    lock tells that its owner is gone).
     """
 
     def __init__(self, path: str, files: dict[str, bytes], size: int):
-        shared = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size
+        shared = shutil.disk_usage("/dev/shm").free > 1.1 * size
         remove_abandoned()
         self.path = Path(path)
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/dev/shm" if shared else None))
@@ -228,8 +227,6 @@ class WeightFolder:
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
             (self.folder / name).write_bytes(content)
-        self.path.unlink(missing_ok=True)
-        self.path.symlink_to(self.folder)
 
     def add(self, number: int, pack) -> None:
         """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
@@ -242,6 +239,9 @@ class WeightFolder:
             path.unlink()
         for path, target in new.items():
             path.replace(target)
+        if self.path.resolve() != self.folder:  # not earlier: this may be a late one, given up
+            self.path.unlink(missing_ok=True)
+            self.path.symlink_to(self.folder)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -262,7 +262,7 @@ def lock(folder: Path):
 def remove_abandoned() -> None:
     """What killed runs have left on this node."""
     for base in ("/dev/shm", tempfile.gettempdir()):
-        for path in Path(base).glob(f"{FOLDER}*/.lock"):
+        for path in Path(base).glob(f"{FOLDER}*/config.json"):  # which its owner writes once it has the lock
             if lock(path.parent):
                 shutil.rmtree(path.parent, ignore_errors=True)
         for link in Path(base).glob(f"{LINK}*"):

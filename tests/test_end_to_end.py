@@ -61,7 +61,7 @@ def world(tmp_path_factory):
     until(lambda: answers(port), 240)
     yield folder, f"127.0.0.1:{port}"
     server.send_signal(signal.SIGTERM)
-    server.wait(60)
+    server.wait(200)
 
 
 def train(world, name, **flags):

@@ -677,7 +677,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
-        process.wait(30)
+        process.wait(120)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))
         assert not memory.exists() and not sockets.exists()
@@ -1025,7 +1025,7 @@ slot = manager.models["genrm"].slots[0]
 def ask():
     return genrm_server.http("GET", f"http://{manager.router_addresses['genrm']}/v1/args")[0]
 def wait_for(condition):
-    end = time.monotonic() + 120
+    end = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -1046,7 +1046,7 @@ cluster.shutdown()
 @pytest.mark.slow
 def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
     driver = subprocess.run(
-        [sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=900
     )
     lines = [
         line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))
@@ -1064,5 +1064,5 @@ def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(
     assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
     pids = descendants(process)
     process.terminate()
-    process.wait(30)
+    process.wait(120)
     until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))

@@ -466,7 +466,7 @@ def test_an_evaluation_can_be_interrupted_at_once(workshop):
     process = start_run(config)
     wait_for_step(config, process, 0)  # written before the evaluation begins
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, Path(f"{config.out_dir}.log").read_text()
+    assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
 
 
 @pytest.mark.slow
@@ -762,7 +762,7 @@ def start_run(config, *script):
 
 def wait_for_step(config, process, step):
     """Until metrics.jsonl has the line of this step."""
-    path, patience = Path(config.out_dir, "metrics.jsonl"), time.monotonic() + 120
+    path, patience = Path(config.out_dir, "metrics.jsonl"), time.monotonic() + 400
     while not path.is_file() or not re.search(f'{{"step": {step}[,}}]', path.read_text()):
         assert process.poll() is None and time.monotonic() < patience, Path(
             f"{config.out_dir}.log"
@@ -816,7 +816,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     process = start_run(config)
     wait_for_step(config, process, 2)
     process.send_signal(getattr(signal, name))
-    assert process.wait(60) == 130, Path(f"{config.out_dir}.log").read_text()
+    assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
     steps = [m["step"] for m in lines_of(workshop / f"stopped_{name}/metrics.jsonl")]
     (saved,) = run_folder.checkpoints_in(workshop / f"stopped_{name}/checkpoints")
     assert saved.name == f"step_{steps[-1]}" and steps == list(range(steps[-1] + 1))
@@ -880,12 +880,12 @@ grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
 def test_dry_run_checks_and_starts_nothing_and_the_plan_says_what_a_run_needs(workshop):
     config = run_config(workshop, "dry", dry_run=True, kl_coef=0.1)
     process = start_run(config)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     text = (workshop / "dry.log").read_text()
     assert '"kl_coef": 0.1' in text and "Ray" not in text
     assert {path.name for path in (workshop / "dry").iterdir()} <= {".lock"}
     process = start_run(config, "-m", "tools.plan_run")
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     text = (workshop / "dry.log").read_text()
     assert "GB  reference model" in text and "at the peak" in text and "epochs of 32" in text
 
@@ -1027,7 +1027,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing(tmp_path
     half.mkdir(parents=True)
     for changes in (dict(), dict(dry_run=True), dict(resume="auto")):
         process = start_run(dataclasses.replace(run.config, **changes))
-        assert process.wait(60) == 2 and half.is_dir()
+        assert process.wait(300) == 2 and half.is_dir()
         text = Path(f"{run.config.out_dir}.log").read_text()
         assert f"is in use by process {os.getpid()}" in text.strip().splitlines()[-1]
     run.lock.close()

@@ -276,7 +276,7 @@ config = SimpleNamespace(
     tensor_parallel_size=1, server_key="key", control=False, sleep_mode=False, task="generate",
     max_model_len=64, vllm_args=())
 server = VllmServer(config, 0, 0, 1)
-url, end = server.start(), time.monotonic() + 60
+url, end = server.start(), time.monotonic() + 200
 while server.alive() and time.monotonic() < end:
     try:
         print(urllib.request.urlopen(url + "/health").status)

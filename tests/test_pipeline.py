@@ -326,7 +326,7 @@ def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_
 def threads_end():
     for thread in threading.enumerate():
         if thread.name.startswith("step "):
-            thread.join(30)
+            thread.join(200)
             assert not thread.is_alive()
 
 

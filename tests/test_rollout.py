@@ -302,16 +302,22 @@ def test_weights_that_a_killed_run_left_in_memory_are_removed_by_the_next_one(tm
     """And those of a run that goes on are not."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    arguments = f"{str(tmp_path / 'fapo_policy_x')!r}, {{'a': b'b'}}, 0"
-    code = f"import os; from cluster import servers; w = servers.WeightFolder({arguments}); "
+    arguments = f"{str(tmp_path / 'fapo_policy_x')!r}, {{'config.json': b'b'}}, 0"
+    code = f"import os; from cluster import servers; w = servers.WeightFolder({arguments}); w.publish(); "
     code += "print(w.folder, os.listdir(w.folder), flush=True); os.kill(os.getpid(), 9)"
     left, _, files = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     ).stdout.partition(" ")
-    assert "'a'" in files and os.path.isdir(left) and os.path.islink(tmp_path / "fapo_policy_x")
-    alive = servers_file.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"a": b"b"}, 0)
+    assert "'config.json'" in files and os.path.isdir(left) and os.path.islink(tmp_path / "fapo_policy_x")
+    alive = servers_file.WeightFolder(str(tmp_path / "fapo_policy_alive"), {"config.json": b"b"}, 0)
+    alive.publish()
     assert not os.path.exists(left) and not os.path.lexists(tmp_path / "fapo_policy_x")
     servers_file.WeightFolder(str(tmp_path / "fapo_policy_next"), {}, 0).close()
-    assert (alive.path / "a").read_bytes() == b"b"
+    assert (alive.path / "config.json").read_bytes() == b"b"
+    late = servers_file.WeightFolder(str(alive.path), {}, 0)  # started for servers that have this one by now
+    assert alive.path.resolve() == alive.folder
+    late.publish()
+    assert alive.path.resolve() == late.folder
+    late.close()
     alive.close()
     assert not alive.folder.exists() and not os.path.lexists(alive.path)

@@ -38,7 +38,7 @@ def write_jsonl(path, rows):
 def command_line(*arguments, **options):
     """Runs the script as a user does -> CompletedProcess."""
     command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, **options)
 
 
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
