@@ -138,8 +138,7 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
     rollout_batch_size: requests at once per server. With top_p the log-probabilities are those within the
     nucleus. No request has a seed, which vLLM's CPU engine does not survive: the same call twice gives
     different samples. A server that dies takes its requests along: they are sent again, and the router holds
-    them until one is back. Raises RuntimeError where a request fails all the same, and when another thread
-    sets `stop`.
+    them until one is back. RuntimeError where a request fails all the same, and when a thread sets `stop`.
     """
     address, config = servers.servers.router_address, servers.servers.config
     body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0)

@@ -200,6 +200,7 @@ class VllmServer(Process):
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
             ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more: 8 s less to start
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
