@@ -1,0 +1,108 @@
+"""A vLLM server on CPU: its start and its speed, with the model in the engine's own process or in one more.
+
+    python benchmarks/bench_vllm.py                                      the toy policy, one server and two
+    python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 64 --max-tokens 32
+
+vllm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, with which vLLM's engine runs the model itself; with 1,
+vLLM's default, the model has a process of its own. Both ways are started in turn, --rounds times; each is
+asked for --requests answers of --max-tokens tokens, --concurrency at a time, through the router, three times.
+CPU time is that of the whole machine, so nothing else should run.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from genrm_server import Config as ServerConfig  # noqa: E402
+from genrm_server import ModelServers  # noqa: E402
+
+
+@dataclass
+class Config:
+    """What is served, and what it is asked."""
+
+    model: str = str(ROOT / "toy/models/policy")
+    """Folder of the model."""
+    servers: tuple[int, ...] = (1, 2)
+    """Numbers of servers to try; the cores are shared evenly among them."""
+    concurrency: int = 64
+    """Requests at once."""
+    requests: int = 512
+    """Requests in all, each time."""
+    max_tokens: int = 64
+    """Tokens of an answer."""
+    rounds: int = 2
+    """How often each way is started."""
+
+
+def cpu_seconds() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.system
+
+
+async def tokens_per_second(config: Config, address: str, requests: int) -> float:
+    room = asyncio.Semaphore(config.concurrency)
+
+    async def ask(session, number):
+        prompt = [5, 6, 7 + number % 50] * 20
+        body = dict(model="m", prompt=prompt, max_tokens=config.max_tokens, ignore_eos=True)
+        async with room, session.post(f"http://{address}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            await answer.read()
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        begun = time.monotonic()
+        await asyncio.gather(*(ask(session, number) for number in range(requests)))
+        return requests * config.max_tokens / (time.monotonic() - begun)
+
+
+def measure(config: Config, number: int) -> tuple[float, float, float, float]:
+    """Seconds and CPU seconds of the start, memory in GB, tokens/s."""
+    cpu, begun = cpu_seconds(), time.monotonic()
+    with tempfile.TemporaryDirectory() as logs:
+        settings = dict(port=0, device="cpu", served_model_name="m", max_model_len=512, log_dir=Path(logs))
+        servers = ModelServers(ServerConfig(config.model, num_servers=number, **settings))
+        try:
+            started = time.monotonic() - begun, cpu_seconds() - cpu
+            children = psutil.Process().children(recursive=True)
+            memory = sum(child.memory_info().rss for child in children) / 1e9
+            address = servers.router_address
+            asyncio.run(tokens_per_second(config, address, config.concurrency))  # kernels are compiled
+            speeds = [asyncio.run(tokens_per_second(config, address, config.requests)) for _ in range(3)]
+        finally:
+            servers.shutdown()
+    return *started, memory, statistics.median(speeds)
+
+
+def main() -> None:
+    config = tyro.cli(Config)
+    found = {}
+    for _ in range(config.rounds):
+        for number in config.servers:
+            for way in "10":
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = way
+                found.setdefault((number, way), []).append(measure(config, number))
+    print("| servers | the model's process | start s | CPU s | memory GB | tokens/s (lowest, highest) |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for (number, way), rows in found.items():
+        seconds, cpu, memory, speeds = zip(*rows)
+        median, process = statistics.median, "its own" if way == "1" else "the engine's"
+        start = f"{median(seconds):.0f} | {median(cpu):.0f} | {median(memory):.1f}"
+        speed = f"{median(speeds):,.0f} ({min(speeds):,.0f}, {max(speeds):,.0f})"
+        print(f"| {number} | {process} | {start} | {speed} |")
+
+
+if __name__ == "__main__":
+    main()
