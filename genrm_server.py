@@ -234,7 +234,7 @@ class ModelServers:
                     return f"was not ready after {silent:.1f} s (--startup-timeout)"
                 elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
                     return f"hangs: no answer of /health for {silent:.0f} s"
-                if all(other.ready for other in (self.router, *self.slots)):
+                if self.router.ready and all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
         finally:
@@ -249,10 +249,9 @@ class ModelServers:
                 return
             start = self.router.restarts + 1
             if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
-                slot.joined = start
-        if slot.joined == start and not slot.ready:
-            self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
-            slot.ready = True
+                if not slot.ready:
+                    self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
+                slot.ready, slot.joined = True, start
 
     def leave(self, slot: Slot) -> None:
         if slot.joined:

@@ -55,6 +55,8 @@ if os.fork() == 0:
         end_group(os.getpgrp(), folder, shared_memory(os.getpgrp()))
     os._exit(0)
 os.wait()
+if cores := os.environ.get("GUARD_CORES"):
+    os.sched_setaffinity(0, map(int, cores.replace("|", ",").split(",")))
 os.execv(command[0], command)
 """
 
@@ -201,7 +203,8 @@ class VllmServer(Process):
             ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more: 8 s less to start
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
+            env["GUARD_CORES"] = "|".join(",".join(map(str, rank)) for rank in ranks)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = env["GUARD_CORES"]  # vLLM binds no single rank
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
             command += ["--dtype", config.dtype or "auto"] + ["--enable-sleep-mode"] * config.sleep_mode

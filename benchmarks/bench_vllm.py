@@ -1,7 +1,7 @@
 """A vLLM server on CPU: its start and its speed, with the model in the engine's own process or in one more.
 
     python benchmarks/bench_vllm.py                                      the toy policy, one server and two
-    python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 64 --max-tokens 32
+    python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 32 --max-tokens 32 --concurrency 16
 
 vllm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, with which vLLM's engine runs the model itself; with 1,
 vLLM's default, the model has a process of its own. Both ways are started in turn, --rounds times; each is
@@ -94,7 +94,7 @@ def main() -> None:
             for way in "10":
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = way
                 found.setdefault((number, way), []).append(measure(config, number))
-    print("| servers | the model's process | start s | CPU s | memory GB | tokens/s (lowest, highest) |")
+    print("| servers | the model's process | start s | CPU s | RSS GB | tokens/s (lowest, highest start) |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for (number, way), rows in found.items():
         seconds, cpu, memory, speeds = zip(*rows)

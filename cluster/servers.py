@@ -239,7 +239,7 @@ class WeightFolder:
             path.unlink()
         for path, target in new.items():
             path.replace(target)
-        if self.path.resolve() != self.folder:  # not earlier: this may be a late one, given up
+        if self.path.resolve() != self.folder.resolve():  # not before: this may be a late one, given up
             self.path.unlink(missing_ok=True)
             self.path.symlink_to(self.folder)
 

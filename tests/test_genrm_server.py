@@ -69,7 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR")
         env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
         pids = [os.getpid(), engine.pid]
-        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls})
+        cores = sorted(os.sched_getaffinity(0))
+        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls, "cores": cores})
     def answer(self, status, body):
         body = json.dumps(body).encode()
         self.send_response(status)
@@ -198,6 +199,7 @@ def test_cpu_servers(stand_in, monkeypatch):
             assert line.endswith("--max-num-seqs 7") and "s3cret" not in line
             env = seen["env"]
             assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(number) and env["OMP_NUM_THREADS"] == "1"
+            assert seen["cores"] == [number] and env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
             assert (
                 env["VLLM_API_KEY"] == "s3cret"
                 and env["HF_HUB_OFFLINE"] == "1"

@@ -461,7 +461,7 @@ def test_checkpoints_are_written_now_and_then_by_default():
 @pytest.mark.slow
 def test_an_evaluation_can_be_interrupted_at_once(workshop):
     """It may be of thousands of samples: only update, weights and log are held together."""
-    options = dict(val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=2000)
+    options = dict(val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=6000)
     config = run_config(workshop, "long_evaluation", **options)
     process = start_run(config)
     wait_for_step(config, process, 0)  # written before the evaluation begins
