@@ -214,8 +214,8 @@ class WeightFolder:
 
     It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
     else on disk; `path`, the same on all nodes, links to the one published last. files: what goes with the
-    weights, {name: content}. Removed by `close`; if this process is killed, by the next one on this node (a
-    lock tells that its owner is gone).
+    weights, {name: content}. Removed by `close`; if this process is killed once they are there, by the next
+    one on this node (a lock tells that its owner is gone).
     """
 
     def __init__(self, path: str, files: dict[str, bytes], size: int):
