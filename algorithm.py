@@ -55,7 +55,7 @@ def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> tor
 
 
 def compute_term_advantages(terms: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """Each term (P x G) normalised in its group, their weighted sum in the batch (GDPO, arXiv:2601.05242).
+    """Terms normalised in their groups, the weighted sum in the batch, all P x G (GDPO, arXiv:2601.05242).
 
     NaN leaves a sample out of that term only. The batch's mean, 0 like every group's, is not subtracted."""
     total = sum(weight * compute_advantages(term) for term, weight in zip(terms, weights, strict=True))

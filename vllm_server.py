@@ -40,7 +40,7 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
 
 # What Process starts: it leaves a watch in its process group and becomes the command. The watch ends the
-# group when this program has ended. Forked twice, it is not met by Ray, which kills such children.
+# group when this program has ended (forked twice, as Ray kills children). GUARD_CORES are the command's.
 GUARD = """
 import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
@@ -202,9 +202,9 @@ class VllmServer(Process):
             cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
             ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more: 8 s less to start
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more; starts 8 s sooner
             env["GUARD_CORES"] = "|".join(",".join(map(str, rank)) for rank in ranks)
-            env["VLLM_CPU_OMP_THREADS_BIND"] = env["GUARD_CORES"]  # vLLM binds no single rank
+            env["VLLM_CPU_OMP_THREADS_BIND"] = env["GUARD_CORES"]  # read for several ranks alone
             env["OMP_NUM_THREADS"] = str(len(ranks[0]))
         else:
             command += ["--dtype", config.dtype or "auto"] + ["--enable-sleep-mode"] * config.sleep_mode

@@ -65,7 +65,7 @@ class PolicyServers:
                          dtype=str(self.dtype).removeprefix("torch."), vllm_args=fixed + config.vllm_args)
         try:
             self.folder = WeightFolder(*self.contents)
-            self.folder.publish()
+            self.folder.publish()  # complete() looks for the model's folder
             self.start(complete(config))
         except BaseException:
             self.shutdown()

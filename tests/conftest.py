@@ -3,7 +3,6 @@
 import os
 import random
 import sys
-from collections import Counter
 
 import pytest
 
@@ -17,11 +16,12 @@ from toy import warm_start  # after the environment is set
 
 
 def pytest_collection_modifyitems(items):
-    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with most slow
+    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with slow
     tests first: the quick ones fill what is left at the end."""
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    files, beside = Counter(item.path for item in slow), "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: -files[item.path] if beside else item in slow)  # stable
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    files = {item.path for item in slow}
+    beside = "PYTEST_XDIST_WORKER" in os.environ
+    items.sort(key=lambda item: item.path not in files if beside else item in slow)  # stable
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 import pytest
 from transformers import Qwen2Config
 
+from test_reward_loop import free_port
 from tiny import write_model
 
 ROOT = Path(__file__).parent.parent
@@ -468,9 +468,3 @@ def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
         shutil.rmtree(session, ignore_errors=True)
     assert "Ray: joined the cluster at" in done.stdout and "succeeded" in done.stdout
     assert (out / "checkpoints" / "step_1" / "model.safetensors").is_file()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

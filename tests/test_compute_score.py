@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 import numpy
-import psutil
 import pytest
 from aiohttp import web
 
 import compute_score as scores
+from test_reward_loop import alive
 from toy import toy_world
 
 ROOT = Path(__file__).parent.parent
@@ -1176,13 +1176,6 @@ told(threads=[results[i]["score"] for i in range(len(answers))], loop=asyncio.ru
 os._exit(0)
 """)
     assert told == {"threads": [None, None] + [1.0, -1.0] * 10 + [None, None], "loop": [None] * 4}
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ import vllm_server
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
-from test_reward_loop import free_port
+from test_reward_loop import alive, free_port, until
 from tiny import policy_of
 from vllm_server import reserve, share
 
@@ -135,21 +134,6 @@ def restarts_of(servers):
 def router_workers(servers):
     status, text = http("GET", servers.router.url + "/workers", api_key=servers.config.server_key, timeout=30)
     return json.loads(text)["workers"] if status == 200 else []  # it may just be away
-
-
-def until(condition, limit=90):
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
-
-
-def alive(pid):
-    """False for a process that is gone or waits to be reaped."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def descendants(process):
@@ -1062,7 +1046,7 @@ def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
 @pytest.mark.slow
 def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(vllm, one_killed):
     process, router, urls, _ = vllm
-    until(lambda: ask(router, "/health")["healthy"] == 2, limit=500)
+    until(lambda: ask(router, "/health")["healthy"] == 2, 500)
     assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
     pids = descendants(process)
     process.terminate()
