@@ -42,6 +42,16 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
     assert f"# {sum(result == 'FAILED' for result in before.values())} failed" in page
 
 
+def test_the_first_commands_install_what_they_run():
+    """`make setup` installs requirements.txt or requirements-cpu.txt, not what only the tests need."""
+    first = re.search(r"```bash\n(.*?)```", (ROOT / "docs/teaching.md").read_text(), re.S)[1].splitlines()
+    assert first[0] == "make setup"
+    ran = next(number for number, line in enumerate(first) if line.startswith("pytest "))
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        by_setup = re.findall(r"^(\w+)", (ROOT / name).read_text(), re.M)
+        assert "pytest" in by_setup or "pip install pytest" in first[:ran]
+
+
 def test_the_page_has_every_exercise_and_two_hours():
     page = (ROOT / "docs/teaching.md").read_text()
     assert sum(map(int, re.findall(r"^\| (\d+) \|", page, re.M))) == 120

@@ -2,7 +2,8 @@
 
 `compute_score` pays like FAPO, with a judge that knows forgotten carries and no other slip. It is given, and
 right. A policy trained with it soon looks flawless to it. `missed_by_judge` is the alarm, and it never rings:
-it looks again at what the judge has flagged. Mend it.
+it looks again at what the judge has flagged. Mend it: draw `n` at random (or all, if fewer) of the right
+answers (`acc`) in which the judge found nothing, and return the share that the second opinion calls flawed.
 
     pytest docs/exercises/test_audit.py
     python grpo_trainer.py ... --reward-fn docs/exercises/audit.py:compute_score
@@ -32,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1
 
 
 def missed_by_judge(samples: list[dict], second_opinion, n: int = 100) -> float:
-    """Share of flawed solutions, by a second opinion, where the judge found none. The exercise.
+    """Of right answers that the judge passed, the share that a second opinion calls flawed. The exercise.
 
     samples: lines of samples.jsonl. second_opinion(question, solution) says whether a solution is flawed.
     It is expensive (a larger judge, a person), so it is asked `n` times at most.

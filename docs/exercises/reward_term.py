@@ -1,7 +1,10 @@
 """Exercise 2: another reward term (docs/teaching.md).
 
-FAPO tells a wrong answer only that it is wrong. Pay `share` for the part of a solution that stands before its
-first wrong paragraph (`progress`, from 0 to 1), in the toy world, whose oracle knows it.
+FAPO tells a wrong answer only that it is wrong. Pay for the part of every solution, right or wrong, that
+stands before its first wrong paragraph: `progress`, a share of its paragraphs, 1.0 where none is wrong. In
+the toy world the oracle knows it (toy_world.first_wrong_paragraph). `with_progress` is to return a new dict,
+`result` staying as it is, with `share` x progress added to `score` and with `progress` beside it. A score of
+None stays None.
 
     pytest docs/exercises/test_reward_term.py
     python grpo_trainer.py ... --reward-fn docs/exercises/reward_term.py:compute_score
