@@ -39,10 +39,11 @@ from tqdm import tqdm
 import algorithm
 import reward_loop
 from algorithm import compute_advantages, compute_kl_loss, compute_policy_loss, overlong_penalty  # noqa: F401
+from metrics import mean, print_step, reward_metrics, validation_metrics
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import has_evaluation, mean, reward_metrics, validation_metrics
+from run_folder import has_evaluation
 
 
 @dataclass(kw_only=True)
@@ -249,17 +250,12 @@ def train(config: Config) -> Path | None:
                             metrics["time/step"] = time.perf_counter() - started
                             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
                             log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        log.monitor.print_step(metrics)
+                        print_step(metrics, config.total_steps)
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
                         log.plot()
-        if config.lora_rank and run.step:
-            from tools.merge_lora import merge
-            merge(Path(run.source), run.merged.parent, "", config.max_positions, **run.remote)
-        from tools import view_run
-
-        print(f"page: {view_run.write_page([config.out_dir])}")
+        run.finish()
         return Path(run.source)
 
 

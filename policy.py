@@ -5,7 +5,7 @@
 
 The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
 it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
-LoRA tools/merge_lora.py. Left out: a critic model, images.
+LoRA lora.py. Left out: a critic model, images.
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
@@ -89,7 +89,7 @@ class Policy:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.adapters = import_module("tools.merge_lora") if config.lora_rank else None
+        self.adapters = import_module("lora") if config.lora_rank else None
         self.model, self.reference = self.load(source, check=True), None
         if config.kl_coef:  # with adapters it is the same model without them
             self.reference = self.model if self.adapters else self.load(config.model)

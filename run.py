@@ -172,6 +172,19 @@ class Run:
             raise error.__cause__ if isinstance(error.__cause__, RanksLost) else error
         self.saved = self.step
 
+    def finish(self) -> None:
+        """What is written after the last step: adapters as an ordinary model, and the page."""
+        config = self.config
+        if config.lora_rank and self.step:
+            import lora
+            lora.merge(Path(self.source), self.merged.parent, "", config.max_positions, **self.remote)
+        try:
+            from tools import view_run
+        except ImportError as error:
+            print(f"page: not written, it needs the folders tools and toy ({error})")
+        else:
+            print(f"page: {view_run.write_page([config.out_dir])}")
+
     @contextlib.contextmanager
     def saved_on_failure(self):
         """Inside, whatever goes wrong, nothing that was learnt is lost."""

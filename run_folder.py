@@ -1,19 +1,20 @@
 """What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
 Used by grpo_trainer.py, whose configuration is `config`. A group is a list of policy.Sample, whose `result`
-is what reward_loop.py returns. Also: Ctrl-C. Left out: error bars, object stores. Needs tools/monitor.py.
+is what reward_loop.py returns. Also: Ctrl-C. Left out: object stores. Needs metrics.py.
 """
 
 import contextlib
 import fcntl
 import json
-import math
 import os
 import shutil
 import signal
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+
+import metrics
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
@@ -100,81 +101,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
 
 
-def mean(values) -> float | None:
-    """The mean of the values that are not None; None where there are none."""
-    known = [float(value) for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def averages(infos: list[dict]) -> dict:
-    """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
-    `flawed_positive` (and what ends so) is a rate among right answers, as in the paper. Answers and places
-    (`pred`, `gt`, `first_wrong`) have no mean, nor has `genrm_shared` here."""
-    means, without = {}, ("pred", "gt", "first_wrong", "genrm_shared")
-    for key in {key: 0 for info in infos for key in info if key not in without}:
-        is_rate = key.endswith("flawed_positive")
-        values = [info.get(key) for info in infos if info.get("acc") == 1 or not is_rate]
-        # Without NaN, and without integers too large for a float, which a model may write out.
-        numbers = [x for x in values if isinstance(x, (int, float)) and abs(x) <= 1e308]
-        means[f"{key}_rate" if is_rate else key] = mean(numbers)
-    return means
-
-
-def reward_metrics(samples: list) -> dict:
-    """Means over the samples of a step; what no sample has is left out."""
-    infos = [sample.result["reward_extra_info"] for sample in samples]
-    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
-    seconds = [time for sample in samples if (time := sample.result.get("seconds")) is not None]
-    metrics = {f"reward/{key}": value for key, value in averages(infos).items()} | {  # "mean" may be there
-        "reward/mean": mean(sample.reward for sample in samples),
-        "reward/no_verdict": mean(sample.reward is None for sample in samples),
-        "reward/seconds_mean": mean(seconds),
-        "reward/seconds_max": max(seconds, default=None),
-        "genrm/error_rate": mean(info["genrm_status"] != "ok" for info in asked),
-        "genrm/truncated": mean(info["genrm_status"] == "truncated" for info in asked),
-        "genrm/shared": mean(info.get("genrm_shared") for info in asked),
-        "genrm/asked": len(asked) or None,
-    }
-    return {key: value for key, value in metrics.items() if value is not None}
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples drawn from n, `correct` of them right, is right (Chen, 2021)."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority(infos: list[dict]) -> bool:
-    """Whether the answer that most samples give is right; a sample without an answer casts no vote."""
-    votes = [info for info in infos if info.get("pred") not in (None, "[INVALID]")]
-    preds = [info["pred"] for info in votes]
-    return max(votes, key=lambda info: preds.count(info["pred"]), default={}).get("acc") == 1
-
-
-def validation_metrics(groups: list[list], suffix: str = "") -> dict:
-    """Metrics of the groups of n samples of each data source: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of
-    `acc`, and mean@n of each other number that the reward function returns. `suffix` replaces "mean@n"."""
-    metrics, of_source = {}, {}
-    for group in groups:
-        of_source.setdefault((group[0].row["data_source"], len(group)), []).append(group)
-    for (source, n), mine in sorted(of_source.items()):  # pass@k is that of the larger n
-        infos = [[sample.result["reward_extra_info"] for sample in group] for group in mine]
-        means, label = averages(sum(infos, [])), suffix or f"mean@{n}"
-        accuracy = means.pop("acc", None)
-        means["no_verdict"] = mean(sample.reward is None for group in mine for sample in group)
-        metrics |= {f"val/{source}/{key}/{label}": value for key, value in means.items()}
-        metrics[f"val/{source}/{label}"] = accuracy
-        if n == 1 or accuracy is None:
-            continue
-        # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
-        answers = [[info for info in group if info.get("acc") is not None] for group in infos]
-        if any("pred" in info for info in sum(answers, [])):
-            metrics[f"val/{source}/maj@{n}"] = mean(majority(group) for group in answers if group)
-        for k in {2**power for power in range(n.bit_length())} | {n}:
-            chances = (pass_at_k(len(g), sum(i["acc"] == 1 for i in g), k) for g in answers if len(g) >= k)
-            metrics[f"val/{source}/pass@{k}"] = mean(chances)
-    return {key: value for key, value in metrics.items() if value is not None}
-
-
 def read_lines(path: Path) -> tuple[list[dict], int]:
     """The objects of a JSONL file, and how many lines are none: a run in progress may end in half of one."""
     lines, torn = [], 0
@@ -203,17 +129,23 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config, self.folder = config, Path(config.out_dir)
         self.rewind(first_step or -1)
-        from tools.monitor import Monitor  # which needs matplotlib
-        self.monitor = Monitor(config, first_step)
+        self.trackers = []
+        if config.tensorboard:
+            self.trackers.append(metrics.tensorboard(config, first_step))
+        if config.wandb:
+            self.trackers.append(metrics.wandb(config, first_step))
 
     def rewind(self, step: int) -> None:
         """Drops lines of later steps, and samples of an evaluation that ended before it wrote its metrics."""
-        metrics, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
-        self.history = [line for line in read_lines(metrics)[0] if line["step"] <= step]
-        whole = {line["step"] for line in self.history if has_evaluation(line)}
-        kept = [line for line in read_lines(samples)[0] if line["step"] in whole or line["split"] == "train"]
-        write_lines(metrics, self.history)
-        write_lines(samples, [line for line in kept if line["step"] <= step])
+        path = self.folder / "metrics.jsonl"
+        lines, _ = read_lines(path)
+        self.history = [line for line in lines if line["step"] <= step]
+        write_lines(path, self.history)
+        evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        path = self.folder / "samples.jsonl"
+        lines, _ = read_lines(path)
+        kept = [line for line in lines if line["split"] == "train" or line["step"] in evaluated]
+        write_lines(path, [line for line in kept if line["step"] <= step])
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line. What comes later for that step, such as its evaluation, is added to it."""
@@ -225,7 +157,8 @@ class Log:
             self.history.append(values)
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(values) + "\n")
-        self.monitor.send(values)
+        for send, _ in self.trackers:
+            send(values)
 
     def samples(self, step: int, split: str, groups: list[list], eos_ids) -> None:
         """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
@@ -246,16 +179,17 @@ class Log:
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         if split == "val":
-            self.monitor.print_samples(lines[:3])
+            metrics.print_samples(lines[:3])
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""
-        self.monitor.draw(self.history)
+        metrics.draw_curves(self.history, self.folder / "curves.png")
 
     def close(self) -> None:
         """Draws the curves a last time and ends TensorBoard and W&B."""
         self.plot()
-        self.monitor.close()
+        for _, end in self.trackers:
+            end()
 
 
 class Interrupts:

@@ -4,7 +4,7 @@
 
 Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
 goes on with --resume and keeps what has a score. Left out: files larger than memory. Needs prepare_data.py,
-compute_score.py, reward_loop.py, reward_worker.py and run_folder.py; for the length penalty algorithm.py.
+compute_score.py, reward_loop.py, reward_worker.py and metrics.py; for the length penalty algorithm.py.
 """
 
 import collections
@@ -21,9 +21,9 @@ import pyarrow
 import pyarrow.parquet as pq
 import tyro
 
+from metrics import averages
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
-from run_folder import averages
 
 # What --resume may not change, beside the data and the function's file. (The judge may have moved.)
 CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "reward_model_tokenizer",

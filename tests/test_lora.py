@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 import grpo_trainer
+import lora
 from policy import Policy
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, with_sgd, write_model
 from test_grpo_trainer import lines_of, prepared, run_config, without_times, workshop  # noqa: F401
 from test_policy import FAMILIES, of_family
-from tools import merge_lora
 
 IDS = torch.arange(3, 40)[None]
 
@@ -111,7 +111,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
     assert size < 0.3 * sum(path.stat().st_size for path in Path(base).iterdir())
     others = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved).eval()
     assert torch.equal(others(IDS).logits, policy.model(IDS).logits)
-    merge_lora.merge(saved, out, max_positions=4096)
+    lora.merge(saved, out, max_positions=4096)
     merged = load_file(out / "model.safetensors")
     weights = dict(policy.weights())
     assert merged.keys() == weights.keys()
@@ -125,7 +125,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
     for (name, got), (same, weight) in zip(again.model.named_parameters(), policy.model.named_parameters()):
         assert name == same and torch.equal(got, weight) and got.requires_grad == weight.requires_grad
     with pytest.raises(ValueError, match=f"checkpoint: {base} has no adapter_config.json"):
-        merge_lora.merge(Path(base), out)
+        lora.merge(Path(base), out)
 
 
 PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
@@ -169,7 +169,7 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
     policy.update(groups_of(a_step(policy.model)), lr=1e-2)
     policy.save(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
-    merge_lora.merge(tmp_path / "saved", tmp_path / "out")
+    lora.merge(tmp_path / "saved", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
 

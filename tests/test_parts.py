@@ -87,7 +87,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def copy(name, *more):
-        for file in {name, *more} | needs(name)[0]:
+        for file in {name, *more} | (set() if name in WHOLE else needs(name)[0]):
             (tmp_path / file).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / file, tmp_path / file)
         return tmp_path
@@ -208,7 +208,38 @@ def test_prepare_data_with_compute_score(alone):
     assert "1 rows from gsm8k_test.jsonl" in said and (folder / "data/gsm8k_test.parquet").is_file()
 
 
-def test_run_folder_with_its_monitor(alone):
+def test_metrics_alone(alone):
+    alone("metrics.py")
+    code = """
+from types import SimpleNamespace
+from metrics import reward_metrics
+results = [{"reward_score": score, "reward_extra_info": {"acc": score > 0}} for score in (1.0, -1.0, 1.0, 1.0)]
+print(reward_metrics([SimpleNamespace(reward=result["reward_score"], result=result) for result in results]))
+"""
+    expected = {"reward/acc": 0.75, "reward/mean": 0.5, "reward/no_verdict": 0.0}
+    assert run("-c", code) == f"{expected}\n"
+
+
+@pytest.mark.slow
+def test_lora_alone(alone, model):
+    """Adapters are all that learns, and change nothing yet."""
+    model.save_pretrained(alone("lora.py") / "model")
+    code = """
+from types import SimpleNamespace
+import torch
+from transformers import AutoModelForCausalLM
+import lora
+model, ids = AutoModelForCausalLM.from_pretrained("model"), torch.arange(5)[None]
+before = model(ids).logits
+config = SimpleNamespace(model="model", lora_rank=2, lora_alpha=0, lora_targets=("q_proj",), seed=0)
+lora.add(model, config, "model")
+learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+print(len(learning), all(".q_proj.lora_" in name for name in learning), torch.equal(model(ids).logits, before))
+"""
+    assert run("-c", code) == "8 True True\n"
+
+
+def test_run_folder_with_metrics(alone):
     folder = alone("run_folder.py")
     code = """
 from types import SimpleNamespace
@@ -336,8 +367,24 @@ def test_score_file_with_its_five(alone, ray_address):
     assert [line["reward_score"] for line in lines] == [1.0, -1.0]
 
 
+@pytest.mark.slow
+def test_the_top_level_alone_trains_and_says_what_it_cannot_write(alone, model, tokenizer, ray_address):
+    """Without any folder: the run is whole, with its curves; the page needs tools/."""
+    folder = alone("grpo_trainer.py", *(path.name for path in ROOT.glob("*.py")))
+    write_model(folder / "model", model, tokenizer)
+    write_lines(folder / "rows.jsonl", ROW)
+    said = run(*"grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1".split(),
+               *"--train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4".split(),
+               *"--overlong-buffer 0 --num-workers 1 --device cpu".split(), RAY_ADDRESS=ray_address)  # fmt: skip
+    assert "done: out/checkpoints/step_1" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("page: ")]
+    assert line == "page: not written, it needs the folders tools and toy (No module named 'tools')"
+    assert json.loads((folder / "out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+    assert (folder / "out/curves.png").is_file() and (folder / "out/checkpoints/step_1").is_dir()
+
+
 def test_every_part_is_used_above():
     """reward_worker.py with reward_loop.py."""
     text = (ROOT / "tests/test_parts.py").read_text()
     used = [name for names in re.findall(r"alone\((.*?)\)", text) for name in re.findall(r"\w+\.py", names)]
-    assert {*used, "reward_worker.py"} == set(PARTS)
+    assert {*used, "reward_worker.py"} - set(WHOLE) == set(PARTS)

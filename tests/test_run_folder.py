@@ -17,15 +17,16 @@ from types import SimpleNamespace
 import pytest
 
 import run_folder
+from metrics import pass_at_k, reward_metrics, validation_metrics
 from policy import Sample
 from tiny import config_of, policy_of
 
 
 def test_pass_at_k_by_hand():
     assert (
-        run_folder.pass_at_k(4, 1, 2) == 0.5
-        and run_folder.pass_at_k(4, 0, 3) == 0
-        and run_folder.pass_at_k(4, 2, 3) == 1
+        pass_at_k(4, 1, 2) == 0.5
+        and pass_at_k(4, 0, 3) == 0
+        and pass_at_k(4, 2, 3) == 1
     )
 
 
@@ -52,7 +53,7 @@ def test_validation_metrics_by_hand():
         ]
         for key in "abc"
     ]
-    metrics = run_folder.validation_metrics(groups)
+    metrics = validation_metrics(groups)
     expected = {
         "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
@@ -63,12 +64,12 @@ def test_validation_metrics_by_hand():
     } == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
     # a function that does not say `acc`
-    plain = run_folder.validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
+    plain = validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
     assert plain == {"val/a/no_verdict/mean@4": 0.0}
 
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
-    metrics = run_folder.validation_metrics(
+    metrics = validation_metrics(
         [[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]]
     )
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
@@ -80,7 +81,7 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
 
 
 def test_reward_metrics_by_hand():
-    metrics = run_folder.reward_metrics([
+    metrics = reward_metrics([
         # A number larger than a float can be, indices, a name that is taken.
         scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400),
         scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0),
@@ -226,7 +227,7 @@ def test_pass_at_k_is_that_of_the_file_with_most_samples():
     for sample in few + many:
         sample.row = {"data_source": "a"}
     for groups in ([few, many], [many, few]):
-        metrics = run_folder.validation_metrics(groups)
+        metrics = validation_metrics(groups)
         assert metrics["val/a/mean@2"] == 0 and metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5
 
 
@@ -235,7 +236,7 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     samples = [scored(1.0, acc=True, pred="4"), scored(None), scored(-1.0, acc=False, pred="5"), scored(None)]
     for sample in samples:
         sample.row = {"data_source": "a"}
-    metrics = run_folder.validation_metrics([samples])
+    metrics = validation_metrics([samples])
     assert metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5 and metrics["val/a/pass@2"] == 1.0
     assert (
         metrics["val/a/maj@4"] == 1.0
@@ -268,11 +269,11 @@ def test_right_is_true_or_one_and_means_are_means(acc, right):
     other = dict(pred="5", acc=False, flawed_positive=False)
     group = [scored(1.0, {"data_source": "a"}, pred="4", acc=acc, flawed_positive=True)]
     group += [scored(0.0, {"data_source": "a"}, **other)]
-    metrics = run_folder.validation_metrics([group])
+    metrics = validation_metrics([group])
     assert metrics["val/a/pass@2"] == metrics["val/a/maj@2"] == right and metrics["val/a/pass@1"] == right / 2
     assert metrics["val/a/mean@2"] == (0 if acc == "yes" else acc / 2)
     assert metrics.get("val/a/flawed_positive_rate/mean@2") == (1 if right else None)
-    assert run_folder.reward_metrics(group).get("reward/flawed_positive_rate") == (1 if right else None)
+    assert reward_metrics(group).get("reward/flawed_positive_rate") == (1 if right else None)
 
 
 @pytest.mark.parametrize(
@@ -285,18 +286,18 @@ def test_right_is_true_or_one_and_means_are_means(acc, right):
 )
 def test_what_has_no_answer_casts_no_vote(preds, expected):
     group = [scored(1.0, {"data_source": "a"}, pred=pred, acc=pred == "4") for pred in preds]
-    assert run_folder.validation_metrics([group])["val/a/maj@4"] == expected
+    assert validation_metrics([group])["val/a/maj@4"] == expected
     for sample in group:
         # a function that does not say the answer: nothing to count
         del sample.result["reward_extra_info"]["pred"]
-    assert "val/a/maj@4" not in run_folder.validation_metrics([group])
+    assert "val/a/maj@4" not in validation_metrics([group])
 
 
 def test_two_files_of_one_source_share_its_greedy_metric():
     groups = [[scored(1.0, {"data_source": "a"}, acc=right)] for right in (True, False, False, True)]
     groups += [[scored(1.0, {"data_source": "a"}, acc=True)] * 4]
-    assert run_folder.validation_metrics(groups[:4], "greedy")["val/a/greedy"] == 0.5
-    sampled = run_folder.validation_metrics(groups)
+    assert validation_metrics(groups[:4], "greedy")["val/a/greedy"] == 0.5
+    sampled = validation_metrics(groups)
     assert (sampled["val/a/mean@1"], sampled["val/a/mean@4"]) == (0.5, 1.0)
 
 

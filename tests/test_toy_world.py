@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
 import prepare_data
-import run_folder
+import metrics
 from policy import Sample
 from rollout import rollout_hf
 from toy import report, toy_world, warm_start
@@ -245,7 +245,7 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
         text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         truth = row["reward_model"]["ground_truth"]
         results.append(function(row["data_source"], text, truth, extra_info=row["extra_info"]))
-    means, card = run_folder.averages(results), (warm_start.SHIPPED / "README.md").read_text()
+    means, card = metrics.averages(results), (warm_start.SHIPPED / "README.md").read_text()
     for key, line in {
         "acc": "accuracy",
         "oracle_flawed_positive_rate": "flawed positives (share of right answers, by the oracle)",

@@ -17,11 +17,11 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import lora
 import reward_loop
 from cluster.placement import Places, parts_of
 from grpo_trainer import Config, Run
 from policy import LOGITS_AT_ONCE, layers_of, set_dtypes
-from tools import merge_lora
 
 VLLM_GB = 2.0  # roughly what a server needs beside weights and cache: activations, CUDA graphs
 VLLM_SHARE = 0.9  # of a GPU that it takes if nobody says otherwise
@@ -35,7 +35,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             if config.lora_rank:
-                merge_lora.add(model, config, "")
+                lora.add(model, config, "")
             set_dtypes(model, dataclasses.replace(config, device=device))
         size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
         of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]

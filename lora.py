@@ -1,0 +1,102 @@
+"""LoRA by peft: adapters put into a model for training (--lora-rank), and merged into it as an ordinary folder.
+
+    add(model, config, source)           # freezes the model; what learns from then on is its adapters
+    merge(checkpoint, out)               # tools/merge_lora.py is this as a command
+
+Used by policy.py and run.py. Needs none of our other files. Left out: quantised base models, adapters of
+experts that are no linear layers.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import cast_adapter_dtype
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+
+def add(model, config, source: str) -> None:
+    """Freezes the model and gives its layers adapters, in float32: those of the checkpoint `source`, or new.
+
+    New ones change nothing yet (B is 0) and are the same for a seed. config: the trainer's. ValueError where
+    no layer has such a name, and where one has that is none of the usual linear layers.
+    """
+    targets = "all-linear" if "all-linear" in config.lora_targets else list(config.lora_targets)
+    alpha = config.lora_alpha or 2 * config.lora_rank
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        model.add_adapter(settings)
+    except ValueError as error:
+        raise ValueError(f"lora_targets: {' '.join(config.lora_targets)}: {error}") from error
+    folder = Path(config.model)
+    settings.base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else config.model
+    cast_adapter_dtype(model, "default")
+    torch.manual_seed(config.seed)
+    for name, layer in layers_with_adapters(model):
+        kind = type(layer.get_base_layer())  # experts, or a router, which answers with more than a product
+        if (not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__
+                or name == "lm_head" and model.config.tie_word_embeddings):  # fmt: skip
+            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; "
+                             "name the layers that are to learn, such as q_proj v_proj")  # fmt: skip
+        layer.reset_lora_parameters("default", True)
+    if (saved := Path(source, "adapter_model.safetensors")).is_file():
+        if unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys:
+            raise ValueError(f"lora_targets: {source} has adapters for other layers, such as {unknown[0]}")
+
+
+def layers_with_adapters(model) -> list[tuple]:
+    """Name and module of each."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+@contextlib.contextmanager
+def off(model):
+    """Inside, the model computes what it did before it got adapters.
+
+    By their scale: peft's own switch also freezes them, which FSDP does not take.
+    """
+    layers = layers_with_adapters(model)
+    try:
+        for _, layer in layers:
+            layer.set_scale("default", 0.0)
+        yield
+    finally:
+        for _, layer in layers:
+            layer.set_scale("default", 1.0)
+
+
+@torch.no_grad()
+def merged(model):
+    """Name and tensor of each weight of the model as it was before it got adapters, with what they add.
+
+    A layer's is W + alpha / rank * B @ A, in float32; of a model over many ranks it is as split as W.
+    """
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers_with_adapters(model)}
+    for name, tensor in model.state_dict().items():
+        if name in adapted:
+            tensor = tensor + adapted[name].get_delta_weight("default")
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
+    """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
+    if not (settings := checkpoint / "adapter_config.json").is_file():
+        raise ValueError(f"checkpoint: {checkpoint} has no adapter_config.json; take one of a LoRA run")
+    base = model or json.loads(settings.read_text())["base_model_name_or_path"]
+    remote = dict(trust_remote_code=trust_remote_code)
+    stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
+    # in float32, and only the sum is rounded: the same numbers as the policy's servers had
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
+    whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
+    if max_positions:
+        whole.config.max_position_embeddings = max_positions
+    whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
+    whole.to(stored).save_pretrained(out)
+    AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
+    print(f"merged: {out}", flush=True)
