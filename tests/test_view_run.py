@@ -226,13 +226,14 @@ def understood(page):
 def test_samples_have_flags_verdicts_and_the_named_paragraphs(page):
     _, samples = understood(page)
     expected = [
-        ("right answer, sound", [], -1),
-        ("right answer, flawed", ["judge", "oracle"], 0),
-        ("right answer, sound (oracle: flawed)", ["oracle", "wrong"], -1),
-        ("no verdict: timeout", ["silent"], None),
-        ("wrong answer", ["cut"], None),
+        ("good", "right answer, sound", [], -1),
+        ("flawed", "right answer, flawed", ["judge", "oracle"], 0),
+        ("flawed", "right answer, sound (oracle: flawed)", ["oracle", "wrong"], -1),
+        ("silent", "no verdict: timeout", ["silent"], None),
+        ("bad", "wrong answer", ["cut"], None),
     ]
-    assert [(sample["verdict"], sample["flags"], sample["judge"]) for sample in samples] == expected
+    keys = ("kind", "verdict", "flags", "judge")
+    assert [tuple(sample[key] for key in keys) for sample in samples] == expected
     assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
 
 
