@@ -251,12 +251,7 @@ class Config:
     tasks: list[Task]  # all: every public one, or those with a file in --source-dir, but not toy.
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
-    seed: int = 0  # For the order of GPQA's choices, and for the toy world.
-    toy_models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # Of the toy world; may be none.
-    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right.
-    toy_kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
-    # Train the toy models, 2 and 4 minutes, not copy the shipped ones. Another seed or kind does so anyway.
-    from_scratch: bool = False
+    seed: int = 0  # For the order of GPQA's choices, and for the toy world's problems.
     repeat: int = 1  # Write all rows so many times, as verl wants it for k answers (here: --val-n).
 
 
@@ -326,8 +321,9 @@ def prepare(config: Config) -> dict[str, int]:
     for source, files in found.items():
         counts |= write_source(source, files, config)
     if "toy" in config.tasks:
-        from toy.warm_start import build
-        build(config.out_dir, config.seed, config.toy_models, config.toy_kind, config.from_scratch)
+        from toy import warm_start
+        warm_start.write_rows(config.out_dir, config.seed)
+        warm_start.copy_shipped(config.out_dir)
     if failed:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")
     return counts

@@ -21,10 +21,9 @@ once() {  # once NAME COMMAND...: runs it in a lane of its own, unless it was fi
     touch "$OUT/$1.done"; stage "$1"; } &
 }
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
-world() {  # world NAME KIND SEED MODELS: its files, and its models
+world() {  # world NAME KIND SEED MODELS: its rows, and these models
   for model in $4; do
-    once "$1/$model" python prepare_data.py --tasks toy --from-scratch --toy-kind "$2" --toy-models "$model" \
-      --seed "$3" --out-dir "$OUT/$1"
+    once "$1/$model" python -m toy.warm_start --kind "$2" --models "$model" --seed "$3" --out-dir "$OUT/$1"
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]

@@ -9,7 +9,7 @@ mkdir -p "$RUNS"
 
 stage "1. The toy world: problems, and a warm-started policy of 1 M parameters"
 [ -f data/toy/policy/model.safetensors ] ||
-  python prepare_data.py --tasks toy --toy-models policy --out-dir data/toy
+  python prepare_data.py --tasks toy --out-dir data/toy
 
 stage "2. Two policies from one start, side by side: the rule only, and FAPO with the oracle as the judge"
 SHORT=(--total-steps 45 --val-every 0)

@@ -260,14 +260,30 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{"from_scratch": True}, {"seed": 1}, {"toy_kind": "weak_policy"}], ids=str
-)
-def test_a_world_of_another_kind_is_not_given_the_shipped_models(tmp_path, monkeypatch, settings):
+def test_a_world_of_another_seed_has_other_problems_and_the_shipped_models(tmp_path, world):
+    prepare_data.prepare(prepare_data.Config(tasks=["toy"], seed=1, out_dir=tmp_path))
+    assert (tmp_path / "toy_test.parquet").read_bytes() != (world / "toy_test.parquet").read_bytes()
+    for name in ("policy", "judge"):
+        copy, shipped = tmp_path / name / "model.safetensors", warm_start.SHIPPED / name / "model.safetensors"
+        assert copy.read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
+    """Rows and models of a seed and a kind; those of the first are the ones that prepare_data.py writes."""
     trained = []
-    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *of, nprocs: trained.append(of[1][0]))
-    prepare_data.prepare(prepare_data.Config(tasks=["toy"], out_dir=tmp_path, **settings))
-    assert trained == [("policy", "judge")] and not (tmp_path / "policy").exists()
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: trained.append(of))
+    for name, *more in (("plain",), ("other", "--kind", "weak_policy", "--seed", "1", "--models", "judge")):
+        monkeypatch.setattr("sys.argv", ["warm_start.py", "--out-dir", str(tmp_path / name), *more])
+        warm_start.main()
+    for path in world.glob("*.parquet"):
+        assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes()
+        assert path.read_bytes() != (tmp_path / "other" / path.name).read_bytes()
+    told = [(models, seed, kind) for models, _, _, seed, kind in trained]
+    kinds = toy_world.KINDS
+    assert told == [(("policy", "judge"), 0, kinds["standard"]), (("judge",), 1, kinds["weak_policy"])]
+    shipped = (warm_start.SHIPPED / "policy/tokenizer.json").read_text()
+    assert trained[0][1].backend_tokenizer.to_str(pretty=True) == shipped
 
 
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path, tokenizer):

@@ -1,10 +1,12 @@
 """The models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
 
-    python prepare_data.py --tasks toy --out-dir data/toy                 # copies those in toy/models/
-    python prepare_data.py --tasks toy --out-dir data/toy --from-scratch  # 5 to 8 minutes on two cores
+    python prepare_data.py --tasks toy --out-dir data/toy             # a world, with copies of toy/models/
+    python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
+    python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
 
 The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
 reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines.
+The same seed gives the same files on the same kind of processor.
 
 What it leaves out: GPUs, and all that more than a million parameters would need. To copy this file alone,
 take toy/toy_world.py and its compute_score.py with it.
@@ -12,12 +14,15 @@ take toy/toy_world.py and its compute_score.py with it.
 
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import tyro
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch.nn.functional import cross_entropy
@@ -31,7 +36,6 @@ from toy.toy_world import (
 )  # fmt: skip
 
 SHIPPED = Path(__file__).with_name("models")  # its README.md says how they do
-SHIPPED_SEED, SHIPPED_KIND = 0, "standard"
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
@@ -163,13 +167,23 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind) -> No
     tokenizer.save_pretrained(out_dir / name)
 
 
-def build(out_dir: Path, seed: int, models, kind: str, from_scratch: bool) -> None:
-    """Writes a world of a kind (see KINDS) into `out_dir`: parquet files, and the `models`, policy and judge.
+# ---- A world: its rows, and its models ---------------------------------------------------------------------
 
-    These are copies of the shipped ones, or from_scratch, and for another seed or kind, trained side by side.
-    The same seed gives the same files on the same kind of processor.
-    """
-    rng, slips = Random(f"{seed}/rows"), KINDS[kind]
+
+@dataclass
+class Config:
+    """Writes a toy world: the rows of its data sets, and models that are trained from nothing."""
+
+    out_dir: Path  # Folder of the parquet files and of the models.
+    seed: int = 0  # Of problems, tokenizer and training.
+    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right.
+    kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
+    models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # They take 2 and 4 minutes.
+
+
+def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
+    """The five parquet files of a world of this kind (see KINDS)."""
+    rng = Random(f"{seed}/rows")
     for source, split, count, question in (
         ("toy", "train", 4096, REST), ("toy", "test", 512, REST), ("toy_total", "test", 512, TOTAL),
         ("fapo_critic", "train", 4096, None), ("fapo_critic", "test", 512, None),
@@ -177,15 +191,26 @@ def build(out_dir: Path, seed: int, models, kind: str, from_scratch: bool) -> No
         if question:
             rows = [policy_row(random_problem(rng, question), source, split, i) for i in range(count)]
         else:
-            rows = [critic_row(rng, i % 2 == 0, split, i, slips.critic) for i in range(count)]
+            rows = [critic_row(rng, i % 2 == 0, split, i, KINDS[kind].critic) for i in range(count)]
         path = out_dir / f"{source}_{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         print(f"{path}: {count} rows")
-    if from_scratch or (seed, kind) != (SHIPPED_SEED, SHIPPED_KIND):
-        tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{seed}/tokenizer")))
-        arguments = models, tokenizer, out_dir, seed, slips
-        torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(models))
-        return
-    for name in models:
+
+
+def copy_shipped(out_dir: Path) -> None:
+    for name in ("policy", "judge"):
         shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
         print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
+
+
+def main() -> None:
+    config = tyro.cli(Config)
+    config.out_dir.mkdir(parents=True, exist_ok=True)
+    write_rows(config.out_dir, config.seed, config.kind)
+    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer")))
+    arguments = config.models, tokenizer, config.out_dir, config.seed, KINDS[config.kind]
+    torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # side by side
+
+
+if __name__ == "__main__":
+    main()
