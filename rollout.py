@@ -140,7 +140,7 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
     different samples. A server that dies takes its requests along: they are sent again, and the router holds
     them until one is back. RuntimeError where a request fails all the same, and when a thread sets `stop`.
     """
-    address, config = servers.servers.router_address, servers.servers.config
+    address, config = servers.service.router_address, servers.service.config
     body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0)
     # The trainer's end tokens, and no others.
     body |= dict(return_token_ids=True, stop_token_ids=sorted(eos_ids), ignore_eos=True)

@@ -77,7 +77,7 @@ class PlayedServers:
 
     def __init__(self, version: int, generate, hand_over: float = 0.0):
         self.version, self.generate, self.hand_over, self.generating = version, generate, hand_over, 0
-        self.servers, self.config = self, SimpleNamespace(api_key="", num_servers=1)
+        self.service, self.config = self, SimpleNamespace(api_key="", num_servers=1)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.router_address = (

@@ -362,7 +362,7 @@ def check_servers(work: Path, device=GPU, length=64):
             f"{32 * length / seconds:,.0f} tokens/s"
         )
         yield "new weights", off < AGREE, text
-        process = servers.servers.slots[0].server.child
+        process = servers.service.slots[0].server.child
         process.kill()
         process.wait()
         move()

@@ -44,7 +44,7 @@ class PolicyServers:
     """
 
     def __init__(self, policy, tokenizer, config: Config):
-        self.policy, self.servers, self.folder, self.is_checked = policy, None, None, False
+        self.policy, self.service, self.folder, self.is_checked = policy, None, None, False
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         about = policy.about()
         served = copy.deepcopy(about["config"])
@@ -73,7 +73,7 @@ class PolicyServers:
 
     def start(self, config: Config) -> None:
         self.write_weights()
-        self.servers = ModelServers(config, "policy", before_joining=self.is_current)
+        self.service = ModelServers(config, "policy", before_joining=self.is_current)
 
     def write_weights(self) -> None:
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
@@ -82,21 +82,21 @@ class PolicyServers:
 
     def is_current(self, slot: Slot) -> bool:
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
-        for call in RELOAD if self.servers else ():
-            self.servers.ask(slot, *call)
+        for call in RELOAD if self.service else ():
+            self.service.ask(slot, *call)
         return True
 
     def sync(self) -> None:
         """The policy's weights to all servers, of which none may be generating."""
-        with self.servers.lock:  # no server joins between the new files and the reload
+        with self.service.lock:  # no server joins between the new files and the reload
             self.write_weights()
             for call in RELOAD:
-                self.servers.ask_all(*call)
+                self.service.ask_all(*call)
         self.warn_once()
 
     def warn_once(self) -> None:
-        for slot in self.servers.slots if not self.is_checked else ():
-            if slot.joined and (said := self.servers.call(slot, "said", "weights were not loaded")):
+        for slot in self.service.slots if not self.is_checked else ():
+            if slot.joined and (said := self.service.call(slot, "said", "weights were not loaded")):
                 print(f"policy servers: WARNING: {said}", flush=True)
         self.is_checked = True
 
@@ -105,8 +105,8 @@ class PolicyServers:
 
     def shutdown(self) -> None:
         """Ends the servers and removes the folder."""
-        if self.servers:
-            self.servers.shutdown()
+        if self.service:
+            self.service.shutdown()
         if self.folder:
             self.folder.close()
 
@@ -124,7 +124,7 @@ class ClusterServers(PolicyServers):
         self.actors = start_servers({"policy server": config}, places)["policy server"]
         self.provide({ray.get(actor.node.remote()) for actor in self.actors})
         hooks = dict(before_starting=self.before_starting, before_joining=self.is_current)
-        self.servers = ModelServers(config, "policy", self.actors, **hooks)
+        self.service = ModelServers(config, "policy", self.actors, **hooks)
 
     def before_starting(self, slot: Slot) -> None:
         """Sees to it that the server's node has the weights: its actor may have moved to another one."""
@@ -164,7 +164,7 @@ class ClusterServers(PolicyServers):
         with self.provision:
             nodes, folders = list(self.folders), list(self.folders.values())
             gone = {nodes[index] for index in self.policy.send_weights(folders, self.dtype)}
-        with self.servers.lock:  # no server joins between the new files and the reload
+        with self.service.lock:  # no server joins between the new files and the reload
             for node, folder in zip(nodes, folders):
                 try:
                     if node not in gone:
@@ -179,12 +179,12 @@ class ClusterServers(PolicyServers):
             if gone:  # where only the folder died its servers go on
                 self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
             for call in RELOAD:
-                self.servers.ask_all(*call)
+                self.service.ask_all(*call)
         self.warn_once()
 
     def shutdown(self) -> None:
-        if self.servers:
-            self.servers.stopping.set()
+        if self.service:
+            self.service.stopping.set()
         end_servers(self.actors, self.own)
         super().shutdown()
         for folder in getattr(self, "folders", {}).values() if ray.is_initialized() else ():

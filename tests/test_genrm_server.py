@@ -516,7 +516,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, seed=5))
     try:
         for number in range(2):
-            seen = told(servers.servers, number)
+            seen = told(servers.service, number)
             assert (
                 f"--seed {5 + number} " in " ".join(seen["argv"])
                 and seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
@@ -534,25 +534,25 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         for number in range(2):
             calls = [
                 call
-                for call in told(servers.servers, number)["calls"]
+                for call in told(servers.service, number)["calls"]
                 if call.startswith(("/collective", "/reset"))
             ]
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
-        os.kill(told(servers.servers)["pids"][0], signal.SIGKILL)
-        until(lambda: restarts_of(servers.servers) == 1 and len(router_workers(servers.servers)) == 2)
+        os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers.service) == 1 and len(router_workers(servers.service)) == 2)
         # before it joined: weights may have changed
-        assert "/collective_rpc" in told(servers.servers)["calls"]
+        assert "/collective_rpc" in told(servers.service)["calls"]
         (servers.folder.folder / "die_of_collective_rpc").touch()
-        before_joining = servers.servers.before_joining
-        servers.servers.before_joining = lambda slot: False  # for as long as we look
+        before_joining = servers.service.before_joining
+        servers.service.before_joining = lambda slot: False  # for as long as we look
         servers.sync()  # one of them dies of it
         # with the new weights; the other one has the old ones or none
-        until(lambda: len(router_workers(servers.servers)) == 1)
-        servers.servers.before_joining = before_joining
+        until(lambda: len(router_workers(servers.service)) == 1)
+        servers.service.before_joining = before_joining
         until(
-            lambda: restarts_of(servers.servers) >= 2 and all(slot.joined for slot in servers.servers.slots)
+            lambda: restarts_of(servers.service) >= 2 and all(slot.joined for slot in servers.service.slots)
         )
-        assert all("/collective_rpc" in told(servers.servers, number)["calls"] for number in range(2))
+        assert all("/collective_rpc" in told(servers.service, number)["calls"] for number in range(2))
         (servers.folder.folder / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
             servers.sync()

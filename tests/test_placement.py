@@ -178,7 +178,7 @@ def test_a_run_on_one_gpu(
         seen = ray.get(run.policy.actors[0].__ray_call__.remote(lambda rank: rank.seen))
         assert seen == ("0", f"({share}, device(type='cuda', index=0))")
         judge = told(run.rewards.reward_models.models["genrm"])
-        for server in (told(run.servers.servers), judge):
+        for server in (told(run.servers.service), judge):
             line = " ".join(server["argv"])
             assert server["env"]["CUDA_VISIBLE_DEVICES"] == "0" and "--gpu-memory-utilization 0.3" in line
         assert (SLEEP in judge["calls"]) == (mode == "colocate")

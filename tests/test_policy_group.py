@@ -359,7 +359,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
             policy.model.lm_head.weight.add_(1.0)
         assert not is_served()
         servers.sync()
-        assert is_served() and all(slot.joined for slot in servers.servers.slots)
+        assert is_served() and all(slot.joined for slot in servers.service.slots)
         ray.kill(next(iter(servers.folders.values())))
         policy.model.lm_head.weight.data.add_(1.0)
         servers.sync()
@@ -377,7 +377,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
                 time.sleep(0.1)
         sender.lost = False
         end = time.monotonic() + 200
-        while not (servers.servers.slots[0].restarts and servers.folders and servers.servers.slots[0].joined):
+        while not (servers.service.slots[0].restarts and servers.folders and servers.service.slots[0].joined):
             assert time.monotonic() < end
             time.sleep(0.1)
         assert is_served()

@@ -168,7 +168,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="", num_servers=1)
     servers = SimpleNamespace(
-        servers=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
+        service=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
         check=lambda: None,
     )
     (sample,), settings = (
@@ -218,7 +218,7 @@ def test_the_batch_size_is_that_of_each_server():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     config = SimpleNamespace(api_key="", num_servers=2)
     started = SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config)
-    servers = SimpleNamespace(servers=started, check=lambda: None)
+    servers = SimpleNamespace(service=started, check=lambda: None)
     settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=3)
     try:
         rollout.rollout_vllm(servers, samples_of([[5, 6]], 20), **settings)
@@ -284,9 +284,9 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
         move(policy, 0.02)
         servers.sync()
-        servers.servers.slots[0].server.child.kill()
+        servers.service.slots[0].server.child.kill()
         # the requests waited for the new one
-        assert served_difference(servers, policy) < 1e-5 and servers.servers.slots[0].restarts == 1
+        assert served_difference(servers, policy) < 1e-5 and servers.service.slots[0].restarts == 1
     finally:
         servers.shutdown()
     assert not servers.folder.folder.exists() and not servers.folder.path.is_symlink()
