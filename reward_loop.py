@@ -28,6 +28,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -44,7 +45,8 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from tyro.conf import arg
 
@@ -157,11 +159,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     path = Path(file).expanduser().resolve()
     if not (name and path.suffix == ".py" and path.is_file()):
         raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
-    import_path = sys.path.copy()
-    try:
-        function = load_function(f"{path}:{name}")
-    finally:
-        sys.path[:] = import_path  # the driver has modules of its own to import
+    function = load_once(f"{path}:{name}", path.stat().st_mtime_ns)
     takes = (signature := inspect.signature(function)).parameters
     sees_group, main = "solution_strs" in takes, next(iter(addresses.values()), None)
     models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
@@ -176,14 +174,51 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         remedy = "give reward_kwargs or a reward model; adapters for others: docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
     for key in kwargs.keys() & takes:
-        kind = takes[key].annotation
-        if get_origin(kind) is Literal and kwargs[key] not in get_args(kind):
-            raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be one of {get_args(kind)}")
+        kind = kind_of(takes[key])
+        if not fits(kwargs[key], kind):
+            wanted = inspect.formatannotation(kind)
+            raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be {wanted}")
     needs_one = options.reward_model_tokenizer or "reward_model_tokenizer" in required
     if "reward_model_tokenizer" not in models or not needs_one:  # it can do without, which is quicker
         tokenizer = None
     is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
     return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, sees_group, options.timeout)
+
+
+@functools.lru_cache
+def load_once(spec: str, changed_at: int):
+    """The function, whose file is executed once in this process, and again when it has changed."""
+    import_path = sys.path.copy()
+    try:
+        return load_function(spec)
+    finally:
+        sys.path[:] = import_path  # the driver has modules of its own to import
+
+
+def kind_of(parameter: inspect.Parameter):
+    """What a parameter takes: as its annotation says, or else what its default is, or None."""
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    if parameter.default is None or parameter.default is parameter.empty:
+        return object
+    kind = type(parameter.default)
+    if kind is int:
+        kind = float  # 5 stands for any number
+    return kind | None
+
+
+def fits(value, kind) -> bool:
+    """Whether a value from JSON is of a kind, as far as can be seen: what JSON does not know fits."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if kind is float:
+        return type(value) in (int, float)
+    if (origin or kind) in (bool, int, str, list, dict, NoneType):
+        return type(value) is (origin or kind)
+    return True
 
 
 @dataclasses.dataclass(eq=False)
@@ -421,7 +456,10 @@ class RewardLoopManager:
         self._wake.set()
 
     def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
-        outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
+        try:
+            outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
+        except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 1,000 brackets
+            outcomes, retry_after = json.loads(failure("error", f"the result cannot be read: {describe(error)}"))
         if outcomes[0][2] == "lost":  # with its grading process, where it was alone
             return self._try_again(ticket, 1, ALONE_AFTER, outcomes[0][1]["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
@@ -467,12 +505,12 @@ def start_error(error: Exception) -> RuntimeError:
 
 
 def by_group(samples: list[dict]) -> list[list[int]]:
-    """Their numbers, group by group: of one column `group`, or else prompt, and of one source and truth."""
+    """Their numbers, group by group: of one prompt, source and truth, and of one column `group`."""
     groups = collections.defaultdict(list)
     for number, sample in enumerate(samples):
-        if (name := sample.get("group", sample.get("prompt"))) is None:
+        key = [sample.get(name) for name in ("group", "prompt", "data_source", "reward_model")]
+        if key[:2] == [None, None]:
             raise ValueError(f"row {number} has no `group` and no `prompt`, which say whose group it is of")
-        key = [name, sample.get("data_source"), sample.get("reward_model")]
         groups[json.dumps(key, default=str)].append(number)
     return list(groups.values())
 

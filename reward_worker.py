@@ -109,6 +109,7 @@ class Scorer:
         finally:
             if os.getpid() != pid:  # a child of the function's came back, too: it would answer for us
                 os._exit(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left would end the next sample
 
 
 def failure(status: str, message: str, retry: float | None = None) -> bytes:
@@ -154,7 +155,7 @@ def retry_delay(error: BaseException) -> float | None:
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
         return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
-    if status not in (408, 429, 500, 502, 503, 504):
+    if status not in (408, 429) and not 500 <= status < 600:
         return None
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):  # none, or one with a date
         return min(float(answer.headers["Retry-After"]), 60.0)
@@ -239,7 +240,7 @@ class Grader(threading.Thread):
     def ask(self, ticket: bytes, message: bytes, timeout: float) -> bytes:
         """The answer to a message. OSError or EOFError when the process dies, TimeoutError when overdue."""
         self.pipe.send_bytes(ticket + message)
-        if not self.answer.poll(timeout * 1000):
+        if not self.answer.poll(min(timeout * 1000, 2**31 - 1)):  # the most that poll takes: 24 days
             raise TimeoutError
         answer = self.pipe.recv_bytes()
         if not answer.startswith(ticket):

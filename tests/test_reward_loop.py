@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -196,9 +197,10 @@ def test_retry_delay_of_http_errors():
     def answer(status, **headers):
         return aiohttp.ClientResponseError(None, (), status=status, headers=headers)
 
-    assert [reward_worker.retry_delay(answer(status)) for status in (400, 404, 422, 408, 429, 500, 503)] == [
-        None
-    ] * 3 + [0.0] * 4
+    for status in (400, 404, 422, 600):
+        assert reward_worker.retry_delay(answer(status)) is None
+    for status in (408, 429, 500, 503, 520, 529, 530):  # 529: overloaded
+        assert reward_worker.retry_delay(answer(status)) == 0.0
     assert reward_worker.retry_delay(answer(429, **{"Retry-After": "7"})) == 7.0
     assert reward_worker.retry_delay(answer(429, **{"Retry-After": "1e9"})) == 60.0
     assert reward_worker.retry_delay(answer(503, **{"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})) == 0.0
@@ -354,6 +356,38 @@ def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
     assert "died on this sample" in results[3]["reward_extra_info"]["error"]
 
 
+def test_what_python_cannot_read_back_costs_its_own_sample(start):
+    """A function may lift Python's limits in its process; the driver's are as they were."""
+    responses = ["one", "digits", "one", "depth", "one"]
+    results = start(f"{FAULTS}:lifts_limits").score_batch([sample(response) for response in responses])
+    assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
+    assert "cannot be read: ValueError" in results[1]["reward_extra_info"]["error"]
+    assert "cannot be read: RecursionError" in results[3]["reward_extra_info"]["error"]
+
+
+def test_an_alarm_that_a_sample_leaves_behind_does_not_end_the_next(start):
+    results = start(f"{FAULTS}:sets_an_alarm").score_batch([sample("0.3"), sample("1")] * 2)
+    assert [result["status"] for result in results] == ["ok"] * 4
+
+
+def test_a_timeout_of_months(start):
+    (result,) = start(f"{FAULTS}:sync_fault", timeout=1e7).score_batch([sample("one")])
+    assert result["status"] == "ok"
+
+
+def test_the_file_is_executed_once_in_the_driver(local_ray, tmp_path):
+    file, noted = tmp_path / "notes.py", tmp_path / "noted"
+    body = f"import os\nwith open('{noted}', 'a') as file:\n    file.write(f'{{os.getpid()}}\\n')\n"
+    file.write_text(body + "async def ask(solution_str, **_):\n    return 1.0\n")
+    options = RewardOptions(reward_fn=f"{file}:ask", num_workers=1)
+    with contextlib.ExitStack() as stack:
+        options.check_rewards()  # as the trainer does
+        reward_loop.start_rewards(options, stack)
+    assert noted.read_text().split().count(str(os.getpid())) == 1
+    file.write_text(body + "def ask(solution_str, **_):\n    return 1.0\n")
+    assert not options.check_rewards().is_async  # another version of the file
+
+
 def test_a_function_gets_the_columns_that_it_names(shared):
     manager = shared("names_columns")
     rows = [sample("x", response_length=7), sample("x")]
@@ -386,6 +420,19 @@ def test_what_computes_is_not_what_hangs(start, monkeypatch):
     manager = start(f"{FAULTS}:computes", sync_processes=2)
     results = manager.score_batch([sample("0.4")] * 4)
     assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
+
+
+def test_processes_that_wait_get_company_but_not_without_end(start, monkeypatch, tmp_path):
+    """One process and three helpers, however many samples wait."""
+    for name in ("SLOW_S", "HEARTBEAT_S"):
+        monkeypatch.setattr(reward_worker, name, 0.1)
+    manager = start(f"{FAULTS}:waits_until_released", reward_kwargs={"folder": str(tmp_path)})
+    futures = [manager.submit(sample("x")) for _ in range(12)]
+    until(lambda: len(list(tmp_path.iterdir())) >= 4)
+    time.sleep(3)  # long enough for more to start
+    assert len(list(tmp_path.iterdir())) == 4
+    (tmp_path / "released").touch()
+    assert {future.result(60)["status"] for future in futures} == {"ok"}
 
 
 @pytest.mark.parametrize("function", ["has_a_loop_of_its_own", "looks_sync"])
@@ -442,6 +489,7 @@ def test_async_function_that_ends_its_worker(shared):
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 30 + ["error"] + ["ok"] * 30
+    assert "died on this sample (killed), 3 times" in results[30]["reward_extra_info"]["error"]
 
 
 def test_each_sample_has_its_own_extra_info(start):
@@ -625,8 +673,6 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
 
 
 def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
-    import contextlib
-
     from cluster import placement
 
     events = []
@@ -691,6 +737,15 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
             "verifier is 'typo'; .*'other'",
         ),
         ({"reward_kwargs": {"verifier": "typo"}}, "verifier is 'typo'"),
+        ({"reward_fn": f"{ROOT}/compute_score.py:compute_score_fapo", "reward_kwargs": {"penalty": "0.5"},
+          "router_address": ("h:1",)}, "penalty is '0.5'; it must be float"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"weight": "1"}}, "weight is '1'; .* float"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"weight": None}}, "weight is None"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"count": 0.5}}, "count is 0.5; .* int"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"count": True}}, "count is True"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"marks": [1]}}, "marks is .1.; .* dict"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"limit": "5"}}, "limit is '5'; .* float"),
+        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"strict": 1}}, "strict is 1; .* bool"),
         ({"reward_fn": f"{FAULTS}:of_trl"}, "missing .* 'prompts'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:of_math_dapo"}, "unexpected .* 'data_source'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:takes_no_extra_info"}, "unexpected keyword argument 'extra_info'"),
@@ -722,6 +777,15 @@ def test_wrong_settings_are_told_at_start(local_ray, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_manager(**{"num_workers": 1} | options)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_of_the_right_type():
+    for settings in (
+        {"weight": 1, "count": 2, "marks": {"a": [1]}, "limit": 0.5, "strict": False, "names": ["a"]},
+        {"marks": None, "limit": None, "strict": None, "free": "anything", "names": "what is not known"},
+    ):
+        options = RewardOptions(reward_fn=f"{FAULTS}:has_types", reward_kwargs=json.dumps(settings))
+        assert options.check_rewards().kwargs == settings
 
 
 def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):

@@ -1,9 +1,11 @@
 """Reward functions that misbehave as the response tells them to; used by test_reward_loop.py."""
 
 import asyncio
+import collections.abc
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -112,6 +114,44 @@ def names_columns(data_source, solution_str, ground_truth, extra_info, prompt, r
 def has_settings(
     data_source, solution_str, ground_truth, extra_info, verifier: Literal["rule", "other"] = "rule"
 ):
+    return 1.0
+
+
+def has_types(
+    data_source, solution_str, ground_truth, extra_info, weight: float = 1.0, count: int = 1,
+    marks: dict[str, int] | None = None, names: collections.abc.Sequence = (), limit=5, strict=True, free=None,
+):  # fmt: skip
+    return 1.0
+
+
+def lifts_limits(data_source, solution_str, ground_truth, extra_info):
+    """Returns what nobody can read who has not lifted Python's limits."""
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(100_000)
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    return {"score": 1.0, "thing": {"digits": 10**16_901, "depth": nested}.get(solution_str)}
+
+
+def sets_an_alarm(data_source, solution_str, ground_truth, extra_info):
+    """As some ways to limit a time do, and forget it. A long sample meets the alarm of a short one."""
+    if solution_str == "0.3":
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(float(solution_str))
+    return 1.0
+
+
+def ring(*_):
+    raise TimeoutError("the alarm rang")
+
+
+def waits_until_released(data_source, solution_str, ground_truth, extra_info, folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    while not os.path.exists(os.path.join(folder, "released")):
+        time.sleep(0.02)
     return 1.0
 
 
