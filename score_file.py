@@ -7,6 +7,7 @@ goes on with --resume and keeps what has a score. Left out: files larger than me
 compute_score.py, reward_loop.py, reward_worker.py and metrics.py; for the length penalty algorithm.py.
 """
 
+import ast
 import collections
 import contextlib
 import dataclasses
@@ -23,9 +24,9 @@ import tyro
 
 from metrics import averages
 from prepare_data import read_rows
-from reward_loop import STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
+from reward_loop import HERE, STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
 
-# What --resume may not change, beside the data and the function's file. (The judge may have moved.)
+# What --resume may not change, beside the data and the function's files. (The judge may have moved.)
 CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "reward_model_tokenizer",
                   "max_response_length", "overlong_buffer", "overlong_factor")  # fmt: skip
 
@@ -39,6 +40,26 @@ class Config(RewardOptions):
     overlong_buffer: int = 4096  # Tokens before --max-response-length over which the overlong penalty grows.
     overlong_factor: float = 1.0  # The overlong penalty at --max-response-length.
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
+
+
+def files_of(function_file: Path) -> list[Path]:
+    """The function's file and those beside it, or here, that it imports, that these import, and so on."""
+    files = [function_file]
+    for file in files:  # which grows meanwhile
+        modules = set()
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):  # of a module, or modules of a package
+                package = node.module or ""
+                modules |= {package} | {f"{package}.{alias.name}".lstrip(".") for alias in node.names}
+        for module in sorted(modules):
+            for folder in (file.parent, function_file.parent, HERE):
+                place = folder / module.replace(".", "/")
+                for found in (place.with_suffix(".py"), place / "__init__.py"):
+                    if found.is_file() and found not in files:
+                        files.append(found)
+    return files
 
 
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
@@ -119,6 +140,10 @@ def summary(results: list[dict], seconds: float, scored_now: int) -> str:
 
 def run(config: Config) -> None:
     """The command line's work. ValueError, OSError for what the user gave, RuntimeError if it must stop."""
+    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
+    if config.resume and config.out.exists() and not partial.exists():
+        print(f"{config.out} is complete: nothing to do (without --resume all is scored again)")
+        return
     job, table, overlong = config.check_rewards(), None, None
     needed = ["data_source", "reward_model", "response", *(key for key, must in job.columns.items() if must)]
     needed += ["response_length"] * (config.max_response_length is not None)
@@ -132,10 +157,9 @@ def run(config: Config) -> None:
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
     if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
         table = pq.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
-    files = (config.data, Path(job.function.rpartition(":")[0]))
+    files = [config.data, *files_of(Path(job.function.rpartition(":")[0]))]
     settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
     header = json.dumps([hashlib.sha256(file.read_bytes()).hexdigest() for file in files] + [settings])
-    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     done = scored_before(partial, header, config.resume)
     for group in by_group(rows) if job.sees_group else []:
         if not done.keys() >= set(group):  # it is scored again as a whole

@@ -214,13 +214,69 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
 
     calls.unlink()
     for number, row in enumerate(rows):
-        row["group"] = number // 2  # instead of the prompt
+        row["group"] = number // 4  # beside the prompt: a column of this name may mean anything
     write_jsonl(data, rows)
     score_file.run(config)
-    assert sorted(calls.read_text().splitlines()) == ["a raise"] * 2 + ["none b"] * 2
+    assert sorted(calls.read_text().splitlines()) == ["a b"] * 2 + ["none"] * 2 + ["raise"] * 2
+    calls.unlink()
+    write_jsonl(data, [{name: row[name] for name in row if name != "prompt"} for row in rows])
+    score_file.run(config)
+    assert sorted(calls.read_text().splitlines()) == ["a raise none b"] * 2
     write_jsonl(data, [{name: row[name] for name in row if name not in ("group", "prompt")} for row in rows])
     with pytest.raises(ValueError, match="row 0 has no `group` and no `prompt`"):
         score_file.run(config)
+
+
+def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{FAULTS}:sync_fault", num_workers=1)  # fmt: skip
+    config.out.write_text("all that was scored")
+    score_file.run(dataclasses.replace(config, resume=True))
+    said = capsys.readouterr().out
+    assert f"{config.out} is complete" in said and "scored 1" not in said
+    assert config.out.read_text() == "all that was scored"
+
+
+IMPORTS = """
+import weight_of_a_rule
+
+def rule(data_source, solution_str, ground_truth, extra_info):
+    from parts_of_a_rule.inner import further
+    from parts_of_a_rule import rest
+    return None if solution_str == "none" else weight_of_a_rule.WEIGHT + further.FURTHER + rest.REST
+"""
+
+
+def test_resume_sees_a_change_of_what_the_function_imports(tmp_path):
+    inner = tmp_path / "parts_of_a_rule" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "rule.py").write_text(IMPORTS)
+    (tmp_path / "unrelated.py").touch()
+    imported = {
+        tmp_path / "weight_of_a_rule.py": "WEIGHT = 1.0",
+        tmp_path / "parts_of_a_rule" / "rest.py": "from . import value\nREST = value.REST",
+        tmp_path / "parts_of_a_rule" / "value.py": "REST = 1.0",
+        inner / "further.py": "from .deepest import FURTHER",
+        inner / "deepest.py": "FURTHER = 1.0",
+    }
+    for file, text in imported.items():
+        file.write_text(text)
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one"), sample("none")] * 2)
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{tmp_path}/rule.py:rule", num_workers=1,
+        sync_processes=1, max_no_verdict_rate=0.1)  # fmt: skip
+    with pytest.raises(RuntimeError, match="have no score"):
+        score_file.run(config)
+    config = dataclasses.replace(config, resume=True, max_no_verdict_rate=1.0)
+    for file, text in imported.items():
+        file.write_text(text.replace("1.0", "100.0") + "\n")
+        with pytest.raises(ValueError, match="another version of the reward function"):
+            score_file.run(config)
+        file.write_text(text)
+    (tmp_path / "unrelated.py").write_text("A = 1")
+    score_file.run(config)
+    assert [json.loads(line)["reward_score"] for line in config.out.open()] == [3.0, None] * 2
 
 
 HALF = """
