@@ -7,7 +7,7 @@ Recorded are the texts that two models wrote, and the log-probabilities of the p
 step's updates. All else on the page is computed by the functions that a run uses. --record does a step again:
 sampled from the checkpoint before it, which gives the same samples, with the verdicts that samples.jsonl has.
 So its run (--rollout hf) needs --save-every 1 --keep-checkpoints 0, whole steps in samples.jsonl
-(--samples-per-step 128) and keep_critique.
+(--samples-per-step 128) and keep_critique: the demo's FAPO run with these flags.
 """
 
 import asyncio
@@ -206,16 +206,16 @@ def page(data: dict) -> str:
     return f"""# One step of the demo, in numbers
 
 One prompt of step {data["step"]} of a demo run (seed 0, FAPO with the trained judge), from the question
-to the new probabilities. Two models wrote the texts; every other number below is computed by the functions
-that the run uses. `docs/make_walkthrough.py` writes this page, and a test compares the two.
+to the new probabilities. Two models wrote the texts; every number is computed by the functions that the run
+uses (`docs/make_walkthrough.py` writes this page).
 
 ## The prompt
 
 > {question}
 
-"Rest by 5?" is the task's own text and asks for the remainder on division by 5. The true answer is {truth},
-and that is all the rule knows. The step draws 16 such prompts and lets the policy answer each
-{len(samples)} times at temperature 1: a *group*.
+"Rest by 5?" asks for the remainder on division by 5. The true answer is {truth}, and that is all the rule
+knows. The step draws 16 such prompts, and the policy answers each {len(samples)} times at temperature 1: a
+*group*.
 
 ## Eight samples and their advantages
 
@@ -226,17 +226,16 @@ that none is wrong.
 
 - **Rule** (`compute_score`): is the last box the true answer? {right} of {len(samples)} are right.
 - **Judge** (`compute_score_fapo`): the first wrong paragraph, asked of right answers only.
-- **Oracle** (`first_wrong_paragraph`): what the judge should have said. The training never sees it.
+- **Oracle** (`first_wrong_paragraph`): what the judge should have said. Training never sees it.
 - **Reward**: 1 where the rule says right and the judge -1, 0 where the judge names a paragraph, -1 where the
   rule says wrong.
 - **Advantage** (`compute_advantages`): (reward - {rewards.mean():.3f}) / {rewards.std():.3f},
   mean and standard deviation of the group.
 - **Rule only**: the advantage if every right answer got 1: flawed and sound ones are encouraged alike.
 
-That is FAPO in one table. Under the rule alone sample {two}, right with a wrong step, has
-{rule_only[flawed]:+.3f}, as much as a sound solution; with FAPO it has {advantages[flawed]:+.3f}. That is
-negative because truly correct samples outnumber wrong ones in this group: flawed positives are encouraged,
-above the group's mean, while wrong answers outnumber *truly correct* ones.
+Under the rule alone sample {two}, right with a wrong step, has {rule_only[flawed]:+.3f}, as much as a sound
+solution; with FAPO it has {advantages[flawed]:+.3f}. That is negative because truly correct samples outnumber
+wrong ones in this group; where they do not, flawed positives are encouraged.
 
 ## What the judge reads and writes
 
@@ -252,8 +251,7 @@ It computes each line again from the value stated before, and stops at the first
 {samples[flawed]["critique"]}
 ```
 
-`parse_critique` takes the index from the box: {judge[flawed]}, as the oracle says, too. Of sample
-{overlooked + 1} the judge writes
+`parse_critique` takes the index from the box: {judge[flawed]}. Of sample {overlooked + 1} the judge writes
 
 ```text
 {samples[overlooked]["critique"]}
@@ -278,8 +276,8 @@ sample {two} occur in sound solutions as well, where they are encouraged.
 
 ## Where the blame begins
 
-The judge has said more than was used: which paragraph is the first wrong one. With `--credit prefix` the
-{spared} tokens before it are not blamed (`count_tokens_before`), and sample {two} has two advantages:
+The judge has also said which paragraph is the first wrong one. With `--credit prefix` the {spared} tokens
+before it are not blamed (`count_tokens_before`), and sample {two} has two advantages:
 
 {credits}
 
@@ -290,18 +288,8 @@ runs without it; [algorithms.md](algorithms.md#in-the-toy-world) has what it cha
 
 {table(["token", *WHEN], *moves)}
 
-That is what {update["of"]} updates with a learning rate of {update["lr"]:g} do, through all the samples of
-the step and not these eight alone. The demo does 60 such steps.
-
-## Made by
-
-The log-probabilities were recorded by doing the step again, from the checkpoint before it: sampling gives the
-same samples. A run of `recipes/toy_demo.sh` whose FAPO policy has
-`--save-every 1 --keep-checkpoints 0 --samples-per-step 128` has all that is needed:
-
-```bash
-python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step {data["step"]} --group {data["group"]}
-```
+That is what {update["of"]} updates with a learning rate of {update["lr"]:g} do, through all samples of the
+step. The demo does 60 such steps.
 """
 
 
