@@ -343,11 +343,11 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
     while len(ray.nodes()) < nodes:
         cluster.add_node(num_cpus=8, num_gpus=8)
     rows = ["--train-file", {str(tmp_path / "rows.jsonl")!r}, "--val-file", {str(tmp_path / "rows.jsonl")!r}]
-    script, arguments = next(commands(open({str(ROOT)!r} + f"/recipes/{{name}}.sh").read()))
+    _, arguments = next(commands(open({str(ROOT)!r} + f"/recipes/{{name}}.sh").read()))
     folder = {str(tmp_path)!r} + f"/{{number}}"
     more += ["--model", folder, "--out-dir", folder + "_run", *rows]
     print("RECIPE", flush=True)
-    config = parse(script, arguments + more).settled(ray.cluster_resources()["GPU"])
+    config = parse("tools.plan_run", arguments + more).settled(ray.cluster_resources()["GPU"])
     print(plan_run.report(config, len(run.Run(config).train_rows)))
 ray.shutdown()
 cluster.shutdown()

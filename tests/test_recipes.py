@@ -16,7 +16,6 @@ import ray
 import tyro
 from transformers import Qwen2Config, Qwen3Config
 
-from cluster.placement import layout, parts_of
 from algorithm import CLIP_RANGES
 from tools import plan_run
 
@@ -43,9 +42,9 @@ JUDGE_4B = Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=97
                        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)  # fmt: skip
 SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                     num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-ONE_GPU = {  # GB, the policy's shape, the judge's
-    "fapo_7b_one_gpu": (80.0, QWEN_7B, JUDGE_4B),
-    "fapo_1.5b_24gb": (24.0, QWEN_1B, SMALL),
+ONE_GPU = {  # GB, the policy's shape (see `shapes`), the judge's
+    "fapo_7b_one_gpu": (80, "7b", "judge"),
+    "fapo_1.5b_24gb": (24, "1b", "small"),
 }
 
 COMMAND = r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python (?:([\w/]+)\.py|-m ([\w.]+))(?: (.*)|$)"
@@ -110,25 +109,82 @@ def test_recipe_parses(path):
             assert hasattr(importlib.import_module(file.removesuffix(".py")), name)
 
 
+def plan(arguments, gb, policy, judge=None):
+    """The lines about memory of the plan for one GPU of so many GB, with models of these shapes."""
+    arguments = [*arguments, "--model", str(policy), "--gpus", "1", "--gpu-gb", str(gb)]
+    arguments += ["--genrm", str(judge)] if judge else []
+    text = plan_run.report(parse("tools.plan_run", arguments).settled(1), num_rows=1)
+    assert len(re.findall("^1 GPU: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # all on one device
+    return [line for line in text.splitlines() if " GB " in line]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Folders with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("shapes")
+    for name, shape in (("7b", QWEN_7B), ("1b", QWEN_1B), ("judge", JUDGE_4B), ("small", SMALL)):
+        shape.save_pretrained(folder / name)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_GPU)
-def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(tmp_path, monkeypatch, name):
+def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):
     gb, policy, judge = ONE_GPU[name]
-    for folder, shape in (("policy", policy), ("judge", judge)):
-        shape.save_pretrained(tmp_path / folder)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
-    monkeypatch.setattr(plan_run, "placement", lambda config: {})
-    monkeypatch.setattr(plan_run, "gpu_memory", lambda: gb)
     recipe = (ROOT / f"recipes/{name}.sh").read_text()
-    ((script, arguments),) = commands(recipe)
-    replaced = ["--model", str(tmp_path / "policy"), "--genrm", str(tmp_path / "judge")]
-    config = parse(script, arguments + replaced).settled(1)
-    bundles, _ = layout(parts_of(config), 1)
-    assert [bundle["GPU"] for bundle in bundles] == [1]  # all on one device, and Ray has room for it
-    plan = [line for line in plan_run.report(config, 1).splitlines() if " GB " in line]
-    assert plan == [line[2:] for line in recipe.splitlines() if " GB  " in line]
-    assert [line.endswith(": it fits") for line in plan].count(True) == 3  # policy server, judge, rank
+    ((_, arguments),) = commands(recipe)
+    lines = plan(arguments, gb, shapes / policy, shapes / judge)
+    assert lines == [line[2:] for line in recipe.splitlines() if " GB  " in line]
+    assert [line.endswith(": it fits") for line in lines].count(True) == 3  # policy server, judge, rank
     assert "too little" not in recipe
+
+
+@pytest.mark.slow
+def test_the_first_gpu_command_of_the_docs_fits_the_gpu_that_it_names(shapes):
+    page = (ROOT / "docs/training.md").read_text()
+    arguments = next(arguments for script, arguments in commands(page) if script == "grpo_trainer")
+    gb = re.search(r"one GPU of (\d+) GB", page.split("grpo_trainer.py --model")[0])
+    lines = plan(arguments, gb[1], shapes / "small")
+    assert [line.endswith(": it fits") for line in lines].count(True) == 2, lines  # policy server, rank
+
+
+@pytest.mark.slow
+def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
+    shares = ["--policy-gpu-share", "0.6", "--rollout-gpu-share", "0.3", "--gradient-checkpointing"]
+    arguments = ["--train-file", "t", "--out-dir", "o", *shares]
+    for more, expected in (
+        ([], "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"),
+        (["--lora-rank", "32"], "too little; lower --max-tokens-per-micro-batch"),
+        (["--lora-rank", "32", "--max-tokens-per-micro-batch", "4096"], "it fits"),
+    ):
+        more += ["--max-prompt-length", "1024", "--max-response-length", "3072"]
+        assert expected in plan(arguments + more, 24, shapes / "1b")[-1]
+
+
+def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
+    """The whole command, without a Ray or a GPU: what would share which of them."""
+    row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
+           "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    model = str(ROOT / "toy/models/policy")
+    trainer = ["--model", model, "--train-file", f"{tmp_path}/rows.jsonl", "--out-dir", f"{tmp_path}/run"]
+    trainer += ["--max-response-length", "64", "--overlong-buffer", "0", "--genrm", model]
+    trainer += ["--reward-fn", "compute_score.py:compute_score_fapo"]
+    trainer += ["--policy-ranks", "2", "--policy-gpu-share", "0.5", "--genrm-gpu-share", "0.4"]
+    monkeypatch.setattr(ray, "init", None)
+    for gpus, code in (("3", 0), ("1", 2)):
+        monkeypatch.setattr(sys, "argv", ["plan_run.py", *trainer, "--gpus", gpus, "--gpu-gb", "24"])
+        if code:
+            with pytest.raises(SystemExit) as ended:
+                plan_run.main()
+            assert ended.value.code == code
+        else:
+            plan_run.main()
+    said = capsys.readouterr()
+    assert "3 GPUs: policy server 0, rank 0 (0.5 GPUs) + genrm 0 (0.4 GPUs), rank 1 (0.5 GPUs)" in said.out
+    assert re.search("21.60 GB  policy server: .*it fits\n +9.60 GB  genrm: .*it fits\n", said.out)
+    assert "of 12.0 GB on each of 2 ranks, cuda: it fits" in said.out
+    assert said.err.startswith("error: no room for ") and said.err.count("\n") == 1
 
 
 def test_the_papers_settings_are_the_trainers_defaults():

@@ -1,16 +1,19 @@
 """What a run will need, before it starts: memory on the policy's device, and where Ray would place what.
 
-    python -m tools.plan_run --model PATH ...          # the trainer's flags
+    python -m tools.plan_run --model PATH ...                          # the trainer's flags
+    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that is not here
 
 Checks everything that the trainer checks, then prints an estimate from the models' config.json alone. With
-GPUs it also reserves all of the run in Ray, says which node got what, and gives it back; and says what a vLLM
-server's share of a GPU leaves for keys and values. benchmarks/simulate.py is about time.
+GPUs it also reserves all of the run in Ray, says which node got what, and gives it back (with --gpus: says
+what would share a GPU); and says what a vLLM server's share of a GPU leaves for keys and values.
+benchmarks/simulate.py is about time.
 """
 
 import dataclasses
 import os
 import re
 import sys
+from dataclasses import dataclass
 
 import ray
 import torch
@@ -18,13 +21,27 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lora
+import grpo_trainer
 import reward_loop
-from cluster.placement import Places, parts_of
-from grpo_trainer import Config, Run
+from cluster.placement import Places, layout, parts_of
 from policy import LOGITS_AT_ONCE, layers_of, set_dtypes
 
 VLLM_GB = 2.0  # roughly what a server needs beside weights and cache: activations, CUDA graphs
 VLLM_SHARE = 0.9  # of a GPU that it takes if nobody says otherwise
+
+
+@dataclass
+class Config(grpo_trainer.Config):
+    """The run that is planned, by the trainer's flags, and the GPUs for it."""
+
+    gpus: int = 0  # Plan for so many GPUs, which need not be here; 0: for the machines of the Ray cluster.
+    gpu_gb: float = 0.0  # Memory of a GPU; 0: that of the cluster's, or 80 where it cannot be asked for.
+
+    def server_configs(self, sleep_mode: bool = False) -> dict:
+        configs = super().server_configs(sleep_mode)
+        if self.gpus:  # what is here does not matter
+            configs = {name: dataclasses.replace(one, device="cuda") for name, one in configs.items()}
+        return configs
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
@@ -96,17 +113,22 @@ def report(config, num_rows: int) -> str:
         lines += [f"{node}: {', '.join(held)}" for node, held in placement(config).items()]
         where = f"each of {config.policy_ranks} ranks, {config.device}"
     if config.device == "cuda":
-        have = (gpu := gpu_memory()) * config.policy_gpu_share
+        have = (gpu := gpu_memory(config)) * config.policy_gpu_share
         lines += [server_memory(config, *server, gpu) for server in servers_of(config)]
     estimate = estimate_memory(config, config.device)
     for name, gb in estimate.items():
         lines.append(f"{gb:9.2f} GB  {name}" if gb is not None else f"  unknown     {name}")
     known = {name: gb or 0.0 for name, gb in estimate.items()}
     phases = [sum(gb for name, gb in known.items() if name.startswith(p)) for p in ("update", "rollout")]
-    peak = sum(gb for name, gb in known.items() if ":" not in name) + max(phases)
-    fits = "it fits" if peak <= have else (
-        "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
-        "--gradient-checkpointing or more --policy-ranks")
+    always = sum(gb for name, gb in known.items() if ":" not in name)
+    peak = always + max(phases)
+    if peak <= have:
+        fits = "it fits"
+    elif always > have and not config.lora_rank:
+        fits = "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"
+    else:
+        fits = ("too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
+                "--gradient-checkpointing or more --policy-ranks")  # fmt: skip
     what = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
     lines.append(f"{peak:9.2f} GB  {what}, of {have:.1f} GB on {where}: {fits}")
     return "\n".join(lines)
@@ -145,6 +167,13 @@ def server_memory(config, name: str, model: str, share: float, gpus: int, longes
 def placement(config) -> dict[str, list[str]]:
     """What Ray would place on which node: it is reserved and given back at once. "a + b" share a GPU."""
     parts, held = parts_of(config), {}
+    if config.gpus:
+        bundles, where = layout(parts, config.gpus)
+        shared = [[] for _ in bundles]
+        for (name, number), (index, gpus) in where.items():
+            shared[index].append(f"{name} {number}" + (f" ({gpus:g} GPUs)" if gpus != 1 else ""))
+        count = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
+        return {count: [" + ".join(members) for members in shared]}
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for together in [parts] if config.device == "cuda" else [{name: part} for name, part in parts.items()]:
         places, bundles = Places(together), {}
@@ -159,23 +188,27 @@ def placement(config) -> dict[str, list[str]]:
     return held
 
 
-def gpu_memory() -> float:
-    """GB of a GPU of the cluster."""
+def gpu_memory(config) -> float:
+    """GB of a GPU, of the cluster or as the config has it."""
+    if config.gpu_gb:
+        return config.gpu_gb
 
     def ask():
         return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
-    found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
+    found = None if config.gpus else ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
     if not found:
-        print("the memory of the cluster's GPUs cannot be asked for: taken as 80 GB")
+        print("the memory of the GPUs cannot be asked for: taken as 80 GB; --gpu-gb says another")
     return 1e-9 * (found or 80e9)
 
 
 def main() -> None:
     try:
-        run = Run(tyro.cli(Config, description=__doc__))
-        started = reward_loop.connect_ray()
-        print(report(run.config.settled(ray.cluster_resources().get("GPU", 0)), len(run.train_rows)))
+        run = grpo_trainer.Run(tyro.cli(Config, description=__doc__))
+        config = run.config
+        started = not config.gpus and reward_loop.connect_ray()
+        gpus = config.gpus or ray.cluster_resources().get("GPU", 0)
+        print(report(config.settled(gpus), len(run.train_rows)))
         if started:
             ray.shutdown()
     except (ValueError, OSError, RuntimeError) as error:
