@@ -11,15 +11,18 @@ away stops its work. What is not among --forward is refused. Own endpoints:
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
     502-504                     counts against the server, and another one is asked
-    500, a cut connection       one more is asked, no third; it counts against the first if the second answers
+    500, a cut connection       if /health fails now it has died and leaves, perhaps by this request, which waits
+                                for another one in a line that moves once a second; no third that dies is asked.
+                                Else one more is asked, no third; it counts against the first if that one answers
     any other answer            is passed on; once a part of it is out, there is no retry
-No server is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last.
+None that lives is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last.
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
 routing, systems other than Linux. Needs none of our other files.
 """
 
 import asyncio
 import contextlib
+import errno
 import gc
 import hmac
 import json
@@ -105,10 +108,13 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 
 FAILED = {500, 502, 503, 504}
+NO_FILES = {errno.EMFILE, errno.ENFILE}  # this process or machine has too many files open: no server's doing
 IN_LINE = 128  # a server with so many requests takes none from the line: the first one back must not get all
 BUFFERED = 1 << 20  # bytes; an answer that is longer, or of unknown length, is streamed and cannot be retried
 BODY_SECONDS = 120  # for a request's body to arrive
 HEALTH_SECONDS = 10  # for a server to answer /health: a busy one is slow
+IDLE_SECONDS = 75  # for a client's connection to bring a whole header
+ALONE_SECONDS = 1.0  # a prompt that kills its server does so within that time
 DRAIN_SECONDS = 8  # for requests in flight to end after Ctrl-C or SIGTERM
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes its own
@@ -124,6 +130,7 @@ class Worker:
     turn: float = 0.0  # when it was last chosen: round robin is "least recently chosen"
     in_flight: int = 0
     failed_in_a_row: int = 0  # requests
+    doubts: int = 0  # failures since its last answer that the request may have brought about
     polls_failed: int = 0  # looks at /health, in a row
     requests: int = 0
     failures: int = 0
@@ -178,17 +185,20 @@ class Router:
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.limits = defaultdict(set)  # worker -> time limits of what it is at
-        self.waiting, self.line, self.news = 0, asyncio.Lock(), asyncio.Event()  # first in line: has the lock
+        self.waiting = 0
+        self.line = asyncio.Lock()  # the first in line has it
+        self.suspects = asyncio.Lock()  # the same for those whose server died
+        self.news = asyncio.Event()
 
     async def start(self) -> int:
         """Looks at every server once, opens the port and returns it. OSError if it cannot be had."""
         config, loop = self.config, asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=Connector(limit=0, socket_factory=watched_socket, keepalive_timeout=3),  # vLLM: 5 s
+            connector=Connector(limit=0, socket_factory=watched_socket, keepalive_timeout=1),  # vLLM: 5 s
             cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=config.connect_timeout), **PARSING)
         server = web.Server(  # without a URL dispatcher; when a client goes away the server's work ends
-            self.handle, handler_cancellation=True, access_log=None, **PARSING, request_factory=lambda *parts:
+            self.handle, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_SECONDS, **PARSING, request_factory=lambda *parts:
             web.BaseRequest(*parts, loop, client_max_size=config.max_body_mib << 20))
         self.runner = web.ServerRunner(server, shutdown_timeout=DRAIN_SECONDS / 2)  # aiohttp waits twice
         await self.runner.setup()
@@ -209,18 +219,26 @@ class Router:
             await asyncio.sleep(self.config.health_interval)
             await asyncio.gather(*map(self.look_at, self.workers.values()))
 
-    async def look_at(self, worker: Worker) -> None:
-        """Asks one server for its health and draws the consequence."""
+    async def ask_health(self, worker: Worker) -> str | None:
+        """What is wrong with a server: nothing if "", not known if None."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
-                    fine, why = answer.status < 500, f"/health answers {answer.status}"
+                    return "" if answer.status < 500 else f"/health answers {answer.status}"
         except Exception as error:  # whatever it is, it is not health; and the poller must never die
-            fine, why = False, f"/health: {str(error) or repr(error)}"
-        worker.polls_failed = 0 if fine else worker.polls_failed + 1
+            if getattr(error, "errno", 0) in NO_FILES:
+                return None
+            return f"/health: {str(error) or repr(error)}"
+
+    async def look_at(self, worker: Worker) -> None:
+        """Asks one server for its health and draws the consequence."""
+        problem = await self.ask_health(worker)
+        if problem is None:
+            return
+        worker.polls_failed = worker.polls_failed + 1 if problem else 0
         expelled = worker.polls_failed >= self.config.unhealthy_after
-        if fine or expelled or not worker.why:
-            self.set_health(worker, fine, why)
+        if not problem or expelled or not worker.why:
+            self.set_health(worker, not problem, problem or "/health is good")
         while expelled and self.limits[worker]:  # what hangs there is asked elsewhere
             self.limits[worker].pop().reschedule(0)
 
@@ -238,7 +256,16 @@ class Router:
             self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row, the last: {why}")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Every request comes through here: key, own endpoints, or on to a server."""
+        """Every request comes through here."""
+        response = await self.respond(request)
+        if response.status >= 400 and request.path.rstrip("/") == "/generate":
+            # Functions written for SGLang look for keys of a dict, whatever the status: this is none.
+            response.text = json.dumps(response.body.decode("utf-8", "replace"))
+            response.content_type = "text/plain"
+        return response
+
+    async def respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Key, own endpoints, or on to a server."""
         path = request.rel_url.raw_path
         if path == "/health":
             healthy = sum(worker.healthy for worker in self.workers.values())
@@ -250,11 +277,8 @@ class Router:
         if key and not hmac.compare_digest(given, b"Bearer " + key.encode()):
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
                                   **{"WWW-Authenticate": "Bearer"})
-        if path == "/metrics":  # failures: attempts without an answer, or with one of FAILED
-            names = "requests_total failures_total retries_total seconds_total in_flight healthy".split()
-            lines = [f'router_{name}{{worker="{one.url}"}} {+getattr(one, name.removesuffix("_total"))}\n'
-                     for name in names for one in self.workers.values()]
-            return web.Response(text=f"router_waiting {self.waiting}\n" + "".join(lines))
+        if path == "/metrics":
+            return web.Response(text=self.metrics())
         full = unquote(path) + "/"
         if path != "/workers" and (path[:1] != "/" or "/../" in full or not full.startswith(self.forwarded)):
             return error_response(404, f"{path}: not forwarded (--forward {' '.join(self.config.forward)})")
@@ -269,29 +293,57 @@ class Router:
             return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
         return await (self.serve_workers if path == "/workers" else self.forward)(request, body)
 
+    def metrics(self) -> str:
+        """Prometheus' text. failures: attempts without an answer, or with one of FAILED."""
+        lines = ["# TYPE router_waiting gauge", f"router_waiting {self.waiting}"]
+        for name in ("requests_total", "failures_total", "retries_total", "seconds_total", "in_flight", "healthy"):
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines.append(f"# TYPE router_{name} {kind}")
+            for worker in self.workers.values():
+                value = float(getattr(worker, name.removesuffix("_total")))
+                lines.append(f'router_{name}{{worker="{worker.url}"}} {value}')
+        return "\n".join(lines) + "\n"
+
     def take(self, tried=(), room: float = math.inf) -> Worker | None:
         """A place on the next healthy server that was not tried; for those in line on one with `room`."""
         ready = [one for one in self.workers.values()
                  if one.healthy and one.in_flight < room and one not in tried]
-        load = self.config.policy == "least_loaded"
-        if worker := min(ready, key=lambda one: (load * one.in_flight, one.turn), default=None):
-            worker.turn = time.monotonic()
-            worker.in_flight += 1
+        if not ready:
+            return None
+
+        def order(one: Worker) -> tuple:
+            doubts = one.doubts if tried else 0  # where one failed another one shall not fail too
+            load = one.in_flight if self.config.policy == "least_loaded" else 0
+            return doubts, load, one.turn
+        worker = min(ready, key=order)
+        worker.turn = time.monotonic()
+        worker.in_flight += 1
         return worker
 
-    async def choose(self, tried: list[Worker], deadline: float) -> Worker | None:
-        """A place on a server; what no server has seen yet waits in line for it, up to queue_timeout."""
-        worker = self.take(tried) if tried or not self.waiting else None
+    async def choose(self, tried: list[Worker], suspect: bool, deadline: float) -> Worker | None:
+        """A place on a server; what no living one has seen waits in line for it, up to queue_timeout.
+
+        Those whose server has died have a line of their own, which lets in one every ALONE_SECONDS."""
         patience = min(self.config.queue_timeout, deadline - time.monotonic())
-        if worker or tried or patience <= 0 or self.waiting >= self.config.max_waiting:
-            return worker
+        if tried or patience <= 0:
+            return self.take(tried)
+        if not suspect and not self.line.locked():
+            worker = self.take()
+            if worker:
+                return worker
+        if self.waiting >= self.config.max_waiting:
+            return None
         self.waiting += 1
         try:
-            async with asyncio.timeout(patience), self.line:
-                while not (worker := self.take(room=IN_LINE)):
+            async with asyncio.timeout(patience), self.suspects if suspect else self.line:
+                if suspect:
+                    await asyncio.sleep(ALONE_SECONDS)
+                while True:
+                    worker = self.take(room=IN_LINE)
+                    if worker:
+                        return worker
                     self.news.clear()
                     await self.news.wait()
-                return worker
         except TimeoutError:
             return self.take()  # room or not
         finally:
@@ -301,37 +353,64 @@ class Router:
         """Asks servers until one answers."""
         deadline = time.monotonic() + self.config.request_timeout
         headers = end_to_end(request.headers, NEW_BODY)
-        headers.update({"Authorization": f"Bearer {self.server_key}"} if self.server_key else {})
-        tried, doubted = [], {}  # who has seen the request; whose failure the request may have caused
+        if self.server_key:
+            headers["Authorization"] = f"Bearer {self.server_key}"
+        tried = []  # servers that have seen the request, and live
+        doubted = {}  # those among them whose failure the request may have brought about: why
+        deaths = 0  # of servers, which the request may have brought about
+        attempts = 0
         answer, status, problem = None, 503, ""
-        while (len(tried) < self.config.max_attempts and len(doubted) < 2 and time.monotonic() < deadline
-               and (worker := await self.choose(tried, deadline))):
-            worker.retries += bool(problem)
+        while attempts < self.config.max_attempts and len(doubted) + deaths < 2:
+            worker = await self.choose(tried, deaths > 0, deadline)
+            if not worker:
+                break
+            if problem:
+                worker.retries += 1
             seen = True
+            begun = time.monotonic()
             try:
                 answer = await self.ask(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:
-                    worker.failed_in_a_row = 0
+                    worker.failed_in_a_row = worker.doubts = 0
                     for other, why in doubted.items():
                         self.blame(other, why)
                     return answer
-                problem, doubt = f"{worker.url} answers {answer.status}", answer.status == 500
+                doubt = answer.status == 500
+                problem = f"{worker.url} answers {answer.status}"
             except (aiohttp.ClientError, OSError) as error:
-                seen = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+                if getattr(error, "errno", 0) in NO_FILES:
+                    problem = f"the router cannot open more connections ({error})"
+                    break
                 status = 504 if isinstance(error, TimeoutError) else 503
-                problem, doubt = f"{worker.url}: {str(error) or repr(error)}", time.monotonic() < deadline
-                if not doubt:
+                if time.monotonic() >= deadline:  # no server's fault: one that hangs leaves by its health
                     problem = f"no answer within {self.config.request_timeout:g} s (--request-timeout)"
+                    break
+                seen = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+                doubt = True
+                problem = f"{worker.url}: {str(error) or repr(error)}"
             worker.failures += 1
-            tried += [worker] * seen
             if not seen:
                 self.set_health(worker, False, problem)
-            elif doubt:
-                doubted[worker] = problem
-            else:
+                continue
+            attempts += 1
+            lasted = time.monotonic() - begun
+            if not doubt:
+                tried.append(worker)
                 self.blame(worker, problem)
+                continue
+            worker.doubts += 1
+            ill = await self.ask_health(worker) if worker.healthy else problem
+            if ill:
+                self.set_health(worker, False, ill)
+                if not deaths or lasted < ALONE_SECONDS:
+                    deaths += 1
+            else:
+                tried.append(worker)
+                doubted[worker] = problem
+        if answer:
+            return answer
         why, later = problem or "no healthy server", str(math.ceil(self.config.health_interval))
-        return answer or error_response(status, f"no server could answer: {why}", **{"Retry-After": later})
+        return error_response(status, f"no server could answer: {why}", **{"Retry-After": later})
 
     async def ask(self, worker: Worker, request, headers, body: bytes, deadline: float):
         """One server's answer; a long one has been passed on already. Raises aiohttp's errors and OSError."""
@@ -345,7 +424,7 @@ class Router:
             async with limit, self.session.request(request.method, url, **options) as answer:
                 start = dict(status=answer.status, reason=answer.reason)
                 short = (answer.content_length or math.inf) <= BUFFERED and request.method != "HEAD"
-                if short or answer.status in FAILED:
+                if short or answer.status >= 400:
                     content = await (answer.read() if short else answer.content.read(BUFFERED))
                     return web.Response(**start, body=content, headers=end_to_end(answer.headers, NEW_BODY))
                 response = web.StreamResponse(**start, headers=end_to_end(answer.headers, HOP_BY_HOP))
@@ -358,8 +437,9 @@ class Router:
             if response is None or not response.prepared:
                 raise
             if request.transport and not request.transport.is_closing():  # the client has not gone away
-                worker.failures += 1
-                self.blame(worker, f"{worker.url}: {str(error) or repr(error)}")
+                if time.monotonic() < deadline:
+                    worker.failures += 1
+                    self.blame(worker, f"{worker.url}: {str(error) or repr(error)}")
                 request.transport.abort()
             raise asyncio.CancelledError from error
         finally:
