@@ -224,3 +224,23 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3 is not finished"):
         module.collect(tmp_path)
+
+
+def test_the_sample_of_the_pictures(tmp_path):
+    """Of step 2 or later, right but flawed, and the judge names the paragraph that the oracle names."""
+    module = load("docs/make_pictures")
+    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+    flawed, sound = (f"65+9=74\n\n74-8={n}\n\n{n}+3={n + 3}\n\nRest \\boxed{{4}}" for n in (76, 66))
+
+    def line(step, group, response, said):
+        about = {"step": step, "split": "train", "group": group, "prompt": question, "response": response}
+        return about | {"reward_extra_info": {"flawed_positive": said is not None, "first_wrong": said}}
+
+    lines = [line(1, 0, flawed, 1), line(2, 0, sound, None), line(2, 0, flawed, 2)]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(ValueError, match="try a lower --step"):
+        module.choose(tmp_path, 2)
+    lines += [line(2, 1, sound, None), line(2, 1, flawed, 1)]
+    samples.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert module.choose(tmp_path, 2) == {"step": 2, "group": 1, "sample": 1}

@@ -1,0 +1,85 @@
+"""Writes docs/demo.png, docs/report_group.png and docs/report_sample.png from a finished demo.
+
+    make demo
+    python docs/make_pictures.py      # from outputs/demo_seed0; needs chromium
+
+The group is the first one after --step in which the judge and the oracle name the same paragraph of a right
+answer; the sample is the first such one in it.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+import tyro
+from PIL import Image, ImageChops
+
+from run_folder import read_lines
+from toy.toy_world import first_wrong_paragraph
+
+WIDTH, HEIGHT = 1240, 1600
+BESIDE_THE_GROUP = "#sample"
+BESIDE_THE_SAMPLE = "h1, nav, #settings, #notes, .bar, .two"
+
+
+@dataclass
+class Config:
+    """Writes the pictures of README.md and docs/demo.md."""
+
+    run: Path = Path("outputs/demo_seed0")  # Folder of the demo.
+    step: int = 15  # The group is of this step or a later one.
+    chromium: str = "chromium"  # The browser's program.
+
+
+def choose(run: Path, first_step: int) -> dict[str, int]:
+    """Step, group and sample to show. ValueError where there is none."""
+    lines, _ = read_lines(run / "samples.jsonl")
+    before = []
+    for line in lines:
+        same_group = before and all(before[-1][key] == line[key] for key in ("step", "group", "split"))
+        before = [*before, line] if same_group else [line]
+        said = line["reward_extra_info"]
+        if line["split"] != "train" or line["step"] < first_step or not said.get("flawed_positive"):
+            continue
+        if said["first_wrong"] == first_wrong_paragraph(line["prompt"], line["response"]):
+            return {"step": line["step"], "group": line["group"], "sample": len(before) - 1}
+    raise ValueError(f"{run}: from step {first_step} on judge and oracle agree nowhere; try a lower --step")
+
+
+def photograph(page: Path, chromium: str, hidden: str, target: Path, **state) -> None:
+    """A picture of the page in this state without its hidden elements, cut to what is not white."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy, picture = Path(folder, "page.html"), Path(folder, "picture.png")
+        style = f"{hidden} {{ display: none !important }}</style>"
+        copy.write_text(page.read_text().replace("</style>", style, 1))
+        address = f"{copy.as_uri()}#{urllib.parse.urlencode(state)}"
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--window-size={WIDTH},{HEIGHT}", "--virtual-time-budget=2000"]
+        command += [f"--screenshot={picture}", address]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        image = Image.open(picture).convert("RGB")
+        bottom = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()[3]
+        image.crop((0, 0, WIDTH, min(bottom + 12, HEIGHT))).save(target, optimize=True)
+
+
+def main() -> None:
+    config = tyro.cli(Config)
+    chosen = choose(config.run / "fapo", config.step)
+    state = {"view": "groups", "run": "fapo", "split": "train", **chosen}
+    print(json.dumps(state))
+    shutil.copy(config.run / "report.png", DOCS / "demo.png")
+    page = config.run / "report.html"
+    photograph(page, config.chromium, BESIDE_THE_GROUP, DOCS / "report_group.png", **state)
+    photograph(page, config.chromium, BESIDE_THE_SAMPLE, DOCS / "report_sample.png", **state)
+
+
+if __name__ == "__main__":
+    main()
