@@ -51,7 +51,7 @@ class Config(reward_loop.RewardOptions):
     """How a policy is trained; the defaults are the paper's (FAPO-7B). Rewards: RewardOptions."""
 
     model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
-    train_file: str  # File of training rows, parquet or JSONL (prepare_data.py writes them).
+    train_file: str | tuple[str, ...]  # Training rows, parquet or JSONL (as prepare_data.py writes them).
     out_dir: str  # Folder of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     val_file: tuple[str, ...] = ()  # Files of validation rows; gpqa.parquet:4 takes 4 samples of each row.
 
@@ -63,6 +63,7 @@ class Config(reward_loop.RewardOptions):
     train_batch_size: int = 512  # Prompts per step (P).
     group_size: int = 8  # Samples per prompt (G).
     mini_batch_size: int = 32  # Prompts per optimizer update, at most.
+    chat_template_kwargs: str = "{}"  # For the policy's chat template: '{"enable_thinking": false}'.
     max_prompt_length: int = 2048  # Rows with longer prompts (tokens) are dropped before the first step.
     max_response_length: int = 8192  # A rollout is cut after this many tokens.
     max_positions: int = 0  # Sets the model's max_position_embeddings; 0: as its config.json says.
@@ -106,6 +107,7 @@ class Config(reward_loop.RewardOptions):
     overlong_factor: float = 1.0  # Penalty of a response of full length.
 
     val_every: int = 10  # Steps between evaluations; 0: only those before and after training.
+    val_before_train: bool = True  # Evaluate before the first step, too.
     val_n: int = 1  # Samples per validation row (k of mean@k, maj@k, pass@k).
     val_temperature: float = 1.0  # Sampling temperature in evaluation; 0: greedy.
     val_top_p: float = 0.7  # Nucleus of sampling in evaluation.
@@ -126,7 +128,7 @@ class Config(reward_loop.RewardOptions):
     resume: Literal["never", "auto"] = "never"  # auto: go on from the newest checkpoint in out_dir, if any.
     samples_per_step: int = 8  # Samples of each data source written to samples.jsonl, in whole groups.
     tensorboard: bool = False  # Write the metrics for TensorBoard too (out_dir/tensorboard).
-    wandb: bool = False  # Send the metrics to Weights & Biases too (project "fapo").
+    wandb: bool = False  # Send the metrics to Weights & Biases too (WANDB_PROJECT, default "fapo").
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
 
@@ -518,8 +520,13 @@ def hand_over_weights(run: Run) -> dict:
 def evaluate(run: Run) -> None:
     """The evaluation after run.step steps, if it is due and not done yet."""
     config, log, step = run.config, run.log, run.step
-    due = step in (0, config.total_steps) or config.val_every and step % config.val_every == 0
-    if not log.history:
+    if step == config.total_steps:
+        due = True
+    elif step == 0:
+        due = config.val_before_train
+    else:
+        due = config.val_every and step % config.val_every == 0
+    if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
         log.metrics({"step": step})
     if not run.val_rows or not due or has_evaluation(log.history[-1]):
         return

@@ -1,4 +1,4 @@
-"""LoRA by peft: adapters put into a model for training (--lora-rank), and merged into it as an ordinary folder.
+"""LoRA by peft: adapters put into a model for training, and merged into it as an ordinary folder.
 
     add(model, config, source)           # freezes the model; what learns from then on is its adapters
     merge(checkpoint, out)               # tools/merge_lora.py is this as a command
@@ -9,6 +9,7 @@ experts that are no linear layers.
 
 import contextlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -44,14 +45,33 @@ def add(model, config, source: str) -> None:
             raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; "
                              "name the layers that are to learn, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
-    if (saved := Path(source, "adapter_model.safetensors")).is_file():
-        if unknown := set_peft_model_state_dict(model, load_file(saved)).unexpected_keys:
-            raise ValueError(f"lora_targets: {source} has adapters for other layers, such as {unknown[0]}")
+    for target in config.lora_targets:
+        names = [name for name, _ in layers_with_adapters(model) if f".{name}".endswith(f".{target}")]
+        if not names and target != "all-linear":
+            raise ValueError(f"lora_targets: {target} is the name of no layer; leave it out or mend it")
+    saved = Path(source, "adapter_model.safetensors")
+    if saved.is_file():
+        found = set_peft_model_state_dict(model, load_file(saved))
+        wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
+        if wrong:
+            why = f"{source} has adapters of other layers (first {wrong[0]})"
+            raise ValueError(f"lora_targets: {why}; give the run's own targets")
 
 
 def layers_with_adapters(model) -> list[tuple]:
     """Name and module of each."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def describe(model) -> str:
+    """Which layers have adapters, and how many of the model's weights are theirs."""
+    kinds, held = Counter(), 0
+    for name, layer in layers_with_adapters(model):
+        kinds[name.rpartition(".")[2]] += 1
+        held += layer.get_base_layer().weight.numel()
+    total = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"adapters: on {layers}; these layers have {held / total:.0%} of the model's {total:,} weights"
 
 
 @contextlib.contextmanager

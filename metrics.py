@@ -1,11 +1,11 @@
 """The numbers of a run: what its samples add up to, and how they are shown while the run goes.
 
 A group is a list of policy.Sample, whose `result` is what reward_loop.py returns; `config` is that of
-grpo_trainer.py. A new metric is a line in `reward_metrics` (training) or `source_metrics` (evaluation); what the
-user's function returns is averaged without one.
+grpo_trainer.py. A new metric is a line in `reward_metrics` (training) or `source_metrics` (evaluation);
+what the user's function returns is averaged without one.
 
-Needs none of our other files. Left out: histograms, error bars. tools/view_run.py shows more, and several runs
-together.
+Needs none of our other files. Left out: histograms, error bars. tools/view_run.py shows more, and several
+runs together.
 """
 
 import math
@@ -130,21 +130,27 @@ def print_step(line: dict, total_steps: int) -> None:
     shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
              "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
     values = "  ".join(f"{key} {line[key]:.4g}" for key in shown if key in line)
-    print(f"step {line['step']}/{total_steps}  {values}", flush=True)
+    cut = line["response_length/clipped"]
+    print(f"step {line['step']}/{total_steps}  {values}" + (f"  {cut:.0%} cut" if cut else ""), flush=True)
 
 
 def print_samples(lines: list[dict]) -> None:
-    """Prints lines of samples.jsonl: how prompt and response end, the truth and the reward."""
+    """Prints lines of samples.jsonl: how the prompt begins and the response ends, the truth, the reward."""
     for line in lines:
-        prompt, response = end_of(line["prompt"], 40), end_of(line["response"], 60)
-        truth, reward = str(line["ground_truth"]), line["reward_score"]
-        print(f"    {prompt} | {response} | truth {truth[:12] + '…' * (len(truth) > 12)} | reward "
-              f"{'none' if reward is None else f'{reward:.4g}'}")  # fmt: skip
+        prompt, response, reward = line["prompt"], line["response"], line["reward_score"]
+        if len(response) > 60:
+            response = "…" + response[-60:]
+        parts = [repr(shortened(prompt, 40)), repr(response)]
+        if line["clipped"]:
+            parts.append("cut")
+        parts.append(f"truth {shortened(str(line['ground_truth']), 12)}")
+        parts.append("reward none" if reward is None else f"reward {reward:.4g}")
+        print("    " + " | ".join(parts))
 
 
-def end_of(text: str, length: int) -> str:
-    """The last characters of a text, on one line in quotation marks; an ellipsis for what came before."""
-    return repr("…" * (len(text) > length) + text[-length:])
+def shortened(text: str, length: int) -> str:
+    """The first characters of a text; an ellipsis for what follows."""
+    return text if len(text) <= length else text[:length] + "…"
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
@@ -195,6 +201,7 @@ def wandb(config, first_step: int) -> tuple:
     id_file = Path(config.out_dir, "wandb_id")
     if not (first_step and id_file.is_file()):
         id_file.write_text(os.urandom(4).hex())
-    run = wandb.init(project="fapo", name=id_file.parent.name, dir=id_file.parent, id=id_file.read_text(),
+    project = os.environ.get("WANDB_PROJECT", "fapo")
+    run = wandb.init(project=project, name=id_file.parent.name, dir=id_file.parent, id=id_file.read_text(),
                      resume="allow", config=asdict(config))  # fmt: skip
     return lambda line: run.log(line, step=line["step"]), run.finish

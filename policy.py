@@ -268,7 +268,8 @@ class Policy:
         """What serving or saving this model needs to know of it."""
         numel = sum(tensor.numel() for tensor in self.model.state_dict().values())
         return {"config": self.model.config, "architecture": type(self.model).__name__.removeprefix("FSDP"),
-                "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel}  # fmt: skip
+                "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel,
+                "adapters": self.adapters.describe(self.model) if self.adapters else ""}  # fmt: skip
 
     def weights(self, dtype: torch.dtype | None = None):
         """Name and whole tensor of every weight, with what adapters add; a tied head is one of its own."""

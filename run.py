@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import threading
 from concurrent.futures import wait
 from dataclasses import replace
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import ray
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -44,12 +46,16 @@ class Run:
         self.servers, self.leaving, self.num_restarts, self.updates = None, threading.Event(), 0, 0
         self.find_checkpoint()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
-        self.merged = Path(config.out_dir, "merged/tokenizer_config.json")  # what is written last
+        # Of a whole model, made of the newest checkpoint's adapters: that checkpoint's trainer_state.json.
+        self.merged = Path(config.out_dir, "merged/trainer_state.json")
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
-        self.train_rows = load_rows(config.train_file, self.tokenizer, config)
+        train_files = (config.train_file,) if isinstance(config.train_file, str) else config.train_file
+        self.train_rows = []
+        for file in train_files:
+            self.train_rows += load_rows(file, self.tokenizer, config)
         self.val_rows = []  # (row, samples of it)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
@@ -72,8 +78,11 @@ class Run:
         if longest > limit:
             raise ValueError(f"max_response_length: {config.max_response_length} and the longest prompt are "
                              f"{longest} tokens, the model takes {limit}; lower it, or max_prompt_length")
+        weights = count_weights(self.base)
+        if self.source != self.base:
+            count_weights(self.source)  # for the check
         if config.total_steps:  # an evaluation writes no checkpoint; adapters: the merged model at the end
-            check_room(config, (1.5e-9 if config.lora_rank else 12e-9) * count_weights(self.base))
+            check_room(config, (1.5e-9 if config.lora_rank else 12e-9) * weights)
         return longest
 
     def find_checkpoint(self) -> None:
@@ -82,9 +91,15 @@ class Run:
         if done := checkpoints_in(Path(self.config.out_dir, "checkpoints")):
             self.source = str(done[-1])
             state = json.loads((done[-1] / "trainer_state.json").read_text())
-            adapters, rank = done[-1] / "adapter_config.json", self.config.lora_rank
-            if (has := json.loads(adapters.read_text())["r"] if adapters.is_file() else 0) != rank:
-                raise ValueError(f"lora_rank: {rank}, but the run in out_dir has {has}; take that")
+            rank, adapters, has = self.config.lora_rank, done[-1] / "adapter_config.json", {}
+            if adapters.is_file():
+                has = json.loads(adapters.read_text())
+            wanted = {"r": rank, "lora_alpha": self.config.lora_alpha or 2 * rank}
+            for name, value in wanted.items():
+                if has.get(name, 0) != value:
+                    field = "lora_rank" if name == "r" else name
+                    why = f"but the run in out_dir has {has.get(name, 0)}; take that"
+                    raise ValueError(f"{field}: {value}, {why}")
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
@@ -137,14 +152,26 @@ class Run:
             from cluster.policy_group import PolicyGroup
             self.policy = PolicyGroup(config, self.source, self.places)
             stack.callback(self.policy.shutdown)
+        if adapters := self.policy.about().get("adapters"):
+            print(adapters, flush=True)
         if self.step:
-            self.policy.load_optimizer(Path(self.source))
+            self.load_optimizer()
         eos = self.policy.about()["eos_token_id"]
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         if not self.eos_ids:
             raise ValueError(f"model: neither {self.base} nor its tokenizer has an end token; add eos_token")
         if config.rollout == "hf":
             check_sampling(self.policy)
+
+    def load_optimizer(self) -> None:
+        try:
+            self.policy.load_optimizer(Path(self.source))
+        except RanksLost:
+            raise
+        except (Exception, CheckpointException) as error:  # a cut file is of many kinds, one no Exception
+            why = str(error).strip().splitlines()[-1]
+            raise ValueError(f"{self.source}/optimizer cannot be read ({why}); delete {self.source} to go on "
+                             "from the checkpoint before it") from error  # fmt: skip
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
         from cluster.servers import ClusterServers, PolicyServers
@@ -166,6 +193,7 @@ class Run:
 
     def save(self) -> None:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
+        self.merged.unlink(missing_ok=True)  # from here on it is of an earlier checkpoint
         try:
             self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RuntimeError as error:
@@ -177,7 +205,10 @@ class Run:
         config = self.config
         if config.lora_rank and self.step:
             import lora
-            lora.merge(Path(self.source), self.merged.parent, "", config.max_positions, **self.remote)
+            self.merged.unlink(missing_ok=True)
+            out = self.merged.parent
+            lora.merge(Path(self.source), out, config.model, config.max_positions, **self.remote)
+            shutil.copy(Path(self.source, self.merged.name), self.merged)
         try:
             from tools import view_run
         except ImportError as error:
@@ -221,7 +252,7 @@ class Run:
         try:
             self.policy.restart(self.source)
             if self.saved:
-                self.policy.load_optimizer(Path(self.source))
+                self.load_optimizer()
             if self.servers:
                 self.servers.sync()
         except RanksLost as again:
@@ -231,18 +262,27 @@ class Run:
 
 
 def count_weights(folder: str) -> int:
-    """The numbers in a folder's safetensors files; 0 for a hub name."""
+    """The numbers in a folder's safetensors files; 0 for a hub name. ValueError where a file is cut."""
     total = 0
     for path in Path(folder).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+        try:
+            with safe_open(path, "pt") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+        except SafetensorError as error:
+            raise ValueError(f"model: {path} cannot be read ({error}); copy it anew, or delete its folder "
+                             "if it is a checkpoint, to go on from the one before") from error  # fmt: skip
     return total
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
     rows, kept = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"]), []
-    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        options = dict(json.loads(config.chat_template_kwargs).items())
+    except (ValueError, AttributeError):
+        what = f"chat_template_kwargs: {config.chat_template_kwargs!r}"
+        raise ValueError(f"{what} is not JSON, or no JSON object") from None
+    options |= dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     for number, row in enumerate(rows):
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], **options)

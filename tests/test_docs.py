@@ -90,6 +90,7 @@ def test_every_flag_that_is_named_exists():
     folders = (ROOT / name for name in (".", "tools", "toy", "benchmarks", "docs"))
     source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
+    known |= {"--no-" + name.replace("_", "-") for name in re.findall(r"^    (\w+): bool", source, re.M)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -190,6 +191,72 @@ def test_wrong_settings_are_refused(tmp_path, model, tokenizer, changes, message
 def test_targets_that_are_in_no_layer_are_named(model):
     with pytest.raises(ValueError, match="^lora_targets: query: Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "qproj"), ("qproj", "all-linear"), ("q_proj", "proj")])
+def test_a_wrong_name_among_several_is_refused(model, targets):
+    wrong = min(set(targets) - {"q_proj", "all-linear"})
+    with pytest.raises(ValueError, match=f"^lora_targets: {wrong} is the name of no layer"):
+        policy_of(model, lora_rank=4, lora_targets=targets)
+    policy_of(model, lora_rank=4, lora_targets=("q_proj", "layers.2.self_attn.v_proj"))
+
+
+@pytest.mark.parametrize("some_more", [0, 1])
+def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, some_more):
+    """Neither left out nor begun anew in silence."""
+    targets = [("q_proj", "v_proj"), ("q_proj",)]
+    before, after = targets[some_more], targets[1 - some_more]
+    policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
+    model.save_pretrained(tmp_path / "base")
+    config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
+    with pytest.raises(ValueError, match=r"lora_targets: .* has adapters of other layers \(first .*v_proj"):
+        Policy(config, str(tmp_path), CPU)
+
+
+def test_a_run_says_which_layers_have_adapters_and_how_much_they_hold(model):
+    """Where experts are no linear layers, all-linear leaves most of the model as it is."""
+    assert policy_of(model).about()["adapters"] == ""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    width = model.config.hidden_size
+    for targets, held, layers in (
+        (("v_proj",), 4 * width * width, "4 v_proj"),
+        (("q_proj", "v_proj"), 8 * width * width, "4 q_proj, 4 v_proj"),
+    ):
+        text = policy_of(model, lora_rank=4, lora_targets=targets).about()["adapters"]
+        share = f"{held / total:.0%} of the model's {total:,} weights"
+        assert text == f"adapters: on {layers}; these layers have {share}"
+    shape = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_local_experts=8)
+    shape |= dict(vocab_size=96, head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
+    experts = of_family("gpt_oss", **shape)
+    text = policy_of(experts, lora_rank=4).about()["adapters"]
+    assert re.search(r"on 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj; these layers have [1-9]% of", text), text
+
+
+@pytest.mark.slow
+def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch):  # noqa: F811
+    """Merges that died before they began and in their middle; and a base model that has moved since."""
+    folder = workshop / "moves"
+    shutil.copytree(workshop / "model", folder / "one")
+    options = dict(lora_rank=8, lr=2e-2, resume="auto")
+
+    def train(steps, model):
+        config = run_config(workshop, "moving", total_steps=steps, model=str(folder / model), **options)
+        grpo_trainer.train(config)
+        return load_file(workshop / "moving/merged/model.safetensors")
+
+    first = train(1, "one")
+    (folder / "one").rename(folder / "two")
+    for dies in ("AutoModelForCausalLM", "AutoTokenizer"):
+        with monkeypatch.context() as patched:
+            patched.setattr(lora, dies, None)
+            with pytest.raises(AttributeError):
+                train(2, "two")
+    second = train(2, "two")
+    saved = Path(workshop, "moving/checkpoints/step_2")
+    config = run_config(workshop, "moving", model=str(folder / "two"), **options)
+    expected = dict(Policy(config, str(saved), CPU).weights())
+    assert any(not torch.equal(first[name], weight) for name, weight in expected.items())
+    assert all(torch.equal(second[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.slow

@@ -213,8 +213,9 @@ def test_metrics_alone(alone):
     code = """
 from types import SimpleNamespace
 from metrics import reward_metrics
-results = [{"reward_score": score, "reward_extra_info": {"acc": score > 0}} for score in (1.0, -1.0, 1.0, 1.0)]
-print(reward_metrics([SimpleNamespace(reward=result["reward_score"], result=result) for result in results]))
+samples = [SimpleNamespace(reward=score, result={"reward_extra_info": {"acc": score > 0}})
+           for score in (1.0, -1.0, 1.0, 1.0)]
+print(reward_metrics(samples))
 """
     expected = {"reward/acc": 0.75, "reward/mean": 0.5, "reward/no_verdict": 0.0}
     assert run("-c", code) == f"{expected}\n"
@@ -234,7 +235,8 @@ before = model(ids).logits
 config = SimpleNamespace(model="model", lora_rank=2, lora_alpha=0, lora_targets=("q_proj",), seed=0)
 lora.add(model, config, "model")
 learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-print(len(learning), all(".q_proj.lora_" in name for name in learning), torch.equal(model(ids).logits, before))
+same = torch.equal(model(ids).logits, before)
+print(len(learning), all(".q_proj.lora_" in name for name in learning), same)
 """
     assert run("-c", code) == "8 True True\n"
 

@@ -173,6 +173,31 @@ def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 1, 1, 1]
 
 
+def with_evaluation(settings, folder, **changes):
+    rows = pq.read_table(settings["train_file"]).slice(0, 3)
+    pq.write_table(rows, folder / "val.parquet")
+    return trainer_of(settings, folder, val_file=(str(folder / "val.parquet"),), overlap=False, **changes)
+
+
+@pytest.mark.parametrize("total", [4, 5])
+def test_an_evaluation_whose_line_was_lost_is_done_again(settings, tmp_path, total):
+    """A power cut took the last lines of metrics.jsonl; the checkpoint of step 4 is whole."""
+    Scene(with_evaluation(settings, tmp_path, val_every=2, total_steps=4)).run()
+    path = tmp_path / "run/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))  # of steps 0, 1 and 2
+    again = with_evaluation(settings, tmp_path, val_every=2, total_steps=total, resume="auto")
+    metrics = Scene(again).run()
+    evaluated = [line["step"] for line in metrics if "val/toy/mean@1" in line]
+    assert evaluated == sorted({0, 2, 4, total})
+
+
+@pytest.mark.parametrize("total, steps", [(3, [2, 3]), (0, [0])])
+def test_the_evaluation_before_training_can_be_left_out(settings, tmp_path, total, steps):
+    """Not the only one: --total-steps 0 evaluates and stops."""
+    run = with_evaluation(settings, tmp_path, val_every=2, total_steps=total, val_before_train=False)
+    assert [line["step"] for line in Scene(run).run() if "val/toy/mean@1" in line] == steps
+
+
 class SeesGroups(PlayedRewards):
     """Notes how many responses had been asked for when a group came."""
 

@@ -1,5 +1,6 @@
 """What a run leaves: means by hand, whole checkpoints, logs with torn lines; and how a run is stopped."""
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 import run_folder
-from metrics import pass_at_k, reward_metrics, validation_metrics
+from metrics import pass_at_k, print_step, reward_metrics, validation_metrics
 from policy import Sample
 from tiny import config_of, policy_of
 
@@ -151,6 +152,7 @@ def test_samples_are_whole_groups_limited_per_data_source_and_shown_in_evaluatio
     ]
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3 and shown[1] == "    'ask a1' | 'line one\\nanswer 2' | truth 7 | reward 1"
+    assert shown[0] == "    'ask a0' | 'line one\\nanswer 0' | cut | truth 7 | reward 1"
 
 
 def test_the_screen_shows_four_digits_and_an_ellipsis_for_what_was_cut(tmp_path, capsys):
@@ -159,8 +161,14 @@ def test_the_screen_shows_four_digits_and_an_ellipsis_for_what_was_cut(tmp_path,
     row = {"data_source": "a", "prompt": [{"content": prompt}], "reward_model": {"ground_truth": truth}}
     groups = [[scored(score, row, text)] for score in (-2 / 3, None)]
     run_folder.Log(config, first_step=0).samples(1, "val", groups, eos_ids={1})
-    shown = f"    '…{'p' * 40}' | '…{'t' * 60}' | truth {'x' * 12}… | reward "
+    shown = f"    'Once upon a time {'p' * 23}…' | '…{'t' * 60}' | truth {'x' * 12}… | reward "
     assert capsys.readouterr().out == f"{shown}-0.6667\n{shown}none\n"
+
+
+def test_a_steps_line_says_when_responses_are_cut(capsys):
+    for clipped, end in ((0.25, "  time/step 2  25% cut\n"), (0.0, "  time/step 2\n")):
+        print_step({"step": 3, "reward/mean": 0.5, "response_length/clipped": clipped, "time/step": 2.0}, 10)
+        assert capsys.readouterr().out == "step 3/10  reward/mean 0.5" + end
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -204,6 +212,55 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")
     run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "keep, there, room",
+    # the newest is written before the oldest goes
+    [(1, 0, 2), (1, 1, 1), (2, 1, 2), (2, 0, 3), (2, 5, 1), (0, 0, 1), (0, 3, 1)],
+)
+def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, there, room):
+    for step in range(there):
+        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step}/trainer_state.json").write_text("{}")
+    config, free = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=keep), SimpleNamespace()
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
+    free.free = 10e9 * room + 1e6
+    run_folder.check_room(config, checkpoint=10.0)
+    free.free = 10e9 * room - 1e9
+    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room"):
+        run_folder.check_room(config, checkpoint=10.0)
+
+
+def test_a_run_that_goes_on_says_what_has_changed_and_how_it_goes_on_is_no_change(tmp_path, capsys):
+    config = config_of(out_dir=str(tmp_path), lr=1e-3, val_file=("a.jsonl",))
+    run_folder.write_config(config, resumed=False)
+    run_folder.write_config(dataclasses.replace(config, resume="auto"), resumed=True)
+    assert capsys.readouterr().out == ""
+    run_folder.write_config(dataclasses.replace(config, resume="never", lr=2e-3), resumed=True)
+    assert capsys.readouterr().out == "lr: 0.002 from here on; it was 0.001\n"
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 2e-3
+
+
+def test_six_digits_of_fractions_are_logged_and_all_of_counts(tmp_path):
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log.metrics({"step": 12345678, "perf/tokens": 87654321, "time/step": 1234567.8, "reward/mean": 2 / 3})
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    fractions = {"time/step": 1234570.0, "reward/mean": 0.666667}
+    assert line == {"step": 12345678, "perf/tokens": 87654321} | fractions
+    assert isinstance(line["perf/tokens"], int)
+
+
+@pytest.mark.parametrize("n, expected", [(2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_pass_at_k_is_that_of_powers_of_two_and_of_all_samples(n, expected):
+    group = [scored(1.0, {"data_source": "a"}, acc=number == 0) for number in range(n)]
+    passes = {key: value for key, value in validation_metrics([group]).items() if "pass@" in key}
+    assert passes == {f"val/a/pass@{k}": pytest.approx(k / n) for k in expected}
+
+
+def test_a_judge_that_nobody_asked_has_no_metrics():
+    metrics = reward_metrics([scored(1.0, acc=True), scored(0.0, acc=False, genrm_status="skipped")])
+    assert metrics == {"reward/acc": 0.5, "reward/mean": 0.5, "reward/no_verdict": 0.0}
 
 
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
@@ -257,6 +314,20 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name
+
+
+@pytest.mark.parametrize("environment, project", [({}, "fapo"), ({"WANDB_PROJECT": "mine"}, "mine")])
+def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, environment, project):
+    import wandb
+
+    runs = []
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run = SimpleNamespace(finish=None)
+    monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(settings) or run)
+    run_folder.Log(config_of(out_dir=str(tmp_path), wandb=True), first_step=0)
+    assert [settings["project"] for settings in runs] == [project]
 
 
 # ------------------------------------------------------------------------------- what is right, and who votes

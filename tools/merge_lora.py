@@ -4,7 +4,8 @@
 
 OUT is a Hugging Face folder that every server and script here takes, in the numbers (bf16, say) of the base
 model, whose folder is named in CHECKPOINT/adapter_config.json; --model names it where it has moved. It needs
-4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself. Needs lora.py.
+4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself.
+Needs lora.py.
 """
 
 import sys
