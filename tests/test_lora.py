@@ -226,7 +226,8 @@ def test_a_run_says_which_layers_have_adapters_and_how_much_they_hold(model):
         share = f"{held / total:.0%} of the model's {total:,} weights"
         assert text == f"adapters: on {layers}; these layers have {share}"
     shape = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_local_experts=8)
-    shape |= dict(vocab_size=96, head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
+    shape |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
+    shape |= dict(vocab_size=96)
     experts = of_family("gpt_oss", **shape)
     text = policy_of(experts, lora_rank=4).about()["adapters"]
     assert re.search(r"on 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj; these layers have [1-9]% of", text), text

@@ -375,9 +375,10 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(alone, model, 
     folder = alone("grpo_trainer.py", *(path.name for path in ROOT.glob("*.py")))
     write_model(folder / "model", model, tokenizer)
     write_lines(folder / "rows.jsonl", ROW)
-    said = run(*"grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1".split(),
-               *"--train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4".split(),
-               *"--overlong-buffer 0 --num-workers 1 --device cpu".split(), RAY_ADDRESS=ray_address)  # fmt: skip
+    command = """grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1
+        --train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4 --overlong-buffer 0
+        --num-workers 1 --device cpu"""
+    said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("page: ")]
     assert line == "page: not written, it needs the folders tools and toy (No module named 'tools')"
