@@ -10,9 +10,11 @@ ModelServers in genrm_server.py looks after servers in actors as after those of 
 beside the driver.
 """
 
+import contextlib
+import itertools
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partialmethod
 
 import ray
@@ -33,67 +35,152 @@ class Part:
     count: int
     cpus: float
     gpus: float = 0.0  # a share of one GPU, or whole ones
-    apart: bool = False  # no two of them on one GPU
+    apart: bool = False  # no two of them on one GPU: ranks
+    awake: float = 0.0  # of one GPU, for those that sleep while the others work: what they take when awake
+
+    def when_awake(self) -> float:
+        """Taken while those that sleep are awake: ranks give their memory back, the policy's servers do not."""
+        if self.apart:
+            return 0.0
+        return self.awake or self.gpus
 
 
 def part_of(config: Config) -> Part:
     """The servers of a model. With a share below 1 those that sleep while others work reserve nothing."""
-    gpus = (config.device == "cuda") * config.gpu_share * config.tensor_parallel_size
-    return Part(config.num_servers, config.ray_cpus, ASLEEP if config.sleep_mode and 0 < gpus < 1 else gpus)
+    part = Part(config.num_servers, config.ray_cpus)
+    if config.device != "cuda":
+        return part
+    if config.sleep_mode and config.gpu_share < 1:
+        return replace(part, gpus=ASLEEP, awake=config.gpu_share)
+    return replace(part, gpus=config.gpu_share * config.tensor_parallel_size)
 
 
 def ranks_of(config) -> Part:
     """The ranks of a trainer's configuration, `settled`."""
-    share = (config.device == "cuda") * config.policy_gpu_share
+    share = config.policy_gpu_share if config.device == "cuda" else 0.0
     return Part(config.policy_ranks, RANK_CPUS, share, apart=True)
 
 
 def parts_of(config) -> dict[str, Part]:
     """All that a run of the trainer places in Ray."""
     on_gpu = config.device == "cuda"
-    gpus = on_gpu * config.rollout_gpu_share * config.rollout_tensor_parallel
-    judges = config.server_configs(on_gpu and config.reward_mode == "colocate").items()
-    parts = {"rank": ranks_of(config), "policy server": Part(config.rollout_servers, Config.ray_cpus, gpus)}
-    return parts | {name: part_of(with_device(judge)) for name, judge in judges}
+    gpus = config.rollout_gpu_share * config.rollout_tensor_parallel if on_gpu else 0.0
+    parts = {"rank": ranks_of(config)}
+    parts["policy server"] = Part(config.rollout_servers, Config.ray_cpus, gpus)
+    judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
+    for name, judge in judges.items():
+        parts[name] = part_of(with_device(judge))
+    return parts
 
 
 def with_device(config: Config) -> Config:
     """auto is cuda where the cluster has a GPU, whatever this machine has."""
-    on_gpu = config.device == "auto" and ray.cluster_resources().get("GPU")
-    return replace(config, device="cuda") if on_gpu else config
+    if config.device == "auto" and ray.cluster_resources().get("GPU"):
+        return replace(config, device="cuda")
+    return config
+
+
+@dataclass
+class Cell:
+    """One GPU, or those of one server (none where it works on a CPU), and who is there."""
+
+    gpus: int
+    held: dict[tuple[str, int], Part] = field(default_factory=dict)  # (name, number) -> what it takes
+
+    def alike(self, name: str) -> int:
+        """How many of this part are here."""
+        return sum(who == name for who, _ in self.held)
+
+    def taken(self, *more: Part) -> float:
+        """Of the GPU, with these, when most of it is taken: while the policy works or the judges are awake."""
+        parts = [*self.held.values(), *more]
+        working = sum(part.gpus for part in parts)
+        judging = sum(part.when_awake() for part in parts)
+        return max(working, judging)
+
+    def has_room(self, name: str, part: Part) -> bool:
+        if self.gpus != 1 or part.gpus == 0:
+            return False
+        if part.apart and self.alike(name):
+            return False
+        return self.taken(part) < 1.001
+
+
+def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bool) -> list[Cell]:
+    """Deals the processes of these parts, one part after the other, to so many GPUs.
+
+    spread: each goes to the GPU with room where fewest of its own kind are, then least is taken, and a new one
+    is opened rather than two of a kind put together. Else each goes where most is taken. ValueError with the
+    placement that was tried where one has no room.
+    """
+    cells = []
+    for name in names:
+        part = parts[name]
+        size = math.ceil(part.gpus)
+        for number in range(part.count):
+            fits = [cell for cell in cells if cell.has_room(name, part)]
+            if spread:
+                cell = min(fits, key=lambda cell: (cell.alike(name), cell.taken()), default=None)
+            else:
+                cell = max(fits, key=Cell.taken, default=None)
+            is_wanted = cell is None or (spread and cell.alike(name))
+            if is_wanted and size <= gpus - sum(cell.gpus for cell in cells):
+                cell = Cell(size)
+                cells.append(cell)
+            if cell is None:
+                raise ValueError(f"no room for {name} {number}, which takes {part.awake or part.gpus:g} of "
+                                 f"{gpus:g} GPUs, beside {told(cells)}; lower a share or a number")
+            cell.held[name, number] = part
+    return cells
+
+
+def told(cells: list[Cell]) -> str:
+    """Who is where, for a person."""
+    of_cells = []
+    for cell in cells:
+        held = [f"{who} {number} ({part.awake or part.gpus:g})" for (who, number), part in cell.held.items()]
+        of_cells.append(", ".join(held))
+    return "; ".join(of_cells) or "nothing"
+
+
+def find_room(parts: dict[str, Part], gpus: float) -> list[Cell]:
+    """The largest parts spread first, ranks before all that may share a GPU. Where that does not fit they are
+    packed, the parts in any order. ValueError with the first placement that was tried where nothing fits."""
+
+    def rank_of(name):
+        part = parts[name]
+        takes_gpus_whole = part.gpus > 1
+        return not (takes_gpus_whole or part.apart), -part.gpus
+
+    names = sorted(parts, key=rank_of)
+    try:
+        return deal(parts, names, gpus, spread=True)
+    except ValueError as error:
+        refusal = error
+    for order in itertools.permutations(names):
+        with contextlib.suppress(ValueError):
+            return deal(parts, order, gpus, spread=False)
+    raise refusal
 
 
 def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
     """The bundles to reserve on so many GPUs, and {(name, number): (bundle, GPUs)} for each process.
 
-    A bundle has one GPU, or those of one server. The largest processes come first. Each goes to the GPU with
-    room where fewest of its own kind are, then least is taken; a new GPU is opened rather than two of a kind
-    put together. ValueError with the placement that was tried where they do not fit.
+    A bundle has one GPU, or those of one server. ValueError where they do not fit.
     """
-    cells = []  # (GPUs, {(name, number): its part of them})
-    for name, part in sorted(parts.items(), key=lambda item: -item[1].gpus):
-
-        def taken(held):
-            return sum(who == name for who, _ in held), sum(held.values())
-
-        for number in range(part.count):
-            fits = [held for size, held in cells if size == 1 and sum(held.values()) + part.gpus < 1.001
-                    and not (part.apart and taken(held)[0])] if part.gpus else []  # fmt: skip
-            held, size = min(fits, key=taken, default=None), math.ceil(part.gpus)
-            alike = held is not None and taken(held)[0] and part.gpus > ASLEEP
-            if (held is None or alike) and size <= gpus - sum(size for size, _ in cells):
-                cells.append((size, held := {}))
-            if held is None:
-                tried = [", ".join(f"{who} {i} ({share:g})" for (who, i), share in held.items())
-                         for _, held in cells]  # fmt: skip
-                raise ValueError(f"no room for {name} {number}, which takes {part.gpus:g} of {gpus:g} GPUs, "
-                                 f"beside {'; '.join(tried) or 'nothing'}; lower a share or a number")
-            held[name, number] = part.gpus
-    bundles = [{"CPU": sum(parts[name].cpus for name, _ in held)} | ({"GPU": size} if size else {})
-               for size, held in cells]  # fmt: skip
-    # Ray shows a process only GPUs that it has a part of: a full one gives up a little for who sleeps there
-    return bundles, {who: (index, max(share - 0.001, ASLEEP) if sum(held.values()) > 1 == size else share)
-                     for index, (size, held) in enumerate(cells) for who, share in held.items()}  # fmt: skip
+    bundles, where = [], {}
+    for index, cell in enumerate(find_room(parts, gpus)):
+        bundle = {"CPU": sum(part.cpus for part in cell.held.values())}
+        if cell.gpus:
+            bundle["GPU"] = cell.gpus
+        bundles.append(bundle)
+        is_full = cell.gpus == 1 < sum(part.gpus for part in cell.held.values())
+        for who, part in cell.held.items():
+            share = part.gpus
+            if is_full:  # Ray shows a process only GPUs that it has a part of: a little is left for who sleeps
+                share = max(share - 0.001, ASLEEP)
+            where[who] = index, share
+    return bundles, where
 
 
 class Places:

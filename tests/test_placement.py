@@ -1,8 +1,10 @@
 """Who gets which GPU: the layout by hand, and what each process sees of GPUs that Ray only believes in."""
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import re
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -55,6 +57,58 @@ def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
     assert second == {"rank 1": 0.999, "judge 1": ASLEEP}
 
 
+def test_judges_that_sleep_take_no_more_than_their_gpu_when_they_wake():
+    judges = Part(5, 0, ASLEEP, awake=0.43)
+    held = on_gpus({"rank": Part(1, 0, 1.0, apart=True), "judge": judges}, 4)
+    assert sorted(sum(who.startswith("judge") for who in one) for one in held) == [1, 1, 1, 2]
+    # the policy's server does not sleep, ranks give their memory back
+    beside = {"rank": Part(2, 0, 0.7, apart=True), "server": Part(1, 0, 0.3)}
+    first, second = on_gpus(beside | {"judge": Part(1, 0, ASLEEP, awake=0.8)}, 2)
+    assert set(first) == {"rank 0", "server 0"} and set(second) == {"rank 1", "judge 0"}
+    with pytest.raises(ValueError, match=r"judge 1, which takes 0.8 of 2 GPUs, beside .*judge 0 \(0.8\); lower"):
+        layout(beside | {"judge": Part(2, 0, ASLEEP, awake=0.8)}, 2)
+
+
+def can_fit(parts, gpus):
+    """Whether ranks (the first part, each on a GPU of its own) and the others fit: all ways of filling one
+    GPU after the other."""
+    ranks, *others = parts.values()
+    gpus -= sum(int(part.gpus) * part.count for part in others if part.gpus >= 1)
+    others = [part for part in others if part.gpus < 1]
+    wanted = tuple(part.count for part in others)
+    reached = {(0,) * len(others)}
+    for number in range(gpus):
+        room = 1.0 - (ranks.gpus if number < ranks.count else 0.0)
+        numbers = [range(int(room / part.gpus + 1e-9) + 1) for part in others]
+        full = [
+            each
+            for each in itertools.product(*numbers)
+            if sum(n * part.gpus for n, part in zip(each, others)) < room + 1e-9
+        ]
+        reached = {tuple(map(min, map(sum, zip(so_far, each)), wanted)) for so_far in reached for each in full}
+    return ranks.count <= gpus and wanted in reached
+
+
+def test_plans_that_fit_are_not_refused():
+    ranks = Part(8, 0, 0.4, apart=True)
+    assert len(on_gpus({"rank": ranks, "server": Part(4, 0, 0.5), "judge": Part(4, 0, 0.45)}, 8)) == 8
+    rng, fitting, refused = random.Random(0), 0, []
+    shares = [0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 1.0, 2.0]
+    while fitting < 1000:
+        gpus = rng.randint(1, 8)
+        parts = {"rank": Part(rng.randint(1, gpus), 0, rng.choice([0.3, 0.4, 0.5, 0.6, 0.7, 1.0]), apart=True)}
+        for name in ("server", "judge", "rm")[: rng.choice([1, 2, 2, 2, 3])]:
+            parts[name] = Part(rng.randint(1, gpus + gpus * (name == "server")), 0, rng.choice(shares))
+        if can_fit(parts, gpus):
+            fitting += 1
+            try:
+                placed = on_gpus(parts, gpus)
+                assert all(sum(held.values()) < 1.001 for held in placed if len(held) > 1)
+            except ValueError:
+                refused.append((parts, gpus))
+    assert len(refused) <= 0.002 * fitting, refused[:3]
+
+
 @pytest.mark.parametrize(
     "parts, gpus, message",
     [
@@ -63,7 +117,7 @@ def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
         (
             {"rank": Part(2, 0, 0.5, apart=True), "server": Part(2, 0, 0.6)},
             2,
-            "rank 0, which takes 0.5 of 2 GPUs, beside server 0 (0.6); server 1 (0.6); lower a share",
+            "server 0, which takes 0.6 of 2 GPUs, beside rank 0 (0.5); rank 1 (0.5); lower a share",
         ),
         ({"rank": Part(7, 0, 1.0), "server": Part(1, 0, 2.0)}, 8, "rank 6, which takes 1 of 8 GPUs"),
     ],
@@ -82,7 +136,7 @@ def test_the_parts_of_a_run(monkeypatch):
     assert parts["rank"] == Part(4, 0.25, 0.5, apart=True) and parts["policy server"] == Part(2, 0.5, 2.0)
     assert parts["genrm"] == parts["rm"] == Part(3, 0.5, 0.25)
     asleep = parts_of(config_of(**changes, reward_mode="colocate"))
-    assert asleep["genrm"].gpus == ASLEEP and asleep["policy server"].gpus == 2.0
+    assert asleep["genrm"] == Part(3, 0.5, ASLEEP, awake=0.25) and asleep["policy server"].gpus == 2.0
     own = parts_of(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
     assert own["genrm"].gpus == 1.0  # a GPU of its own: there is nobody to sleep for
 
