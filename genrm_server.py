@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partialmethod
@@ -97,6 +98,9 @@ ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do t
 MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
 CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
+# A GPU, of whichever machine -> who starts on it, of whichever model: vLLM measures what it takes of the GPU's
+# memory, and would count in a neighbour that starts meanwhile.
+STARTING = defaultdict(threading.Lock)
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
 
 
@@ -124,6 +128,11 @@ class Router(Process):
                    config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
         super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
+
+
+def last_line(error: Exception) -> str:
+    """Where Ray says what went wrong in an actor, after a traceback."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 class ModelServers:
@@ -155,10 +164,8 @@ class ModelServers:
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
         slots = [self.router, *self.slots]
         self.threads = [threading.Thread(target=self.keep, args=[slot], daemon=True) for slot in slots]
-        for thread, slot in zip(self.threads, slots):
+        for thread in self.threads:
             thread.start()
-            while config.gpu_share < 1 and not (slot.ready or self.failure):
-                time.sleep(0.1)  # vLLM measures what it takes of the GPU, and would count in its neighbour
         if wait:
             self.wait_ready()
 
@@ -194,7 +201,7 @@ class ModelServers:
                 end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines') or '(nothing)'}"
                 died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
-                what, end = f"cannot be run ({type(error).__name__}: {str(error):.200})", f"log: {slot.log}"
+                what, end = f"cannot be run ({type(error).__name__}: {last_line(error):.200})", f"log: {slot.log}"
             if self.stopping.is_set():
                 break
             if not self.all_ready.is_set():
@@ -215,11 +222,16 @@ class ModelServers:
     def run(self, slot: Slot) -> str:
         """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
         slot.ready, is_router = False, slot is self.router
-        if not is_router:
-            self.before_starting(slot)
-        slot.url = self.call(slot, "start")
-        started = seen = time.monotonic()
+        turn = contextlib.ExitStack()
         try:
+            if not is_router:
+                if self.config.device == "cuda" and self.config.gpu_share < 1:
+                    turn.enter_context(STARTING[self.call(slot, "gpu")])
+                if self.stopping.is_set():
+                    return "was stopped"
+                self.before_starting(slot)
+            slot.url = self.call(slot, "start")
+            started = seen = time.monotonic()
             while not self.stopping.wait(WATCH_EVERY):
                 status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                 silent = time.monotonic() - seen
@@ -234,10 +246,13 @@ class ModelServers:
                     return f"was not ready after {silent:.1f} s (--startup-timeout)"
                 elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
                     return f"hangs: no answer of /health for {silent:.0f} s"
+                if slot.ready:
+                    turn.close()
                 if self.router.ready and all(other.joined for other in self.slots):
                     self.all_ready.set()
             return "was stopped"
         finally:
+            turn.close()
             self.leave(slot)
 
     def join(self, slot: Slot, seconds: float) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import hmac
 import json
 import os
-import re
+import secrets
 import shutil
 import signal
 import socket
@@ -26,7 +26,11 @@ HERE = str(Path(__file__).parent)
 def share(things: list, count: int) -> list[list]:
     """Deals `things` (cores) evenly to `count` servers; where there are fewer things, some share one."""
     n = len(things)
-    return [things[i * n // count:(i + 1) * n // count] or [things[i % n]] for i in range(count)]
+    parts = []
+    for i in range(count):
+        part = things[i * n // count:(i + 1) * n // count]
+        parts.append(part or [things[i % n]])
+    return parts
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -49,6 +53,7 @@ sys.path.insert(0, here)
 from vllm_server import end_group, shared_memory
 if os.getppid() != int(parent):
     sys.exit("the program that started this has ended")
+os.mkdir(folder, 0o700)
 if os.fork() == 0:
     if os.fork() == 0:
         select.select([watched], [], [])
@@ -62,13 +67,17 @@ os.execv(command[0], command)
 
 
 def shared_memory(group: int) -> list[str]:
-    """The files of the shared memory that the processes of this group have."""
-    found = []
+    """The files of the shared memory that the processes of this group have mapped. They are told by their
+    inodes: a semaphore's file has another name than when it was mapped."""
+    inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            if os.getpgid(int(maps.parent.name)) == group:
-                found += re.findall(r"/dev/shm/[^/\s]+$", maps.read_text(), re.MULTILINE)
-    return found
+            if os.getpgid(int(maps.parent.name)) != group:
+                continue
+            for line in maps.read_text().splitlines():
+                if " /dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))
+    return [file.path for file in os.scandir("/dev/shm") if file.inode() in inodes]
 
 
 def end_group(group: int, folder: str, memory: list[str]) -> None:
@@ -80,31 +89,51 @@ def end_group(group: int, folder: str, memory: list[str]) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def temporary_folder() -> str:
+    """The name of a folder for a child's sockets: vLLM appends 37 characters, and a path of 107 is the limit."""
+    base = tempfile.gettempdir()
+    if len(base) > 56:
+        base = "/tmp"
+    return f"{base}/vllm_{secrets.token_hex(4)}"
+
+
 class Process:
     """A child in a process group of its own, with a log; the group ends with it, and with this program."""
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = ""):
-        self.log, self.command, self.env, self.url = log, command, env, url
-        self.log_start, self.child = 0, None
+        self.log = log
+        self.command = command
+        self.env = env
+        self.url = url
+        self.log_start = 0
+        self.child = None
 
     def start(self) -> str:
         """Starts it (again) and returns its URL."""
         self.stop(patience=0)  # an engine can outlive its API server
         self.log.parent.mkdir(parents=True, exist_ok=True)  # again: somebody may have tidied up
+        self.folder = temporary_folder()  # made by the guard, once it sees to its removal
+        guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
         with open(self.log, "ab") as file:
-            self.log_start, self.folder = file.tell(), tempfile.mkdtemp(prefix="vllm_")
-            guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
+            self.log_start = file.tell()
             self.child = subprocess.Popen(
-                [*guard, *self.command], env=self.env | {"TMPDIR": self.folder}, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+                guard + self.command,
+                env=self.env | {"TMPDIR": self.folder},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
         return self.url
 
     def alive(self) -> bool:
-        return (child := self.child) is not None and child.poll() is None
+        child = self.child
+        return child is not None and child.poll() is None
 
     def stop(self, patience: float = 5.0) -> None:
         """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is a process, too)."""
-        child, self.child = self.child, None  # at once: another thread may stop it too
+        child = self.child
+        self.child = None  # at once: another thread may stop it too
         if child:
             memory = shared_memory(child.pid)  # vLLM does not remove all of it
             child.terminate()
@@ -115,8 +144,10 @@ class Process:
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
         """The last lines that the child has written since it was started, and that have this in them."""
-        written = self.log.read_bytes() if self.log.exists() else b""  # somebody may have tidied up
-        lines = written[self.log_start:].decode("utf-8", "replace").splitlines()
+        if not self.log.exists():  # somebody may have tidied up
+            return ""
+        written = self.log.read_bytes()[self.log_start:]
+        lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
 
     def said(self, text: str) -> str:
@@ -124,26 +155,34 @@ class Process:
         return self.last_lines(text, 1)
 
 
+def refusal(text: str, status: int):
+    """An error as one quoted text: functions that ignore the status look for keys of a dict, and this is none."""
+    from starlette.responses import Response
+    return Response(json.dumps(text), status, media_type="text/plain")
+
+
 class KeyGuard:
     """The servers' --middleware: asks for their key on every path but /health. vLLM's own look at the key is
     for /v1 alone, not for /tokenize, /metrics, and the control endpoints, which can swap the weights."""
 
     def __init__(self, app):
-        self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope, receive, send):
         app = self.app
-        if scope["type"] != "lifespan" and scope["path"] != "/health" and not hmac.compare_digest(
-                dict(scope["headers"]).get(b"authorization", b""), self.expected):
-            from starlette.responses import JSONResponse
-            app = JSONResponse({"error": {"message": "missing or wrong key", "code": 401}}, 401)
+        if scope["type"] != "lifespan" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                app = refusal("missing or wrong key", 401)
         await app(scope, receive, send)
 
 
 class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams."""
+    "output_ids", "meta_info"} or a list of them. An error is that of /v1/completions as one text. Left out:
+    streams."""
 
     def __init__(self, app):
         self.app = app
@@ -151,30 +190,63 @@ class Generate:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or scope["path"] != "/generate":
             return await self.app(scope, receive, send)
-        from starlette import requests, responses
-        bodies, messages = [await requests.Request(scope, receive).body()], []
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # else /v1/completions refuses it
-            asked = json.loads(bodies[0])
-            params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
-            prompt = asked.get("input_ids") or asked.get("text")
-            params |= dict(prompt=prompt, max_tokens=params.pop("max_new_tokens"), return_token_ids=True)
-            bodies = [json.dumps(params).encode()]
+        from starlette.requests import Request
+        from starlette.responses import Response
+        asked = as_completion(await Request(scope, receive).body())
+        status, body = await self.complete(scope, receive, asked)
+        if status == 200:
+            answers = as_sglang(json.loads(body))
+            prompt = json.loads(asked)["prompt"]
+            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+            if not several and len(answers) == 1:
+                answers = answers[0]
+            response = Response(json.dumps(answers), media_type="application/json")
+        else:
+            response = refusal(body.decode("utf-8", "replace"), status)
+        await response(scope, receive, send)
+
+    async def complete(self, scope, receive, body: bytes) -> tuple[int, bytes]:
+        """What /v1/completions answers: status and body."""
+        bodies = [body]
+        messages = []
 
         async def give():
-            return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
+            return await receive()
 
         async def keep(message):
             messages.append(message)
+
         await self.app(scope | {"path": "/v1/completions"}, give, keep)
-        status, body = messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
-        if status == 200:
-            full = json.loads(body)
-            answers = [dict(text=one["text"], output_ids=(ids := one["token_ids"]), meta_info=dict(
-                id=full["id"], finish_reason={"type": one["finish_reason"]}, completion_tokens=len(ids),
-                prompt_tokens=len(one["prompt_token_ids"]))) for one in full["choices"]]
-            many = len(answers) > 1 or isinstance(prompt, list) and not isinstance(prompt[0], int)
-            body = json.dumps(answers if many else answers[0])
-        await responses.Response(body, status, media_type="application/json")(scope, receive, send)
+        return messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+
+
+def as_completion(body: bytes) -> bytes:
+    """SGLang's request as one for /v1/completions; what is none is left for that to refuse."""
+    try:
+        asked = json.loads(body)
+        params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
+        params["max_tokens"] = params.pop("max_new_tokens")
+        params["prompt"] = asked.get("input_ids") or asked.get("text")
+    except (ValueError, TypeError, AttributeError):
+        return body
+    return json.dumps(params | {"return_token_ids": True}).encode()
+
+
+def as_sglang(completion: dict) -> list[dict]:
+    """The answer of /v1/completions in SGLang's shape."""
+    answers = []
+    for choice in completion["choices"]:
+        meta_info = {
+            "id": completion["id"],
+            "finish_reason": {"type": choice["finish_reason"]},
+            "completion_tokens": len(choice["token_ids"]),
+            "prompt_tokens": len(choice["prompt_token_ids"]),
+        }
+        answer = {"text": choice["text"], "output_ids": choice["token_ids"], "meta_info": meta_info}
+        answers.append(answer)
+    return answers
 
 
 class VllmServer(Process):
@@ -183,41 +255,72 @@ class VllmServer(Process):
     `driver_node`, where the router is, it listens on its node's address."""
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
-        host = "127.0.0.1"
+        self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # asked here: a restart may move the actor
             import ray
-            host = ray.util.get_node_ip_address()
-        self.reserved = reserve(host)
+            self.host = ray.util.get_node_ip_address()
+        self.reserved = reserve(self.host)
         port = self.reserved.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model,
-                   "--host", host, "--port", str(port), "--served-model-name", config.served_model_name,
-                   "--tensor-parallel-size", str(config.tensor_parallel_size), "--disable-uvicorn-access-log",
-                   "--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard",
-                   "--seed", str(config.seed + index)]
-        env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key,
-                   PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{HERE}")  # for the middleware
-        env |= {"HF_HUB_OFFLINE": "1"} if os.path.exists(config.model) else {}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", config.model, "--host", self.host, "--port", str(port)]
+        command += ["--served-model-name", config.served_model_name]
+        command += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+        command += ["--disable-uvicorn-access-log", "--seed", str(config.seed + index)]
+        command += ["--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard"]
+        env = dict(os.environ)
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        env["VLLM_API_KEY"] = config.server_key
+        env["PYTHONPATH"] = env.get("PYTHONPATH", "") + os.pathsep + HERE  # for the middleware
+        if os.path.exists(config.model):
+            env["HF_HUB_OFFLINE"] = "1"
+        if config.control or config.sleep_mode:
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, /sleep
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
-            cores = config.cpus.split(",") if config.cpus else sorted(os.sched_getaffinity(0))
-            ranks = share(share(cores, parts)[part], config.tensor_parallel_size)
-            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more; starts 8 s sooner
-            env["GUARD_CORES"] = "|".join(",".join(map(str, rank)) for rank in ranks)
-            env["VLLM_CPU_OMP_THREADS_BIND"] = env["GUARD_CORES"]  # read for several ranks alone
-            env["OMP_NUM_THREADS"] = str(len(ranks[0]))
+            env |= on_cores(env, deal_cores(config, part, parts))
         else:
-            command += ["--dtype", config.dtype or "auto"] + ["--enable-sleep-mode"] * config.sleep_mode
+            command += ["--dtype", config.dtype or "auto"]
+            if gpus:
+                env["CUDA_VISIBLE_DEVICES"] = gpus
+            if config.sleep_mode:
+                command.append("--enable-sleep-mode")
             if config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
-            env |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        env |= {"VLLM_SERVER_DEV_MODE": "1"} if config.control or config.sleep_mode else {}  # /collective_rpc
-        command += ["--runner", "pooling"] * (config.task == "classify")
-        command += ["--max-model-len", str(config.max_model_len)] * (config.max_model_len > 0)
+        if config.task == "classify":
+            command += ["--runner", "pooling"]
+        if config.max_model_len:
+            command += ["--max-model-len", str(config.max_model_len)]
         command += config.vllm_args
-        super().__init__(config.log_dir / f"server_{index}.log", command, env, f"http://{host}:{port}")
+        super().__init__(config.log_dir / f"server_{index}.log", command, env, f"http://{self.host}:{port}")
 
     def node(self) -> str:
         """Where this actor is."""
         import ray
         return ray.get_runtime_context().get_node_id()
+
+    def gpu(self) -> tuple[str, str]:
+        """The machine and its GPUs that this server is on."""
+        return self.host, self.env.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def deal_cores(config, part: int, parts: int) -> list[list[str]]:
+    """The cores of each of a server's processes. ValueError where one of --cpus is not there."""
+    here = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    cores = config.cpus.split(",") if config.cpus else here
+    for core in cores:
+        if core not in here:
+            raise ValueError(f"--cpus {config.cpus}: there is no core {core} here; the cores are {','.join(here)}")
+    return share(share(cores, parts)[part], config.tensor_parallel_size)
+
+
+def on_cores(env: dict[str, str], cores: list[list[str]]) -> dict[str, str]:
+    """Environment variables for a server whose processes have these cores."""
+    bound = "|".join(",".join(of_process) for of_process in cores)
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        # no process more; starts 8 s sooner
+        "VLLM_ENABLE_V1_MULTIPROCESSING": env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        "GUARD_CORES": bound,
+        "VLLM_CPU_OMP_THREADS_BIND": bound,  # read for several processes alone
+        "OMP_NUM_THREADS": str(len(cores[0])),
+    }

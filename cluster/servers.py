@@ -73,7 +73,12 @@ class PolicyServers:
 
     def start(self, config: Config) -> None:
         self.write_weights()
+        self.say(self.folder.warning)
         self.service = ModelServers(config, "policy", before_joining=self.is_current)
+
+    def say(self, warning: str) -> None:
+        if warning:
+            print(f"policy servers: {warning}", flush=True)
 
     def write_weights(self) -> None:
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
@@ -157,7 +162,7 @@ class ClusterServers(PolicyServers):
             gone = self.policy.send_weights(list(new.values()), self.dtype) if new else ()
             for index, (node, folder) in enumerate(new.items()):
                 if index not in gone:
-                    ray.get(folder.publish.remote())
+                    self.say(ray.get(folder.publish.remote()))
                     self.folders[node] = folder
 
     def sync(self) -> None:
@@ -219,10 +224,13 @@ class WeightFolder:
     """
 
     def __init__(self, path: str, files: dict[str, bytes], size: int):
-        shared = shutil.disk_usage("/dev/shm").free > 1.1 * size
         remove_abandoned()
-        self.path = Path(path)
-        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/dev/shm" if shared else None))
+        self.path, free, base, self.warning = Path(path), shutil.disk_usage("/dev/shm").free, "/dev/shm", ""
+        if free < 1.1 * size:
+            base = tempfile.gettempdir()
+            self.warning = (f"weights go through {base}, which may be a slow disk: old and new ones are "
+                            f"{size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it")
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
         self.lock = lock(self.folder)
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -232,8 +240,8 @@ class WeightFolder:
         """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
         (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
 
-    def publish(self) -> None:
-        """The parts that came since the last time take the place of the old ones."""
+    def publish(self) -> str:
+        """The parts that came since the last time take the place of the old ones. Returns what is to be said of it."""
         new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
         for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
             path.unlink()
@@ -242,6 +250,7 @@ class WeightFolder:
         if self.path.resolve() != self.folder.resolve():  # not before: this may be a late one, given up
             self.path.unlink(missing_ok=True)
             self.path.symlink_to(self.folder)
+        return self.warning
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

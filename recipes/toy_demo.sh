@@ -3,6 +3,7 @@
 # policies are trained from the same start, one with the rule only, one with FAPO. Another seed:
 # SEED=1 bash recipes/toy_demo.sh
 source "$(dirname "$0")/toy_runs.sh"
+refuse_taken_port
 SEED=${SEED:-0}
 RUNS=outputs/demo_seed$SEED
 rm -rf "$RUNS"  # of an earlier demo

@@ -3,8 +3,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1
-PORT=${PORT:-30123}
+PORT=${PORT:-$((20000 + RANDOM % 10000))}  # of the judge: several demos may run on one machine
 stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
+
+refuse_taken_port() {  # or a run would be judged by somebody else's judge
+  ! (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null || {
+    echo "error: port $PORT is taken, perhaps by another demo; name a free one: PORT=$((PORT + 1)) bash $0" >&2
+    exit 1
+  }
+}
 
 stop_all() {  # what runs in the background, when the script ends; a run is the child of its job's shell
   for job in $(jobs -p); do
@@ -25,6 +32,7 @@ train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]: to find t
 }
 
 serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: one vLLM server behind the router, until the script ends
+  refuse_taken_port
   python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
   # Asked by the shell itself: a Python a second would hold the server up.

@@ -12,9 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,6 +39,7 @@ ROOT = Path(__file__).parent.parent
 # vLLM it has an "engine", a process of its own that would outlive it, and shared memory.
 STAND_IN = """
 import json, mmap, os, subprocess, sys, time
+from _multiprocessing import SemLock
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def told(name): return os.path.exists(os.path.join(argument("--model"), name))
@@ -43,6 +49,7 @@ engine = subprocess.Popen(["sleep", "1000"])
 with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed
     memory.truncate(4096)
     mapped = mmap.mmap(memory.fileno(), 4096)
+semaphore = SemLock(1, 1, 1, f"/mp-{os.getpid()}", False)  # its file is mapped under another name
 open(os.environ["TMPDIR"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
@@ -109,6 +116,14 @@ def settings(folder, **changes):
 @contextmanager
 def running(config, **more):
     servers = ModelServers(config, **more)
+    try:
+        yield servers
+    finally:
+        servers.shutdown()
+
+
+@contextmanager
+def serving(servers):
     try:
         yield servers
     finally:
@@ -236,6 +251,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(model="name"), "--model name"),
         (dict(num_servers=0), "--num-servers 0"),
         (dict(cpus="0;1"), "--cpus 0;1"),
+        (dict(cpus="0,4099"), "--cpus 0,4099: there is no core 4099 here; the cores are 0"),
         (dict(port=-1), "--port -1"),
         (dict(startup_timeout=0), "--startup-timeout"),
         (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
@@ -334,20 +350,49 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
         assert servers.router_address == address and ask(f"http://{address}")
 
 
-def test_servers_that_share_a_gpu_start_one_after_the_other(stand_in):
-    """vLLM measures how much of the device's memory it takes by what was free before and is free after."""
-    started = []
+@pytest.fixture
+def four_on_two_gpus(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    return settings(stand_in, num_servers=4, device="cuda", gpu_share=0.4)
+
+
+def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
+    """And again after deaths. vLLM measures how much of the device's memory it takes by what was free before
+    and is free after."""
+    starting, at_once = set(), []
+
+    def gpu_of(slot):
+        return slot.server.env["CUDA_VISIBLE_DEVICES"]
 
     def before_starting(slot):
-        assert all(earlier.ready for earlier in started), "the one before is not ready"
-        started.append(slot)
+        at_once.extend(other for other in starting if gpu_of(other) == gpu_of(slot))
+        starting.add(slot)
 
-    config = settings(stand_in, num_servers=3, gpu_share=0.3)
-    servers = genrm_server.ModelServers(config, before_starting=before_starting)
-    try:
-        assert [slot.name for slot in started] == ["server 0", "server 1", "server 2"]
-    finally:
-        servers.shutdown()
+    def before_joining(slot):
+        time.sleep(0.2)
+        starting.discard(slot)
+        return True
+
+    hooks = dict(before_starting=before_starting, before_joining=before_joining)
+    with running(four_on_two_gpus, **hooks) as servers:
+        assert not at_once
+        for number in (0, 1):
+            os.kill(told(servers, number)["pids"][0], signal.SIGKILL)
+        until(lambda: [slot.restarts for slot in servers.slots] == [1, 1, 0, 0])
+        until(lambda: all(slot.joined for slot in servers.slots))
+        assert not at_once
+
+
+def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
+    started, end = [], time.monotonic() + 30
+
+    def wait_for_the_other_gpus(slot):
+        assert time.monotonic() < end, started
+        return {"server 0", "server 1"} & set(started) and {"server 2", "server 3"} & set(started)
+
+    hooks = dict(before_starting=lambda slot: started.append(slot.name), before_joining=wait_for_the_other_gpus)
+    with running(four_on_two_gpus, **hooks):
+        assert len(started) == 4
 
 
 @pytest.mark.slow
@@ -486,6 +531,28 @@ def test_the_key_guard(monkeypatch):
         vllm_server.KeyGuard(None)
 
 
+@pytest.mark.parametrize("key", ["Bearer k", "Bearer wrong"])
+def test_errors_on_generate_have_no_keys_that_a_reward_function_could_look_for(key, monkeypatch):
+    import httpx
+    from starlette.responses import JSONResponse
+
+    async def vllm(scope, receive, send):
+        assert scope["path"] == "/v1/completions"
+        await JSONResponse({"error": {"message": "too long"}}, 400)(scope, receive, send)
+
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    app = vllm_server.KeyGuard(vllm_server.Generate(vllm))
+
+    async def post():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.post("/generate", json={"text": "1"}, headers={"Authorization": key})
+
+    answer = asyncio.run(post())
+    status, said = (400, "too long") if key == "Bearer k" else (401, "missing or wrong key")
+    assert answer.status_code == status and answer.headers["content-type"].startswith("text/plain")
+    assert said in json.loads(answer.text) and isinstance(json.loads(answer.text), str)
+
+
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert (
@@ -562,6 +629,18 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     finally:
         servers.shutdown()
     assert not servers.folder.folder.exists()
+
+
+def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
+    policy = policy_of(copy.deepcopy(model))
+    with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
+        assert "/dev/shm" not in capfd.readouterr().out
+        assert servers.folder.folder.parent == Path("/dev/shm")
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if "/dev/shm" in line]
+        assert "policy servers: " in line and str(servers.folder.folder.parent) in line
 
 
 def test_sleep_and_wake(stand_in, capfd, monkeypatch):
@@ -658,17 +737,52 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         router, urls = read_addresses(process)
         seen = ask(router)
         assert seen["argv"][-2:] == ["--max-num-seqs", "9"]
-        memory, sockets = Path(f"/dev/shm/psm_{seen['pids'][0]}"), Path(seen["env"]["TMPDIR"])
-        assert memory.exists() and sockets.exists()
+        pid, sockets = seen["pids"][0], Path(seen["env"]["TMPDIR"])
+        memory, semaphore = Path(f"/dev/shm/psm_{pid}"), Path(f"/dev/shm/sem.mp-{pid}")
+        assert memory.exists() and semaphore.exists() and sockets.exists()
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
         process.send_signal(number)
         process.wait(120)
         assert process.returncode == (-9 if number == signal.SIGKILL else 0)
         until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))
-        assert not memory.exists() and not sockets.exists()
+        assert not memory.exists() and not semaphore.exists() and not sockets.exists()
     finally:
         process.kill()
+
+
+KILLED_EARLY = """
+import os, sys
+from pathlib import Path
+from vllm_server import Process
+Process(Path(sys.argv[1], "log"), [sys.executable, "-c", "pass"], dict(os.environ)).start()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_program_killed_before_its_child_has_begun_leaves_no_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], env=env, cwd=ROOT)
+    until(lambda: "the program that started this has ended" in (tmp_path / "log").read_text())
+    until(lambda: not any(str(tmp_path) in " ".join(child.cmdline()) for child in processes()))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def processes():
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            process.cmdline()
+            yield process
+
+
+def test_a_long_tmpdir_leaves_room_for_the_names_of_sockets(stand_in, tmp_path, monkeypatch):
+    """vLLM's sockets are called TMPDIR and a / and 36 characters; Linux takes 107."""
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with running(settings(stand_in)) as servers:
+        assert len(told(servers)["env"]["TMPDIR"]) + 37 <= 107
 
 
 FORKS = """
@@ -742,6 +856,34 @@ def test_exit_codes(stand_in):
     (stand_in / "die_at_start").touch()
     process = start_command(stand_in)
     assert "these weights do not fit" in process.communicate(timeout=120)[1] and process.returncode == 1
+
+
+@pytest.mark.parametrize("ends", ["before anything else", "when the judge would be served"])
+def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
+    """Else it would be judged by the other one's judge."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    kept = tmp_path / "outputs/demo_seed0/of an earlier demo"
+    kept.mkdir(parents=True)
+    script = "bash recipes/toy_demo.sh"
+    if ends != "before anything else":
+        script = "source recipes/toy_runs.sh; serve_judge model logs; echo served"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
+        threading.Thread(target=other.serve_forever).start()
+        env = os.environ | {"PORT": str(other.server_port)}
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+        other.shutdown()
+    assert done.returncode == 1 and kept.exists()
+    line = f"error: port {other.server_port} is taken, perhaps by another demo; name a free one: PORT="
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1 and not done.stdout
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
 
 
 # ---- with the real vLLM --------------------------------------------------------------------------
