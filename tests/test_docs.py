@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import types
 
 import pytest
 
@@ -124,6 +125,11 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
     assert names["my_rule"](solution_str="2+2\n#### 4", **about) == 1.0
+    trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
+        float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip
+    monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
+    monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # its accuracy_reward(completions, solution, **kwargs)
+    assert names["from_trl"](solution_str="it is 4", **about) == 1.0
     answers = ["it is #### 4", "#### 4", "5", "#### 5"]
     assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
