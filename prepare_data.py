@@ -16,12 +16,11 @@ Left out: data larger than memory, filters (trainer). Needs compute_score.py; fo
 
 import csv
 import json
-import os
-import random
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
@@ -31,93 +30,122 @@ import tyro
 from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
-PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
+PROMPT = "{}\n\nPlease reason step by step, and put your final answer{} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
 QUESTION = "problem|Problem|prompt|question"  # what the data sets call it
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
-TEXT, INT = pa.string(), pa.int64()
+TEXT = pa.string()
+INT = pa.int64()
 
 
-def _schema(ground_truth: pa.DataType, **extra: pa.DataType) -> pa.DataType:
+def _schema(ground_truth, **extra):
     return pa.struct({
-        "data_source": TEXT, "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})), "ability": TEXT,
+        "data_source": TEXT,
+        "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+        "ability": TEXT,
         "reward_model": pa.struct({"style": TEXT, "ground_truth": ground_truth}),
-        "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra)})  # fmt: skip
+        "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra),
+    })
 
 
 REASONING = _schema(TEXT)
-CRITIC = _schema(INT, total_steps=INT, question_index=INT, subset=TEXT, final_answer_correct=pa.bool_())
+CRITIC = _schema(
+    INT,
+    total_steps=INT,
+    question_index=INT,
+    subset=TEXT,
+    final_answer_correct=pa.bool_(),
+)
 MAY_BE_NULL = ("question_index", "subset", "final_answer_correct")
 ONE_OF = {"prompt.role": ("system", "user", "assistant"), "extra_info.split": ("train", "test")}
+PYTHON = {TEXT: str, INT: int}
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+WITH_MARK = "utf-8-sig"  # spreadsheets write a byte order mark
 
 
 def _check(value, kind: pa.DataType, where: str, name: str) -> None:
     if pa.types.is_struct(kind) and isinstance(value, dict):
         for field in kind:
             if field.name not in MAY_BE_NULL:
-                _check(value.get(field.name), field.type, where, f"{name}.{field.name}".strip("."))
+                inner = f"{name}.{field.name}".strip(".")
+                _check(value.get(field.name), field.type, where, inner)
     elif pa.types.is_list(kind) and isinstance(value, list) and value:
         for item in value:
             _check(item, kind.value_type, where, name)
     else:
-        fine = type(value) is {TEXT: str, INT: int}.get(kind)  # a bool is no int
-        if not fine or not str(value).strip() or value not in ONE_OF.get(name, (value,)):
-            expected = " or ".join(ONE_OF.get(name, [f"{kind}, not empty"]))
+        if name in ONE_OF:
+            is_fine = value in ONE_OF[name]
+            expected = " or ".join(ONE_OF[name])
+        else:
+            is_fine = type(value) is PYTHON.get(kind) and str(value).strip()  # a bool is no int
+            expected = f"{kind}, not empty"
+        if not is_fine:
             raise ValueError(f"{where}: {name} is {value!r:.80}; expected {expected}")
 
 
 def validate_row(row: dict, where: str) -> None:
     """Raises ValueError, naming `where`, the field and its value, of the first field off the schema."""
-    is_critic = row.get("ability") == "math_critic"
-    _check(row, CRITIC if is_critic else REASONING, where, "")
-    truth, steps = row["reward_model"]["ground_truth"], row["extra_info"].get("total_steps")
-    if is_critic and (steps < 1 or not -1 <= truth < steps):
+    schema = CRITIC if row.get("ability") == "math_critic" else REASONING
+    _check(row, schema, where, "")
+    truth = row["reward_model"]["ground_truth"]
+    steps = row["extra_info"].get("total_steps")
+    if schema is CRITIC and (steps < 1 or not -1 <= truth < steps):
         what = f"reward_model.ground_truth is {truth}, extra_info.total_steps {steps}"
         raise ValueError(f"{where}: {what}; expected -1 .. total_steps - 1")
 
 
-def read_rows(path: Path, needed: tuple[str, ...] | list[str] = ()) -> list[dict]:
+def read_rows(path: Path, needed=()) -> list[dict]:
     """The rows of a parquet, JSONL, JSON (a list of objects) or CSV file, each with the columns `needed`
     (extra_info may be null). Raises ValueError naming the file, the row and what is wrong with it.
     """
-    kind, place, rows = path.suffix.lower(), "", []
-    if kind not in (".parquet", ".jsonl", ".json", ".csv"):
+    kind = path.suffix.lower()
+    if kind not in SUFFIXES:
         raise ValueError(f"{path}: the name must end with .parquet or .jsonl (or .json or .csv)")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    place = str(path)
+    rows = []
     try:
         if kind == ".parquet":
             rows = pq.read_table(path).to_pylist()
+        elif kind == ".csv":
+            with path.open(newline="", encoding=WITH_MARK) as file:
+                rows = list(csv.DictReader(file))
         else:
-            with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-                if kind == ".csv":
-                    rows = list(csv.DictReader(file))
-                elif (text := file.read()).lstrip().startswith("["):
-                    rows = list(map(dict, json.loads(text)))
-                else:
-                    for number, line in enumerate(text.split("\n"), 1):
-                        place = f", line {number}"
-                        rows += [dict(json.loads(line))] if line.strip() else []
+            text = path.read_text(encoding=WITH_MARK)
+            if text.lstrip().startswith("["):
+                rows = list(map(dict, json.loads(text)))
+            else:
+                for number, line in enumerate(text.split("\n"), 1):
+                    place = f"{path}, line {number}"
+                    if line.strip():
+                        rows.append(dict(json.loads(line)))
     except (ValueError, TypeError, csv.Error) as error:  # pyarrow's and json's are ValueErrors
-        raise ValueError(f"{path}{place}: not a readable {kind} file: {error}") from error
+        raise ValueError(f"{place}: not a readable {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: no rows")
     for number, row in enumerate(rows):
-        where = f"{path} row {number}"
-        for column in needed:
-            if row.get(column) is None and (column not in row or column != "extra_info"):
-                raise ValueError(f"{where}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
-        truth = row.get("reward_model")
-        if needed and (type(truth) is not dict or truth.get("ground_truth") is None):
-            raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth")
-        if type(row.get("response", "")) is not str:
-            raise ValueError(f"{where}: response is {row['response']!r}; it must be a string")
+        _check_columns(row, needed, f"{path} row {number}")
     return rows
 
 
+
+
+def _check_columns(row: dict, needed, where: str) -> None:
+    for column in needed:
+        may_be_null = column == "extra_info" and column in row
+        if row.get(column) is None and not may_be_null:
+            raise ValueError(f"{where}: no {column!r} (there are {', '.join(row)}); see prepare_data.py")
+    truth = row.get("reward_model")
+    if needed and (type(truth) is not dict or truth.get("ground_truth") is None):
+        raise ValueError(f"{where}: reward_model is {truth!r}; it must be a dict with ground_truth")
+    if type(row.get("response", "")) is not str:
+        raise ValueError(f"{where}: response is {row['response']!r}; it must be a string")
+
+
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
-def _pick(raw: dict, columns: str) -> object:
+def _pick(raw: dict, columns: str):
     """The first of `columns` ("this|that") that is there and not empty. ValueError naming those there."""
     for column in columns.split("|"):
         if raw.get(column) not in (None, ""):
@@ -126,64 +154,84 @@ def _pick(raw: dict, columns: str) -> object:
 
 
 def _row(source: "Source", question: str, prompt: str, ground_truth, ability: str = "Math", **extra) -> dict:
-    return {"data_source": source.data_source, "prompt": [{"role": "user", "content": prompt}],
-            "ability": ability, "reward_model": {"style": "rule", "ground_truth": ground_truth},
-            "extra_info": {"split": source.split, "index": None, "question": question, **extra}}  # fmt: skip
+    return {
+        "data_source": source.data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": source.split, "index": None, "question": question, **extra},
+    }
 
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
     """Problem and final answer, under the hub's column names or those of common copies."""
-    question, answer = str(_pick(raw, QUESTION)), str(_pick(raw, source.answer)).strip()
+    question = str(_pick(raw, QUESTION))
+    answer = str(_pick(raw, source.answer)).strip()
     if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
-        if "####" not in answer:
+        _, mark, answer = answer.rpartition("####")
+        if not mark:
             raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
-        answer = answer.rsplit("####", 1)[1].strip().replace(",", "")
+        answer = answer.strip().replace(",", "")
     if source.data_source.startswith("aime"):  # integers 0-999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
             raise ValueError(f"column {source.answer!r} is {answer[:80]!r}; expected an integer 0 to 999")
         answer = str(int(answer))
-    return _row(source, question, PROMPT.format(question=question.strip(), what=""), answer)
+    return _row(source, question, PROMPT.format(question.strip(), ""), answer)
 
 
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     """Four choices in an order that depends on the seed and the question only: every build is the same."""
     question = str(_pick(raw, "Question"))
-    names = "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))
-    choices = [str(_pick(raw, name)).strip() for name in names]
+    columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    choices = [str(_pick(raw, column)).strip() for column in columns]
     order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
-    random.Random(f"{seed} {question}").shuffle(order)
-    problem = CHOICES.format(question, *(choices[i] for i in order))  # the judge needs the choices, too
-    prompt = PROMPT.format(question=problem, what=" (only the choice letter)")
+    Random(f"{seed} {question}").shuffle(order)
+    shuffled = [choices[position] for position in order]
+    problem = CHOICES.format(question, *shuffled)  # the judge needs the choices, too
+    prompt = PROMPT.format(problem, " (only the choice letter)")
     return _row(source, problem, prompt, "ABCD"[order.index(0)], ability="General")
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
     """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is."""
-    columns = "prompt", "reward_model", "extra_info", "data_source"
-    messages, reward_model, extra, name = (_pick(raw, column) for column in columns)
-    prompt, truth = messages[0]["content"], _pick(reward_model, "ground_truth")
+    messages = _pick(raw, "prompt")
+    truth = _pick(_pick(raw, "reward_model"), "ground_truth")
+    _, _, subset = _pick(raw, "data_source").partition("/")
+    prompt = messages[0]["content"]
     problem = re.search(r"\[Math Problem\]\n\n(.*?)\n\n\[Ground Truth\]", prompt, re.S)
-    steps = extra.get("total_steps") or len(re.findall(r"^<paragraph_\d+>$", prompt, re.M))
-    return _row(source, problem[1] if problem else prompt, prompt, int(truth), "math_critic",
-                total_steps=int(steps), question_index=extra.get("question_index"),
-                subset=[*name.split("/"), None][1], final_answer_correct=True)  # fmt: skip
+    steps = re.findall(r"^<paragraph_\d+>$", prompt, re.M)
+    return _row(
+        source,
+        problem[1] if problem else prompt,
+        prompt,
+        int(truth),
+        "math_critic",
+        total_steps=len(steps),
+        question_index=_pick(raw, "extra_info").get("question_index"),
+        subset=subset or None,
+        final_answer_correct=True,
+    )
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     """A solution in steps and the index of its first wrong one. `build_rows` adds raw["answer"]."""
-    problem, steps, label = str(_pick(raw, "problem")), _pick(raw, "steps"), int(_pick(raw, "label"))
-    if not (isinstance(steps, list) and all(isinstance(step, str) for step in steps)):
+    problem = str(_pick(raw, "problem"))
+    steps = _pick(raw, "steps")
+    if type(steps) is not list or not all(isinstance(step, str) for step in steps):
         raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (not in CSV)")
+    paragraphs = [step.strip() for step in steps]
     style = "tagged" if raw["answer"] else "no_truth"
-    prompt = format_critic_prompt(problem, raw["answer"], [step.strip() for step in steps], style)
-    return _row(source, problem, prompt, label, "math_critic", total_steps=len(steps), question_index=None,
-                subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
-                final_answer_correct=bool(_pick(raw, "final_answer_correct")))  # fmt: skip
-
-
-def build_ready_made(raw: dict, source: "Source", seed: int) -> dict:
-    """A row that is in the schema already; nothing is changed, columns outside the schema are dropped."""
-    return {field: _pick(raw, field) for field in REASONING.names}
+    return _row(
+        source,
+        problem,
+        format_critic_prompt(problem, raw["answer"], paragraphs, style),
+        int(_pick(raw, "label")),
+        "math_critic",
+        total_steps=len(steps),
+        question_index=None,
+        subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
+        final_answer_correct=bool(_pick(raw, "final_answer_correct")),
+    )
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
@@ -195,7 +243,6 @@ class Source(NamedTuple):  # one output file and where its rows come from
     files: str  # the hub's files, a glob pattern
     answer: str = ""  # columns, the first that is there: the hub's name, then those of common copies
     build: object = build_math  # raw row -> row
-    local: str = ""  # how local files are called, where not as the data source
 
 
 SOURCES = [
@@ -210,39 +257,41 @@ SOURCES = [
     Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
     Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
     Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
-    Source("processbench", "flawed_positive_bench", "test", "Qwen/ProcessBench", "*.json",
-           build=build_processbench, local="processbench"),  # those of a correct answer (paper section 4.2)
-    *(Source("fapo-reasoning", "fapo-reasoning", split, "dyyyyyyyy/FAPO-Reasoning-Dataset",
-             f"{split}.parquet", build=build_ready_made) for split in ("train", "test")),
 ]  # fmt: skip
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
 
-def local_files(source: Source, source_dir: Path) -> list[Path]:
-    """The files in `source_dir` that serve this data set and split, by the rule of the module's docstring."""
-    if not source_dir.is_dir():
-        raise OSError(f"--source-dir: {source_dir} is not a directory")
-    name = re.escape((source.local or source.data_source).replace("-", "_"))
+def serves(path: Path, source: Source) -> bool:
+    """Whether a local file has this data set and split, by the rule of the module's docstring."""
+    name = re.split("[-_]", source.data_source)
+    words = re.split("[^a-z0-9]+", path.stem.lower())
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
-    pattern = name + r"(?![a-z0-9])(?:.*?_(train|test)(?![a-z0-9]))?.*\.(?:parquet|jsonl?|csv)"
-    return [path for path in sorted(source_dir.iterdir())
-            if (match := re.fullmatch(pattern, path.name.lower().replace("-", "_")))
-            and (match[1] or main_split) == source.split]  # fmt: skip
+    split = next((word for word in words if word in ("train", "test")), main_split)
+    return path.suffix.lower() in SUFFIXES and words[: len(name)] == name and split == source.split
+
+
+def local_files(source: Source, source_dir: Path) -> list[Path]:
+    """The files in `source_dir` that serve this data set and split. Raises OSError where there are none."""
+    files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
+    if not files:
+        raise OSError(f"no file in {source_dir} is called {source.data_source}*")
+    return files
 
 
 def hub_files(source: Source) -> list[Path]:
     """The data set's files from the Hugging Face hub (or its cache). Raises OSError with the remedy."""
     from huggingface_hub import snapshot_download
-    print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...", flush=True)
+    print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...")
     try:
-        folder = Path(snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files]))
+        folder = snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files])
     except OSError as error:
         why = " ".join(str(error).split())[:200]
         remedy = "if gated, accept its terms on its page and set HF_TOKEN; without a network use --source-dir"
         raise OSError(f"{source.repo}: cannot be fetched from the hub ({why}); {remedy}") from error
-    if not (found := sorted(folder.rglob(source.files))):
+    files = sorted(Path(folder).rglob(source.files))
+    if not files:
         raise OSError(f"{source.repo}: has no file {source.files}; download it by hand and use --source-dir")
-    return found
+    return files
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
@@ -252,7 +301,22 @@ class Config:
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
     seed: int = 0  # For the order of GPQA's choices, and for the toy world's problems.
-    repeat: int = 1  # Write all rows so many times, as verl wants it for k answers (here: --val-n).
+
+
+def add_answers(raw_rows: list[dict], name: str) -> None:
+    """Gives rows of ProcessBench a column `answer`: the last box of a correct solution tells it, nothing else
+    does; "" where there is none."""
+    answers = {}
+    for raw in raw_rows:
+        solution = "\n".join(map(str, raw.get("steps") or []))
+        box = last_boxed_only_string(solution)
+        if box and raw.get("final_answer_correct"):
+            answers[raw.get("problem")] = remove_boxed(box)
+    known = 0
+    for raw in raw_rows:
+        raw["answer"] = answers.get(raw.get("problem"), "")
+        known += raw["answer"] != ""
+    print(f"{name}: {known} of {len(raw_rows)} rows with a known answer, the others go without")
 
 
 def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
@@ -260,71 +324,69 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     rows = []
     for path in files:
         raw_rows = read_rows(path)
-        if source.task == "processbench":  # a correct solution's last box tells the answer, nothing else does
-            answers = {r.get("problem"): remove_boxed(box) for r in raw_rows if r.get("final_answer_correct")
-                       and (box := last_boxed_only_string("\n".join(map(str, r.get("steps") or []))))}
-            raw_rows = [raw | {"answer": answers.get(raw.get("problem"), "")} for raw in raw_rows]
-            told = sum(raw["answer"] != "" for raw in raw_rows)
-            print(f"{path.name}: {told} of {len(raw_rows)} rows with a known answer, the others go without")
+        if source.task == "processbench":
+            add_answers(raw_rows, path.name)
         for number, raw in enumerate(raw_rows):
+            where = f"{path}, row {number}"
             try:
                 row = source.build(raw, source, seed)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise ValueError(f"{path}, row {number}: {error}") from error
-            if source.local and not row["extra_info"]["final_answer_correct"]:  # flawed_positive_bench
-                continue
-            if source.build is not build_ready_made:
-                row["extra_info"]["index"] = len(rows)
-            validate_row(row, f"{path}, row {number}")
+                raise ValueError(f"{where}: {error}") from error
+            row["extra_info"]["index"] = len(rows)
+            validate_row(row, where)
             rows.append(row)
     return rows
 
 
 def write_source(source: Source, files: list[Path], config: Config) -> dict[str, int]:
     """Writes OUT_DIR/<data_source>_<split>.parquet, whole or not at all -> its name and number of rows."""
-    if not files:
-        print(f"{source.data_source} {source.split}: skipped, {config.source_dir} has no file for it")
-        return {}
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
-    if not (rows := build_rows(source, files, config.seed)):
-        raise ValueError(f"{source.data_source} {source.split}: no rows in {', '.join(map(str, files))}")
-    schema = pa.schema(CRITIC if source.task in ("critic", "processbench") else REASONING)
-    table = pa.concat_tables([pa.Table.from_pylist(rows, schema=schema)] * config.repeat)
-    pq.write_table(table, partial := out.with_suffix(".partial"))
-    os.replace(partial, out)
+    rows = build_rows(source, files, config.seed)
+    schema = CRITIC if source.task in ("critic", "processbench") else REASONING
+    table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
+    partial = out.with_suffix(".partial")
+    pq.write_table(table, partial)
+    partial.replace(out)
+    names = ", ".join(path.name for path in files)
     first = json.dumps(rows[0], ensure_ascii=False)[:1500]
-    print(f"{out}: {len(table)} rows from {', '.join(path.name for path in files)}, the first:\n  {first}")
-    return {out.name: len(table)}
+    print(f"{out}: {len(rows)} rows from {names}, the first:\n  {first}")
+    return {out.name: len(rows)}
 
 
 def prepare(config: Config) -> dict[str, int]:
     """Builds what the config asks for -> rows per file name. Raises ValueError or OSError in one line."""
-    if config.repeat < 1:
-        raise ValueError(f"--repeat: {config.repeat} is too small; use 1 or more")
+    source_dir = config.source_dir and config.source_dir.expanduser()
+    if source_dir and not source_dir.is_dir():
+        raise OSError(f"--source-dir: {source_dir} is not a directory")
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
-    folder = config.source_dir and config.source_dir.expanduser()
-    found, failed, counts = {}, {}, {}
-    for source in [source for source in SOURCES if {source.task, "all"} & {*config.tasks}]:
+    counts = {}
+    built = set()
+    failed = {}
+    for source in SOURCES:
+        if source.task not in config.tasks and "all" not in config.tasks:
+            continue
         try:
-            found[source] = local_files(source, folder) if folder else hub_files(source)
-        except OSError as error:
-            if folder or source.task in config.tasks:
-                raise
-            failed[source.task] = error  # `all` goes on: one gated data set must not cost the others
-            print(f"{source.data_source} {source.split}: skipped: {error}", flush=True)
-    if missing := {*config.tasks} - {"toy", "all"} - {source.task for source in found if found[source]}:
-        names = {f"{source.local or source.data_source}*" for source in SOURCES if source.task in missing}
-        raise OSError(f"--tasks {' '.join(missing)}: no file in {folder} is called {' or '.join(names)}")
-    for source, files in found.items():
-        counts |= write_source(source, files, config)
+            if source_dir:
+                files = local_files(source, source_dir)
+            else:
+                files = hub_files(source)
+        except OSError as error:  # one gated data set must not cost the others
+            failed[source.task] = error
+            print(f"{source.data_source} {source.split}: skipped: {error}")
+        else:
+            counts |= write_source(source, files, config)
+            built.add(source.task)
     if "toy" in config.tasks:
         from toy import warm_start
         warm_start.write_rows(config.out_dir, config.seed)
         warm_start.copy_shipped(config.out_dir)
-    if failed:
+    for task in failed:
+        if task in config.tasks and task not in built:
+            raise OSError(f"--tasks {task}: {failed[task]}")
+    if failed and not source_dir:
         raise OSError(f"--tasks all: {', '.join(failed)} could not be fetched, see above; the others could")
     return counts
 

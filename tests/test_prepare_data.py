@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
-from prepare_data import SOURCES, Config, local_files, prepare, read_rows, validate_row
+from prepare_data import SOURCES, Config, prepare, read_rows, serves, validate_row
 
 DATA = Path(__file__).parent / "data"
 REPO = Path(__file__).parent.parent
@@ -188,13 +188,13 @@ def test_processbench(tmp_path):
     (tmp_path / "processbench_gsm8k.json").write_text(json.dumps(rows))
     write_jsonl(tmp_path / "processbench_omnimath.jsonl", [raw("omnimath-0", "R", ["one"], 0, False)])
     files = build(["processbench"], tmp_path, tmp_path / "out")
-    bench, flawed = files["processbench_test.parquet"], files["flawed_positive_bench_test.parquet"]
+    (bench,) = files.values()
     assert [row["reward_model"]["ground_truth"] for row in bench] == [-1, 1, 0, 0]
     assert [row["extra_info"]["subset"] for row in bench] == ["gsm8k", "gsm8k", "gsm8k", "omnimath"]
     assert [row["extra_info"]["total_steps"] for row in bench] == [2, 3, 2, 1]
     assert [row["extra_info"]["index"] for row in bench] == [0, 1, 2, 3]
-    assert [row["extra_info"]["index"] for row in flawed] == [0, 1]
-    assert [row["prompt"] for row in flawed] == [bench[0]["prompt"], bench[2]["prompt"]]
+    correct = [row["extra_info"]["final_answer_correct"] for row in bench]
+    assert correct == [True, False, True, False]
     prompts = [row["prompt"][0]["content"] for row in bench]
     assert (
         "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n"
@@ -203,17 +203,6 @@ def test_processbench(tmp_path):
     # told by the problem's other solution
     assert "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]
     assert "Ground Truth" not in prompts[2] and "Ground Truth" not in prompts[3]
-
-
-def test_ready_made_rows_pass_through(tmp_path, real):
-    rows = real["gsm8k_test.parquet"][:3] + real["aime24_test.parquet"][:2]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "fapo-reasoning_test.parquet")
-    assert build(["fapo-reasoning"], tmp_path, tmp_path / "out")["fapo-reasoning_test.parquet"] == rows
-    del rows[4]["extra_info"]["question"]
-    write_jsonl(tmp_path / "fapo-reasoning_test.jsonl", rows)
-    (tmp_path / "fapo-reasoning_test.parquet").unlink()
-    with pytest.raises(ValueError, match=r"fapo-reasoning_test.jsonl, row 4: extra_info.question"):
-        build(["fapo-reasoning"], tmp_path, tmp_path / "out")
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -238,13 +227,12 @@ def test_ready_made_rows_pass_through(tmp_path, real):
         ("math5000.jsonl", set()),
         ("my_gsm8k.jsonl", set()),
         ("gsm8k.txt", set()),
-        ("processbench_math.json", {("processbench", "test"), ("flawed_positive_bench", "test")}),
+        ("processbench_math.json", {("processbench", "test")}),
     ],
 )
-def test_which_source_a_file_serves(tmp_path, name, served):
-    (tmp_path / name).touch()
+def test_which_source_a_file_serves(name, served):
     assert {
-        (source.data_source, source.split) for source in SOURCES if local_files(source, tmp_path)
+        (source.data_source, source.split) for source in SOURCES if serves(Path(name), source)
     } == served
 
 
@@ -270,11 +258,9 @@ def test_formats(tmp_path, format, encoding):
     assert [row["extra_info"]["question"] for row in built] == [row["problem"] for row in rows]
 
 
-def test_tasks_are_obeyed_and_repeat_copies(tmp_path):
-    files = build(["aime24", "aime25"], DATA, tmp_path, repeat=3)
+def test_tasks_are_obeyed(tmp_path):
+    files = build(["aime24", "aime25"], DATA, tmp_path)
     assert set(files) == {"aime24_test.parquet", "aime25_test.parquet"}
-    rows = files["aime24_test.parquet"]
-    assert len(rows) == 90 and rows[:30] == rows[30:60] == rows[60:]
 
 
 def test_tilde_is_expanded(tmp_path, monkeypatch):
@@ -492,7 +478,6 @@ def test_validate_rows_missing_field(real):
     ("settings", "message"),
     [
         ({"tasks": ["gpqa"]}, r"--tasks gpqa: no file in .* is called gpqa-diamond"),
-        ({"tasks": ["aime24"], "repeat": 0}, "--repeat: 0"),
         ({"tasks": ["aime24"], "source_dir": Path("/nowhere")}, "--source-dir: /nowhere is not a directory"),
     ],
 )
