@@ -1,24 +1,25 @@
 """The mathematics of FAPO's training, as pure functions on tensors.
 
-    from algorithm import compute_advantages, compute_policy_loss
+    from algorithm import ADVANTAGES, LOSSES, compute_advantages, compute_policy_loss
 
 Read it beside the README's three equations: R_FAPO itself is made in compute_score.py (paper eq. 8); what
-turns rewards into a gradient is here. Nothing here knows of models, files or servers, and nothing is mutated.
-Needs none of our other files. docs/algorithms.md has all of it in one table.
+turns rewards into a gradient is here. A new advantage is one function and one line in ADVANTAGES, a new loss
+one function and one line in LOSSES; docs/algorithms.md has all of them in one table.
+Nothing here knows of models, files or servers, and nothing is mutated. Needs none of our other files.
 Left out: value functions (GAE), a KL term inside the reward.
-Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest response.
+Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest response, S paragraphs.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 MAX_LOG_RATIO = 20.0  # beyond 88 exp() overflows in float32: the loss may be finite, its gradient is NaN
-# How far the ratio may go below and above 1, as published: DAPO; GSPO; CISPO (from 0 to 5: ScaleRL).
-CLIP_RANGES = {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
-# ---- advantages
+# ---- advantages: the formulas
 
 
 def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
@@ -32,12 +33,13 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     count = known.sum(1, keepdim=True)
     mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known, rewards_P_G - mean, 0.0)
-    std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     # A group without spread can have a std of rounding errors, which the division would blow up.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
-    scale = std + 1e-6 if divide_by_std else 1.0
-    return torch.where(highest > lowest, centred / scale, 0.0)
+    if divide_by_std:
+        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + 1e-6)
+    return torch.where(highest > lowest, centred, 0.0)
 
 
 def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
@@ -49,9 +51,10 @@ def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> tor
     nothing, and in a group that is all right the steps still tell the samples apart. NaN in the outcome, or
     in the process of a right answer: no verdict, advantage 0, left out of both. Returns advantages_P_G.
     """
-    known = ~(outcome_P_G.isnan() | right_P_G & process_P_G.isnan())
+    known = ~outcome_P_G.isnan() & ~(right_P_G & process_P_G.isnan())
     outcome = compute_advantages(torch.where(known, outcome_P_G, math.nan))
-    return outcome + compute_advantages(torch.where(known & right_P_G, process_P_G, math.nan))
+    process = compute_advantages(torch.where(known & right_P_G, process_P_G, math.nan))
+    return outcome + process
 
 
 def compute_term_advantages(terms: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -60,7 +63,8 @@ def compute_term_advantages(terms: list[torch.Tensor], weights: list[float]) -> 
     NaN leaves a sample out of that term only. The batch's mean, 0 like every group's, is not subtracted."""
     total = sum(weight * compute_advantages(term) for term, weight in zip(terms, weights, strict=True))
     count = (~torch.stack(terms).isnan()).any(0).sum()
-    return total / ((total.square().sum() / (count - 1).clamp(min=1)).sqrt() + 1e-6)
+    std = (total.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    return total / (std + 1e-6)
 
 
 def compute_prefix_advantages(outcome_P_G, right_P_G, share_P_G, prefix_reward: float = 0.5) -> tuple:
@@ -68,8 +72,8 @@ def compute_prefix_advantages(outcome_P_G, right_P_G, share_P_G, prefix_reward: 
 
     A token's value is 1 in a right solution; in a wrong one `prefix_reward` (alpha) in the part of the prefix
     before the first error that is rewarded, 0 after it. From it goes the group's mean of the solutions' mean
-    values, which is outcome + alpha * share in a wrong one; no division by a deviation. Eq. 8, which never
-    blames that prefix, is --credit prefix. Not in the paper: a length penalty is part of the outcome.
+    values, which is outcome + alpha * share in a wrong one; no division by a deviation. Not in the paper: a
+    length penalty is part of the outcome.
 
     outcome_P_G: 1 right, 0 wrong (plus a length penalty, if any), NaN no verdict: 0, left out of the mean;
     a group with fewer than two verdicts gets 0. right_P_G: bool. share_P_G: rewarded prefix over length.
@@ -78,36 +82,23 @@ def compute_prefix_advantages(outcome_P_G, right_P_G, share_P_G, prefix_reward: 
     known = ~outcome_P_G.isnan()
     count = known.sum(1, keepdim=True)
     alpha_P_G = torch.where(right_P_G, 0.0, prefix_reward)
-    mean = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
-    known &= count >= 2
-    rest_P_G = outcome_P_G - mean
-    return torch.where(known, rest_P_G + alpha_P_G, 0.0), torch.where(known, rest_P_G, 0.0)
+    values_P_G = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num()
+    mean = values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
+    known = known & (count >= 2)
+    rest_P_G = torch.where(known, outcome_P_G - mean, 0.0)
+    prefix_P_G = torch.where(known, outcome_P_G - mean + alpha_P_G, 0.0)
+    return prefix_P_G, rest_P_G
 
 
-def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
-    """How many tokens of a response come before one of its paragraphs.
+def compute_step_advantages(steps_P_G_S: torch.Tensor) -> torch.Tensor:
+    """Scores of steps: each paragraph's and all later ones' sum (GRPO, arXiv:2402.03300, section 4.1.3).
 
-    paragraph: counted from 0, as compute_score.split_paragraphs does; one that is missing begins with the
-    last token, by which the response ended. text: what decode(ids) gives. A token across the boundary belongs
-    to the later paragraph. Nothing is encoded again, which could give other tokens: bisection finds the first
-    token up to which the decoded text is all that precedes the paragraph, and more.
+    steps_P_G_S: one score for each paragraph, NaN where there is none. They are normalised over all
+    paragraphs of a group. Returns advantages_P_G_S.
     """
-    end, starts = 0, []
-    for part in text.split("\n\n"):
-        if part.strip():
-            starts.append(end + len(part) - len(part.lstrip()))
-        end += len(part) + 2
-    low, high = 0, len(ids) - 1
-    if paragraph >= len(starts):
-        return high
-    before = text[: starts[paragraph]]
-    while low < high:
-        middle = (low + high) // 2
-        if (part := decode(ids[: middle + 1])).startswith(before) and part != before:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    scores_P_GS = compute_advantages(steps_P_G_S.flatten(1))
+    scores_P_G_S = scores_P_GS.view(steps_P_G_S.shape)
+    return scores_P_G_S.flip(2).cumsum(2).flip(2)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
@@ -122,83 +113,233 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
-# ---- losses
+# ---- advantages: one function and one line in the table for each
 
 
-def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=0.2, clip_high=0.28,
+@dataclass
+class Groups:
+    """What advantages are made of: P groups of G samples. NaN: no verdict, or no such number."""
+
+    rewards_P_G: torch.Tensor  # score + penalty
+    penalties_P_G: torch.Tensor  # for length, at most 0
+    numbers: dict[str, torch.Tensor]  # P x G each: `score` and the other numbers of the function's dict
+    lengths_P_G: torch.Tensor  # tokens of the responses
+    prompt_lengths_P_G: torch.Tensor
+    # Where an advantage needs first_wrong: tokens before the first wrong paragraph; 0 where there is none.
+    prefixes_P_G: torch.Tensor | None = None
+    # Where it needs step_scores: one score a paragraph, and the paragraph of each token.
+    steps_P_G_S: torch.Tensor | None = None
+    paragraphs_P_G_T: torch.Tensor | None = None
+
+    @property
+    def right_P_G(self) -> torch.Tensor:
+        """Whether the answer is right: `acc` is true or 1, nothing in between."""
+        return self.numbers["acc"] == 1
+
+    @property
+    def tokens_T(self) -> torch.Tensor:
+        """The numbers of the longest response's tokens."""
+        return torch.arange(int(self.lengths_P_G.max()))
+
+
+def grpo(groups: Groups, options) -> torch.Tensor:
+    return compute_advantages(groups.rewards_P_G)
+
+
+def dr_grpo(groups: Groups, options) -> torch.Tensor:
+    return compute_advantages(groups.rewards_P_G, divide_by_std=False)
+
+
+def papo(groups: Groups, options) -> torch.Tensor:
+    right_P_G = groups.right_P_G
+    outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + groups.penalties_P_G
+    sound_P_G = 1 - groups.numbers["flawed_positive"]
+    advantages_P_G = compute_process_aware_advantages(outcome_P_G, sound_P_G, right_P_G)
+    unjudged_P_G = right_P_G & sound_P_G.isnan()  # right, and nobody looked at the reasoning: no verdict
+    return advantages_P_G.masked_fill(unjudged_P_G, math.nan)
+
+
+def vppo(groups: Groups, options) -> torch.Tensor:
+    right_P_G = groups.numbers["score"] > 0  # by the function: FAPO's, at penalty 1, if it is sound
+    outcome_P_G = right_P_G + groups.penalties_P_G
+    unpaid_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
+    paid_P_G = (groups.prefixes_P_G - unpaid_P_G).clamp(min=0)
+    share_P_G = paid_P_G / groups.lengths_P_G
+    prefix_P_G, rest_P_G = compute_prefix_advantages(
+        outcome_P_G, right_P_G, share_P_G, options.prefix_reward
+    )
+    is_paid_P_G_T = groups.tokens_T < paid_P_G[..., None]
+    return torch.where(is_paid_P_G_T, prefix_P_G[..., None], rest_P_G[..., None])
+
+
+def terms(groups: Groups, options) -> torch.Tensor:
+    terms_P_G = [groups.numbers[name] for name in options.terms]
+    return compute_term_advantages(terms_P_G, list(options.terms.values()))
+
+
+def steps(groups: Groups, options) -> torch.Tensor:
+    """GRPO's advantage of the whole response, and on each paragraph what its steps add."""
+    steps_P_G_S = compute_step_advantages(groups.steps_P_G_S)
+    steps_P_G_T = steps_P_G_S.gather(2, groups.paragraphs_P_G_T)
+    unscored_P_G = groups.steps_P_G_S.isnan().all(2)  # no step has a score: no verdict
+    advantages_P_G_T = compute_advantages(groups.rewards_P_G)[..., None] + steps_P_G_T
+    return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
+
+
+@dataclass(frozen=True)
+class Advantage:
+    compute: Callable  # (Groups, options) -> advantages, P x G or P x G x T. NaN: no verdict on this sample
+    needs: tuple[str, ...] = ()  # keys of the reward function's dict
+    constant_length: bool = False  # the loss is divided as if all responses were of full length
+
+
+ADVANTAGES = {
+    "grpo": Advantage(grpo),
+    "dr_grpo": Advantage(dr_grpo, constant_length=True),
+    "papo": Advantage(papo, needs=("acc", "flawed_positive")),
+    "vppo": Advantage(vppo, needs=("first_wrong",)),
+    "terms": Advantage(terms),  # it needs what --reward-terms names
+    "steps": Advantage(steps, needs=("step_scores",)),
+}
+
+
+def spare_good_prefix(advantages: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """--credit prefix: no token before the first wrong paragraph is blamed (VPPO, eq. 8). P x G x T."""
+    advantages_P_G_T = advantages
+    if advantages.dim() == 2:
+        advantages_P_G_T = advantages[..., None].expand(*advantages.shape, len(groups.tokens_T))
+    is_good_P_G_T = groups.tokens_T < groups.prefixes_P_G[..., None]
+    return torch.where(is_good_P_G_T, advantages_P_G_T.clamp(min=0), advantages_P_G_T)
+
+
+def paragraph_starts(text: str) -> list[int]:
+    """Where in a text its paragraphs begin, as compute_score.split_paragraphs finds them."""
+    starts = []
+    end = 0
+    for part in text.split("\n\n"):
+        if part.strip():
+            starts.append(end + len(part) - len(part.lstrip()))
+        end += len(part) + 2
+    return starts
+
+
+def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
+    """How many tokens of a response come before one of its paragraphs.
+
+    paragraph: counted from 0, as compute_score.split_paragraphs does; one that is missing begins with the
+    last token, by which the response ended. text: what decode(ids) gives. A token across the boundary belongs
+    to the later paragraph. Nothing is encoded again, which could give other tokens: bisection finds the first
+    token up to which the decoded text is all that precedes the paragraph, and more.
+    """
+    starts = paragraph_starts(text)
+    low, high = 0, len(ids) - 1
+    if paragraph >= len(starts):
+        return high
+    before = text[: starts[paragraph]]
+    while low < high:
+        middle = (low + high) // 2
+        decoded = decode(ids[: middle + 1])
+        if decoded.startswith(before) and decoded != before:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+# ---- losses: one function and one line in the table for each
+
+
+def clip_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
+    """GRPO with DAPO's clip-higher; clip_c: dual clip, a bound on the ratio where the advantage is negative."""
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss_B_T = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip_c
+    loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
+    return loss_B_T, loss_B_T != unclipped
+
+
+def gspo_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
+    """GSPO-token (arXiv:2507.18071): the ratio is the sequence's, the gradient each token's; no dual clip."""
+    sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
+    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss_B_T = torch.maximum(unclipped, clipped)
+    return loss_B_T, loss_B_T != unclipped
+
+
+def cispo_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
+    """CISPO (arXiv:2506.13585): the clipped ratio is a constant weight of log-probabilities; no dual clip."""
+    ratio = log_ratio.exp().detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -advantages * weight * logprobs, weight != ratio
+
+
+@dataclass(frozen=True)
+class Loss:
+    compute: Callable  # (logprobs ... clip_c) -> (loss, whether it is clipped), B x T each
+    clip_low: float  # how far the ratio may go below 1, as published
+    clip_high: float  # and above it
+    over_sequences: bool = False  # the mean is over sequences, each the mean of its tokens; else over tokens
+
+
+LOSSES = {
+    "clip": Loss(clip_loss, 0.2, 0.28),  # DAPO
+    "gspo": Loss(gspo_loss, 3e-4, 4e-4, over_sequences=True),
+    "cispo": Loss(cispo_loss, 1.0, 4.0),  # from 0 to 5: ScaleRL
+}
+
+
+def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=None, clip_high=None,
                         clip_c=10.0, rollout_logprobs=None, tis_cap=None, *, loss="clip",
-                        tis_mode="truncate", num_sequences=None):  # fmt: skip
-    """The policy loss, a token mean over the global `num_tokens`.
-
-    loss: "clip" (GRPO, DAPO's clip-higher; clip_c: dual clip, a bound on the ratio where the advantage is
-    negative), "gspo" (arXiv:2507.18071, its GSPO-token: the ratio is the sequence's, the mean is over
-    sequences) or "cispo" (arXiv:2506.13585: the clipped ratio is a constant weight of log-probabilities).
+                        num_sequences=None):  # fmt: skip
+    """The policy loss, a token mean over the global `num_tokens` (gspo: a mean over `num_sequences`).
 
     logprobs, old_logprobs, rollout_logprobs: B x T, of the sampled tokens under the policy now, before this
     step's first update, and as the sampler had them. advantages: B or B x T. mask: B x T, true on response
     tokens. num_tokens: response tokens of the whole mini-batch, so that the sum over any split into
-    micro-batches or ranks is the same loss; num_sequences: its sequences (gspo; default: those given here).
-    clip_low, clip_high: None takes the loss's own (CLIP_RANGES). tis_cap: weigh tokens by exp(old - rollout),
-    see importance_weights; needs rollout_logprobs.
+    micro-batches or ranks is the same loss; num_sequences: its sequences (default: those given here).
+    loss: a name in LOSSES. clip_low, clip_high: None takes the loss's own. tis_cap: each token weighs
+    min(exp(old - rollout), tis_cap), truncated importance sampling; needs rollout_logprobs.
 
     Returns (loss, sums): the sums over these tokens of what was clipped and of the KL estimate r - 1 - log r,
     and the number of tokens to divide them by, all three floats that add up over micro-batches and ranks.
     """
+    chosen = LOSSES[loss]
+    if clip_low is None:
+        clip_low = chosen.clip_low
+    if clip_high is None:
+        clip_high = chosen.clip_high
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
     logprobs = torch.where(mask > 0, logprobs, 0.0)  # what stands in the padding may be anything, NaN too
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    kl_B_T = (ratio - 1 - log_ratio).detach()
-    if loss == "gspo":  # the value is the sequence's, the gradient that of each token's log-probability
-        ratio = (sequence_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
-        advantages = advantages * num_tokens / (num_sequences or len(mask)) / lengths(mask)  # equal weights
-    both = zip((clip_low, clip_high), CLIP_RANGES[loss])
-    clip_low, clip_high = (own if given is None else given for given, own in both)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_B_T = torch.maximum(unclipped, clipped)
-    if loss == "clip":
-        bound = -advantages * clip_c
-        loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
-    is_clipped = loss_B_T != unclipped
-    if loss == "cispo":
-        loss_B_T, is_clipped = clipped.detach() * logprobs, clipped != unclipped
-    sums = {}
-    if tis_cap is not None:
-        if rollout_logprobs is None:
-            raise ValueError("tis_cap: needs rollout_logprobs")
-        weight, is_capped = importance_weights(old_logprobs, rollout_logprobs, mask, tis_cap, tis_mode)
-        sums["tis_sum"] = (weight * mask).sum().item()
-        sums["tis_capped_tokens"] = (is_capped * mask).sum().item()
-        loss_B_T = loss_B_T * weight
-    sums |= {
+    loss_B_T, is_clipped = chosen.compute(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c)
+    kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
+    sums = {
         "clipped_tokens": (is_clipped * mask).sum().item(),
         "approx_kl_sum": (kl_B_T * mask).sum().item(),
         "loss_tokens": mask.sum().item(),
     }
+    if tis_cap is not None:
+        if rollout_logprobs is None:
+            raise ValueError("tis_cap: needs rollout_logprobs")
+        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
+        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
+        weight = weight.clamp(max=tis_cap)
+        sums["tis_sum"] = (weight * mask).sum().item()
+        loss_B_T = loss_B_T * weight
+    if chosen.over_sequences:
+        loss_B = (loss_B_T * mask).sum(1) / lengths_of(mask)[:, 0]
+        return loss_B.sum() / (num_sequences or len(mask)), sums
     return (loss_B_T * mask).sum() / num_tokens, sums
 
 
-def importance_weights(old_logprobs, rollout_logprobs, mask, cap: float, mode: str = "truncate"):
-    """Weights for samples that another policy sampled, and which of them went beyond `cap` (C).
-
-    w = exp(old - rollout) of each token; "truncate": min(w, C); "mask": 0 where w > C; "sequence": the
-    geometric mean of the sequence's w for all its tokens, 0 where it is outside [1/C, C].
-    """
-    log_weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach()
-    weight = (sequence_mean(log_weight, mask) if mode == "sequence" else log_weight).exp()
-    beyond = (weight > cap) | (weight < 1 / cap) if mode == "sequence" else weight > cap
-    return (weight.clamp(max=cap) if mode == "truncate" else torch.where(beyond, 0.0, weight)), beyond
-
-
-def sequence_mean(values_B_T, mask):
-    """The mean over each sequence's tokens, B x 1. values: 0 in the padding."""
-    return values_B_T.sum(1, keepdim=True) / lengths(mask)
-
-
-def lengths(mask):
+def lengths_of(mask):
+    """Tokens of each sequence, B x 1, at least 1."""
     return mask.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -207,5 +348,6 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
 
     d is reference - policy. Shapes and `num_tokens` as in compute_policy_loss.
     """
+    mask = mask > 0
     difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens

@@ -1,11 +1,12 @@
 """The policy: a model and its optimizer in one process, and the samples that it learns from.
 
-    policy = Policy(config, "PATH", torch.device("cpu"))       # config: the trainer's
+    policy = Policy(PolicyOptions(model="PATH"), "PATH", torch.device("cpu"))
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
-The losses are in algorithm.py, sampling is in rollout.py. cluster/ranks.py is the same policy over many GPUs:
-it overrides four seams: `mine`, `total`, `compute`, `forward`. Needs algorithm.py; for speed speedups.py, for
-LoRA lora.py. Left out: a critic model, images.
+The losses are in algorithm.py, sampling is in rollout.py; docs/plain_grpo.py is GRPO with these three alone.
+cluster/ranks.py is the same policy over many GPUs: it overrides four seams: `mine`, `total`, `compute`,
+`forward`. Needs algorithm.py; for speed speedups.py, for LoRA lora.py.
+Left out: a critic model, images.
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,19 +29,71 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GradientCheckpointingLayer
 
-from algorithm import compute_kl_loss, compute_policy_loss
+from algorithm import ADVANTAGES, LOSSES, compute_kl_loss, compute_policy_loss
 
 try:
     import speedups
 except ImportError:  # slower without it, otherwise the same
     speedups = None
 
+# Tokens of one pass, with padding, where --max-tokens-per-micro-batch is 0.
+TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 # Logits (float32 numbers) that exist at a time; a forward and backward pass holds five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 # What adds up over micro-batches, mini-batches and ranks.
 SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "tis_sum",
         "tis_capped_tokens", "difference_sum", "entropy_sum", "tokens")  # fmt: skip
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of a single process
+
+
+@dataclass(kw_only=True)
+class PolicyOptions:
+    """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
+
+    model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
+    trust_remote_code: bool = False  # Run code that comes with the model's folder.
+    max_positions: int = 0  # Sets the model's max_position_embeddings; 0: as its config.json says.
+    temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
+    max_response_length: int = 8192  # A rollout is cut after this many tokens.
+    mini_batch_size: int = 32  # Prompts per optimizer update, at most.
+
+    advantage: Literal[tuple(ADVANTAGES)] = "grpo"  # docs/algorithms.md has all of them in one table.
+    reward_terms: tuple[str, ...] = ()  # terms: the function's numbers, weighted: acc=1 flawed_positive=-0.5
+    prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
+    prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
+    credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
+    loss: Literal[tuple(LOSSES)] = "clip"  # Ratio per token, per sequence, or as a constant weight.
+    clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
+    clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
+    clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
+    tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
+    kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
+    entropy_coef: float = 0.0  # Weight of an entropy bonus.
+
+    lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
+    weight_decay: float = 0.1  # AdamW's weight decay.
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
+    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
+    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
+    max_tokens_per_micro_batch: int = 0  # Tokens of one pass, with padding; 0: 16384 on a GPU, 2048 on CPU.
+    gradient_checkpointing: bool = False  # Compute activations again in the backward pass: less memory.
+    seed: int = 0  # Seed of data order and sampling, and of new adapters.
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The names and weights of --reward-terms."""
+        terms = {}
+        for term in self.reward_terms:
+            name, _, weight = term.partition("=")
+            if name in terms:
+                raise ValueError(f"reward_terms: {name} stands there twice; give each term once")
+            try:
+                terms[name] = float(weight)
+            except ValueError:
+                raise ValueError(f"reward_terms: {self.reward_terms}: write NAME=WEIGHT, as in acc=1") from None
+        return terms
 
 
 @dataclass
@@ -52,9 +106,11 @@ class Sample:
     rollout_logprobs: list[float] = field(default_factory=list)  # of response_ids, from the sampler
     text: str = ""  # the response, decoded
     result: dict = field(default_factory=dict)  # the Reward Loop's: reward_score, reward_extra_info, status
-    advantage: float | None = None  # None: no verdict, no part in the loss
-    prefix: int = 0  # so many tokens, those before the first wrong paragraph, have an advantage of their own
-    prefix_advantage: float = 0.0
+    prefix: int = 0  # tokens before the first wrong paragraph, where an advantage asks for it
+    paragraph_starts: list[int] = field(default_factory=list)  # in tokens, where step scores are used
+    # None: no verdict, no part in the loss. That of the last token where token_advantages has one for each.
+    advantage: float | None = None
+    token_advantages: list[float] = field(default_factory=list)  # empty: `advantage` for all tokens
     verdict: Future | None = field(default=None, repr=False, compare=False)  # the result to come
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
     old_logprobs: torch.Tensor | None = field(default=None, repr=False, compare=False)
@@ -74,7 +130,7 @@ class RanksLost(RuntimeError):
 
 
 class Policy:
-    """A model and its optimizer. config: the trainer's; source: a folder or hub name.
+    """A model and its optimizer. options: PolicyOptions; source: a folder or hub name.
 
     Weights and optimizer are float32. On a GPU the layers compute in bf16 and the head in float32 (TF32): in
     bf16 it alone would move log-probabilities by 0.02. Always in evaluation mode: with dropout the policy
@@ -84,25 +140,45 @@ class Policy:
     is_first = True  # of several ranks the one that writes
     read_as = torch.float32  # a model's files
 
-    def __init__(self, config, source: str, device: torch.device):
-        self.config, self.device, self.num_updates = config, device, 0
+    def __init__(self, options: PolicyOptions, source: str, device: torch.device):
+        self.config = options
+        self.device = device
+        self.num_updates = 0
+        self.max_tokens = options.max_tokens_per_micro_batch or TOKENS_PER_PASS[device.type]
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.adapters = import_module("lora") if config.lora_rank else None
-        self.model, self.reference = self.load(source, check=True), None
-        if config.kl_coef:  # with adapters it is the same model without them
-            self.reference = self.model if self.adapters else self.load(config.model)
-        options = dict(lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(self.learning(), **options)
+        self.adapters = None
+        if options.lora_rank:
+            self.adapters = import_module("lora")
+        self.model = self.load(source, check=True)
+        self.reference = None
+        if options.kl_coef and self.adapters:
+            self.reference = self.model  # the same one, without its adapters
+        elif options.kl_coef:
+            self.reference = self.load(options.model)
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """Any whose state are tensors will do: it is saved and loaded as it is."""
+        options = self.config
+        return torch.optim.AdamW(
+            self.learning(),
+            lr=options.lr,
+            betas=options.adam_betas,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
         options = dict(dtype=self.read_as, trust_remote_code=self.config.trust_remote_code)
         if self.config.max_positions:
             options["max_position_embeddings"] = self.config.max_positions
-        base = self.config.model if self.adapters else source
-        model = AutoModelForCausalLM.from_pretrained(base, **options).eval()
+        if self.adapters:
+            model = AutoModelForCausalLM.from_pretrained(self.config.model, **options).eval()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
         try:
             model.generation_config.validate(strict=True)
         except ValueError:  # sampling values without do_sample, which transformers refuses to save
@@ -119,7 +195,7 @@ class Policy:
 
     def place(self, model) -> None:
         """Takes a model that was read to where it is computed."""
-        set_dtypes(model, self.config)
+        set_dtypes(model, self.config, self.device.type)
         model.to(self.device)
         if speedups:
             model.shares_prompts = speedups.can_share_prompts(model)
@@ -137,13 +213,14 @@ class Policy:
 
     def forward(self, samples: list[Sample], model=None):
         """The model on micro-batches: yields (samples, logprobs, entropy, mask), the last three B x T."""
-        config = self.config
-        for indices in micro_batches([s.length for s in samples], config.max_tokens_per_micro_batch):
+        for indices in micro_batches([sample.length for sample in samples], self.max_tokens):
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            arguments = sequences, counts, config.temperature, config.entropy_coef != 0
-            logprobs, entropy = self.compute(model or self.model, *arguments)
+            wants_entropy_gradient = self.config.entropy_coef != 0
+            logprobs, entropy = self.compute(
+                model or self.model, sequences, counts, self.config.temperature, wants_entropy_gradient
+            )
             yield part, logprobs, entropy, mask_of(counts, self.device)
 
     # ---- the update
@@ -158,30 +235,21 @@ class Policy:
         Raises RuntimeError before the first optimizer step where sampler and policy differ by more than
         max_logprob_diff (mean over all tokens), and where the loss or the gradient is not finite.
         """
-        config, sums, norms = self.config, Counter(), []
-        self.optimizer.param_groups[0]["lr"] = lr
-        mini_batches = deal(groups, config.mini_batch_size)
-        learning = [self.mine([s for s in batch if self.has_gradient(s)]) for batch in mini_batches]
-        resting = [self.mine([s for s in batch if not self.has_gradient(s)]) for batch in mini_batches]
-        for sample in learning[0]:
-            sample.old_logprobs = None  # what the first update computes anyway
-        for sample, logprobs, entropy in self.score(sum(learning[1:] + resting, [])):
-            sample.old_logprobs = logprobs
-            sums.update(agreement(logprobs, sample.rollout_logprobs, entropy))
-        if self.reference is not None:
-            with self.adapters.off(self.model) if self.adapters else contextlib.nullcontext():
-                for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
-                    sample.reference_logprobs = logprobs
-        sums = self.total(sums)
-        for batch, everyone in zip(learning, mini_batches):
-            if not any(map(self.has_gradient, everyone)):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        mini_batches = deal(groups, self.config.mini_batch_size)
+        learning, resting = [], []
+        for batch in mini_batches:
+            learning.append(self.mine([sample for sample in batch if self.has_gradient(sample)]))
+            resting.append(self.mine([sample for sample in batch if not self.has_gradient(sample)]))
+        sums = self.look_before(learning, resting)
+        norms = []
+        for batch, samples in zip(mini_batches, learning):
+            if not any(self.has_gradient(sample) for sample in batch):
                 continue  # every group is all right or all wrong: no update
-            lengths = [len(sample.response_ids) for sample in everyone if sample.advantage is not None]
-            num_tokens = sum(lengths)
-            if config.advantage == "dr_grpo":  # as if all were of full length
-                num_tokens = len(lengths) * config.max_response_length
+            lengths = [len(sample.response_ids) for sample in batch if sample.advantage is not None]
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.total(self.accumulate_gradients(batch, num_tokens, len(lengths)))
+            found = self.total(self.accumulate_gradients(samples, lengths))
             sums.update(found)
             if not norms:  # by now all samples from before the first update are counted
                 check_sampler(sums, max_logprob_diff)
@@ -191,26 +259,57 @@ class Policy:
         return self.metrics(sums, norms)
 
     def has_gradient(self, sample: Sample) -> bool:
-        always = self.config.entropy_coef != 0 or self.reference is not None
-        moves = sample.advantage != 0 or sample.prefix and sample.prefix_advantage != 0
-        return sample.advantage is not None and bool(always or moves)
+        if sample.advantage is None:
+            return False
+        if self.config.entropy_coef or self.reference is not None:
+            return True
+        return sample.advantage != 0 or any(sample.token_advantages)
 
-    def accumulate_gradients(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> Counter:
+    def look_before(self, learning: list[list[Sample]], resting: list[list[Sample]]) -> Counter:
+        """Fills in old and reference log-probabilities, from before the first update. Returns sums (SUMS)."""
+        sums = Counter()
+        for sample in learning[0]:
+            sample.old_logprobs = None  # what the first update computes anyway
+        for sample, logprobs, entropy in self.score(sum(learning[1:] + resting, [])):
+            sample.old_logprobs = logprobs
+            sums.update(agreement(logprobs, sample.rollout_logprobs, entropy))
+        if self.reference is not None:
+            without_adapters = contextlib.nullcontext()
+            if self.adapters:
+                without_adapters = self.adapters.off(self.model)
+            with without_adapters:
+                for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
+                    sample.reference_logprobs = logprobs
+        return self.total(sums)
+
+    def accumulate_gradients(self, samples: list[Sample], lengths: list[int]) -> Counter:
         """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
-        num_tokens, num_sequences: of the whole mini-batch, so that any split of it, over micro-batches or
-        ranks, adds up to the same gradient. Without old_logprobs they are what the model says now.
+        lengths: of all responses of the whole mini-batch that have a verdict, so that any split of it, over
+        micro-batches or ranks, adds up to the same gradient. Without old_logprobs they are what the model
+        says now.
         """
-        config, sums = self.config, Counter()
-        with checkpointed_layers(self.model) if config.gradient_checkpointing else contextlib.nullcontext():
+        config = self.config
+        num_tokens = sum(lengths)
+        loss_tokens = num_tokens
+        if ADVANTAGES[config.advantage].constant_length:
+            loss_tokens = len(lengths) * config.max_response_length
+        sums = Counter()
+        activations = contextlib.nullcontext()
+        if config.gradient_checkpointing:
+            activations = checkpointed_layers(self.model)
+        with activations:
             for part, logprobs, entropy, mask in self.forward(samples):
                 is_first = part[0].old_logprobs is None
-                old = logprobs.detach() if is_first else padded([s.old_logprobs for s in part], self.device)
+                if is_first:
+                    old = logprobs.detach()
+                else:
+                    old = padded([sample.old_logprobs for sample in part], self.device)
                 rollout = padded([sample.rollout_logprobs for sample in part], self.device)
                 loss, found = compute_policy_loss(
-                    logprobs, old, self.advantages(part), mask, num_tokens, config.clip_low, config.clip_high,
-                    config.clip_c, rollout, config.tis_cap, loss=config.loss, tis_mode=config.tis_mode,
-                    num_sequences=num_sequences)  # fmt: skip
+                    logprobs, old, self.advantages(part), mask, loss_tokens, config.clip_low,
+                    config.clip_high, config.clip_c, rollout, config.tis_cap, loss=config.loss,
+                    num_sequences=len(lengths))  # fmt: skip
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:
@@ -219,15 +318,18 @@ class Policy:
                     loss = loss + config.kl_coef * kl
                     found["reference_kl_sum"] = kl.item() * num_tokens
                 loss.backward()
-                sums.update(found | {"loss_sum": loss.item()})
+                found["loss_sum"] = loss.item()
+                sums.update(found)
                 if is_first:
                     sums.update(agreement(old[mask], rollout[mask], entropy[mask]))
         return sums
 
     def advantages(self, samples: list[Sample]):
-        """B x T: each sample's prefix_advantage on its prefix, its advantage on the rest."""
-        return padded([[s.prefix_advantage] * s.prefix + [s.advantage] * (len(s.response_ids) - s.prefix)
-                       for s in samples], self.device)  # fmt: skip
+        """B x T."""
+        rows = []
+        for sample in samples:
+            rows.append(sample.token_advantages or [sample.advantage] * len(sample.response_ids))
+        return padded(rows, self.device)
 
     def step(self, loss: float) -> float:
         """One optimizer step. Returns the gradient norm; RuntimeError where it or the loss is not finite."""
@@ -239,24 +341,31 @@ class Policy:
         return norm
 
     def metrics(self, sums: Counter, norms: list[float]) -> dict:
-        metrics = {"actor/updates": len(norms), "actor/entropy": sums["entropy_sum"] / sums["tokens"]}
-        metrics["rollout/logprob_diff"] = sums["difference_sum"] / sums["tokens"]
-        if norms:
-            metrics["actor/loss"] = sums["loss_sum"] / len(norms)
-            metrics["actor/grad_norm"] = sum(norms) / len(norms)
-            per_token = {"actor/clip_fraction": "clipped_tokens", "actor/approx_kl": "approx_kl_sum"}
-            per_token |= {"actor/kl_to_reference": "reference_kl_sum"} if self.reference is not None else {}
-            if self.config.tis_cap is not None:
-                per_token |= {"rollout/tis_mean": "tis_sum", "rollout/tis_capped": "tis_capped_tokens"}
-            metrics |= {name: sums[key] / sums["loss_tokens"] for name, key in per_token.items()}
+        metrics = {
+            "actor/updates": len(norms),
+            "actor/entropy": sums["entropy_sum"] / sums["tokens"],
+            "rollout/logprob_diff": sums["difference_sum"] / sums["tokens"],
+        }
+        if not norms:
+            return metrics
+        metrics["actor/loss"] = sums["loss_sum"] / len(norms)
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+        metrics["actor/clip_fraction"] = sums["clipped_tokens"] / sums["loss_tokens"]
+        metrics["actor/approx_kl"] = sums["approx_kl_sum"] / sums["loss_tokens"]
+        if self.reference is not None:
+            metrics["actor/kl_to_reference"] = sums["reference_kl_sum"] / sums["loss_tokens"]
+        if self.config.tis_cap is not None:
+            metrics["rollout/tis_mean"] = sums["tis_sum"] / sums["loss_tokens"]
+            metrics["rollout/tis_capped"] = sums["tis_capped_tokens"] / sums["loss_tokens"]
         return metrics
 
     @torch.no_grad()
     def score(self, samples: list[Sample], model=None):
         """Yields (sample, logprobs, entropies) of the response tokens under the policy or another model."""
-        for part, logprobs, entropy, _ in self.forward(samples, model):
-            for sample, *rows in zip(part, logprobs, entropy):
-                yield sample, *(row[: len(sample.response_ids)] for row in rows)
+        for part, logprobs_B_T, entropy_B_T, _ in self.forward(samples, model):
+            for sample, logprobs_T, entropy_T in zip(part, logprobs_B_T, entropy_B_T):
+                length = len(sample.response_ids)
+                yield sample, logprobs_T[:length], entropy_T[:length]
 
     # ---- weights, checkpoints
 
@@ -266,51 +375,76 @@ class Policy:
 
     def about(self) -> dict:
         """What serving or saving this model needs to know of it."""
-        numel = sum(tensor.numel() for tensor in self.model.state_dict().values())
-        return {"config": self.model.config, "architecture": type(self.model).__name__.removeprefix("FSDP"),
-                "eos_token_id": self.model.generation_config.eos_token_id, "numel": numel,
-                "adapters": self.adapters.describe(self.model) if self.adapters else ""}  # fmt: skip
+        return {
+            "config": self.model.config,
+            "architecture": type(self.model).__name__.removeprefix("FSDP"),
+            "eos_token_id": self.model.generation_config.eos_token_id,
+            "numel": sum(tensor.numel() for tensor in self.model.state_dict().values()),
+            "adapters": self.adapters.describe(self.model) if self.adapters else "",
+        }
 
     def weights(self, dtype: torch.dtype | None = None):
         """Name and whole tensor of every weight, with what adapters add; a tied head is one of its own."""
-        named = self.adapters.merged(self.model) if self.adapters else self.model.state_dict().items()
+        if self.adapters:
+            named = self.adapters.merged(self.model)
+        else:
+            named = self.model.state_dict().items()
         for name, tensor in named:
             yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
 
     def learning(self):
         """Name and parameter of what is trained: everything, or adapters."""
-        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def save(self, folder: Path) -> None:
         """Writes a Hugging Face folder (or adapters), the optimizer. RuntimeError: a weight is not finite."""
-        named = ((n, whole(p.detach())) for n, p in self.learning()) if self.adapters else self.weights()
-        weights = {name: tensor.cpu() for name, tensor in named if self.is_first}  # by all ranks together
-        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            raise RuntimeError(f"the weights are not finite (first {broken[0]}) and are not saved")
+        if self.adapters:
+            named = ((name, whole(parameter.detach())) for name, parameter in self.learning())
+        else:
+            named = self.weights()
+        weights = {}
+        for name, tensor in named:  # gathered by all ranks together
+            if self.is_first:
+                weights[name] = tensor.cpu()
+        for name, tensor in weights.items():
+            if not tensor.isfinite().all():
+                raise RuntimeError(f"the weights are not finite (first {name}) and are not saved")
         if weights:
             self.model.save_pretrained(folder, state_dict=weights)
-        dcp.save(self.moments(), checkpoint_id=folder / "optimizer")
+        dcp.save(self.optimizer_state(), checkpoint_id=folder / "optimizer")
 
     def load_optimizer(self, folder: Path) -> None:
         """Reads what `save` wrote, with however many ranks."""
         saved = dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata
+        parameters = dict(self.learning())
+        for key, about in saved.items():
+            name, _, part = key.rpartition("/")
+            parameter = parameters[name]
+            if about.size == parameter.shape:
+                empty = torch.zeros_like(parameter, dtype=about.properties.dtype)  # split as the parameter is
+            else:
+                empty = torch.zeros(about.size, dtype=about.properties.dtype, device=parameter.device)
+            self.optimizer.state[parameter][part] = empty
+        dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors by the names of the parameters."""
+        tensors = {}
         for name, parameter in self.learning():
-            if f"{name}/step" in saved:  # it has had a gradient
-                state = self.optimizer.state[parameter]
-                state["step"] = torch.zeros((), device=parameter.device)
-                state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        dcp.load(self.moments(), checkpoint_id=folder / "optimizer")  # in place
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state by the names of the parameters."""
-        states = ((name, self.optimizer.state.get(p, {})) for name, p in self.learning())
-        return {f"{name}/{key}": value for name, state in states for key, value in state.items()}
+            for part, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{part}"] = value
+        return tensors
 
 
-def set_dtypes(model, config) -> None:
+def set_dtypes(model, options: PolicyOptions, device: str) -> None:
     """Everything is float32; for a GPU the layers that adapters leave as they are become bf16."""
-    layers = layers_of(model, "lora_rank") if config.lora_rank and config.device == "cuda" else ()
-    frozen = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
+    frozen = set()
+    if options.lora_rank and device == "cuda":
+        for layer in layers_of(model, "lora_rank"):
+            frozen |= {parameter for parameter in layer.parameters() if not parameter.requires_grad}
     dtypes = {p: torch.bfloat16 if p in frozen else torch.float32 for p in model.parameters()}
     model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))  # split ones, too
 

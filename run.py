@@ -111,6 +111,10 @@ class Run:
         merged = self.merged.is_file() or not (self.config.lora_rank and self.step)
         return self.step >= self.config.total_steps and (evaluated or not self.val_rows) and merged
 
+    def decode(self, ids: list[int]) -> str:
+        """A response's text."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
     def start(self, stack: contextlib.ExitStack) -> None:
         """Models, reward workers and servers; `stack` ends them in the opposite order."""
         if reward_loop.connect_ray():

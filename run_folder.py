@@ -122,6 +122,18 @@ def has_evaluation(line: dict) -> bool:
     return any(key.startswith("val/") for key in line)
 
 
+def paragraph_advantages(sample, decode) -> dict:
+    """That of each paragraph's first token, where the tokens of a sample have different ones."""
+    if not sample.token_advantages:
+        return {}
+    from algorithm import count_tokens_before, paragraph_starts
+    advantages = []
+    for place in range(len(paragraph_starts(sample.text))):
+        start = count_tokens_before(place, sample.text, sample.response_ids, decode)
+        advantages.append(sample.token_advantages[start])
+    return {"paragraph_advantages": advantages}
+
+
 class Log:
     """metrics.jsonl (one line a step), samples.jsonl and curves.png; TensorBoard and W&B where asked for.
     Lines of steps after `first_step` are dropped: they will be done again."""
@@ -160,9 +172,10 @@ class Log:
         for send, _ in self.trackers:
             send(values)
 
-    def samples(self, step: int, split: str, groups: list[list], eos_ids) -> None:
+    def samples(self, step: int, split: str, groups: list[list], eos_ids, decode=None) -> None:
         """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
-        whole groups of training; of an evaluation the first sample of each, three of them on the screen."""
+        whole groups of training; of an evaluation the first sample of each, three of them on the screen.
+        decode: of token ids, for the advantages of paragraphs."""
         written, lines = Counter(), []
         for number, group in enumerate(groups):
             row, shown = group[0].row, group if split == "train" else group[:1]
@@ -174,7 +187,7 @@ class Log:
                        "ground_truth": row["reward_model"]["ground_truth"], **sample.result,
                        "advantage": sample.advantage, "response_length": len(sample.response_ids),
                        "clipped": sample.response_ids[-1] not in eos_ids,
-                       **({"prefix_advantage": sample.prefix_advantage} if sample.prefix else {}),
+                       **paragraph_advantages(sample, decode),
                        "response": sample.text} for sample in shown]  # fmt: skip
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)

@@ -62,7 +62,7 @@ class RankedPolicy(Policy):
         if self.is_split:
             model.shares_prompts = False
             shard(model, self.ranks, self.config.policy_offload)
-            set_dtypes(model, self.config)
+            set_dtypes(model, self.config, self.device.type)
         else:
             super().place(model)
         # As a method of the model: its weights are whole only within a method that FSDP knows of.
@@ -82,7 +82,7 @@ class RankedPolicy(Policy):
 
     def forward(self, samples: list[Sample], model=None):
         """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
-        limit = self.config.max_tokens_per_micro_batch
+        limit = self.max_tokens
         own = len(micro_batches([sample.length for sample in samples], limit))
         most = self.ranks.most(own)  # agreed on before the first pass
         yield from super().forward(samples, model)

@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import grpo_trainer
 from algorithm import (
     compute_advantages,
     compute_kl_loss,
@@ -17,7 +16,6 @@ from algorithm import (
     compute_process_aware_advantages,
     compute_term_advantages,
     count_tokens_before,
-    importance_weights,
     overlong_penalty,
 )
 from compute_score import split_paragraphs
@@ -139,24 +137,6 @@ def test_cispo_by_hand():
     assert loss == pytest.approx(-expected / 6, rel=1e-5) and sums["clipped_tokens"] == 2
     assert grad[0].tolist() == pytest.approx([-w / 6 for w in weights[0]], rel=1e-5)
     assert grad[1, 0].item() == pytest.approx(2 * 5 / 6)
-
-
-def test_importance_weights_by_hand():
-    """Tokens with weights 4 and 1/2, their geometric mean sqrt(2); a second sequence with 1/3."""
-    old = torch.tensor([[0.0, 0.0], [0.0, NAN]])
-    rollout = torch.tensor([[-math.log(4), math.log(2)], [math.log(3), NAN]])
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    third = pytest.approx(1 / 3)
-    for mode, cap, expected, beyond in (
-        ("truncate", 2.0, [2.0, 0.5, third], 1),
-        ("mask", 2.0, [0.0, 0.5, third], 1),
-        ("sequence", 2.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), 0.0], 1),
-        ("sequence", 4.0, [pytest.approx(math.sqrt(2)), pytest.approx(math.sqrt(2)), third], 0),
-        ("sequence", 1.2, [0.0, 0.0, 0.0], 3),
-    ):
-        weight, is_beyond = importance_weights(old, rollout, mask, cap, mode)
-        assert weight.expand(2, 2)[mask > 0].tolist() == expected, mode
-        assert (is_beyond * mask).sum() == beyond and weight.isfinite().all()
 
 
 def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
@@ -397,11 +377,3 @@ def test_half_a_character_is_not_taken_for_the_next_paragraph(first):
     text, decode = tokenizer.decode(ids), decoding(tokenizer)
     assert ids[: len(before)] == before and len(decode(before[:-3])) > len(decode(before))
     assert count_tokens_before(1, text, ids, decode) == len(before)
-
-
-def test_the_trainer_has_the_same_functions_under_the_same_names():
-    assert (
-        grpo_trainer.compute_advantages is compute_advantages
-        and grpo_trainer.compute_policy_loss is compute_policy_loss
-    )
-    assert grpo_trainer.overlong_penalty is overlong_penalty

@@ -51,22 +51,29 @@ def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
 
 def scored(score, penalty=0.0, **info):
     reward = None if score is None else score + penalty
-    result = {"reward_score": reward, "reward_extra_info": {"score": score} | info, "status": "ok"}
+    info = {"score": score} | info
+    if penalty:
+        info["overlong_penalty"] = penalty
+    result = {"reward_score": reward, "reward_extra_info": info, "status": "ok"}
     return Sample({}, [], result=result)
+
+
+def why_useless(group, **changes):
+    return grpo_trainer.why_useless(group, config_of(**changes))
 
 
 def test_why_a_group_is_useless():
     good, bad, silent = scored(1.0, acc=True), scored(-1.0, acc=False), scored(None, acc=True)
-    assert grpo_trainer.why_useless([good, bad, silent]) is None
-    assert grpo_trainer.why_useless([good, good, silent]) == "all_right"
-    assert grpo_trainer.why_useless([bad, bad]) == "all_wrong"
-    assert grpo_trainer.why_useless([good, silent, silent]) == "no_verdict"
-    assert grpo_trainer.why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
+    assert why_useless([good, bad, silent]) is None
+    assert why_useless([good, good, silent]) == "all_right"
+    assert why_useless([bad, bad]) == "all_wrong"
+    assert why_useless([good, silent, silent]) == "no_verdict"
+    assert why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
     # a function that does not say `acc`
-    assert grpo_trainer.why_useless([scored(1.0), scored(1.0)]) == "equal_scores"
-    assert grpo_trainer.why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
+    assert why_useless([scored(1.0), scored(1.0)]) == "equal_scores"
+    assert why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
     # whatever its length cost
-    assert grpo_trainer.why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
+    assert why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -508,15 +515,12 @@ def test_papo_normalises_answer_and_reasoning_apart():
     grpo_trainer.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
     with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
-        grpo_trainer.prepare_credit([scored(1.0, acc=True)] * 4, papo, Letters(), is_first=True)
+        grpo_trainer.prepare_credit([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
 
 
-class Letters:
-    """A tokenizer with a token for each character; those below 0 are special."""
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(chr(token) for token in ids if token >= 0)
+def decode(ids):
+    """A token for each character; those below 0 are special."""
+    return "".join(chr(token) for token in ids if token >= 0)
 
 
 def written(text, score, first_wrong, **info):
@@ -526,11 +530,11 @@ def written(text, score, first_wrong, **info):
 
 
 def credited(group, **changes):
-    """(prefix, prefix_advantage, advantage) of each sample, as a step would set them."""
+    """The advantages of each sample's tokens, or its one advantage, as a step would set them."""
     config = config_of(**changes)
-    grpo_trainer.prepare_credit(group, config, Letters())
+    grpo_trainer.prepare_credit([group], config, decode)
     grpo_trainer.set_advantages([group], config)
-    return [(sample.prefix, sample.prefix_advantage, sample.advantage) for sample in group]
+    return [sample.token_advantages or sample.advantage for sample in group]
 
 
 def a_group():
@@ -547,43 +551,77 @@ def a_group():
 def test_credit_for_the_good_prefix_blames_no_token_before_the_first_wrong_paragraph():
     std = math.sqrt((1.25**2 + 0.25**2 + 2 * 0.75**2) / 3) + 1e-6  # of 1, 0, -1, -1
     right, flawed, wrong, unknown, silent = credited(a_group(), credit="prefix")
-    assert right[0] == unknown[0] == silent[0] == 0 and flawed[0] == wrong[0] == 3
-    assert [one[2] for one in (right, flawed, wrong, unknown)] == pytest.approx(
-        [1.25 / std, 0.25 / std, -0.75 / std, -0.75 / std]
-    )
-    assert flawed[1] == flawed[2] > 0  # what is praised is praised as a whole
-    assert wrong[1] == 0 and silent[2] is None
-    assert [one[0] for one in credited(a_group())] == [0] * 5  # by default nobody looks
-    (missing,) = credited([written("1\n\n2", -1.0, 2)], credit="prefix")
-    assert missing[0] == 4  # a paragraph is missing: the end token came too early
+    assert right == pytest.approx([1.25 / std] * 5)
+    assert flawed == pytest.approx([0.25 / std] * 5)  # what is praised is praised as a whole
+    assert wrong == pytest.approx([0, 0, 0, -0.75 / std, -0.75 / std])
+    assert unknown == pytest.approx([-0.75 / std] * 5) and silent is None
+    by_default = credited(a_group())  # nobody looks
+    assert by_default == [pytest.approx(x / std) for x in (1.25, 0.25, -0.75, -0.75)] + [None]
+    (missing, _) = credited([written("1\n\n2", -1.0, 2), written("1", 1.0, -1)], credit="prefix")
+    # a paragraph is missing: the end token came too early
+    assert missing[:4] == [0] * 4 and missing[4] < 0
 
 
 def test_vppo_by_hand():
     """The flawed one has score 0 and is not right. Values: 1; 0.5 on 3 of 5 tokens, twice; 0. Mean 0.4."""
     mean = (1 + 2 * 0.5 * 3 / 5) / 4
     right, flawed, wrong, unknown, silent = credited(a_group(), advantage="vppo", prefix_cut=0.0)
-    assert right[2] == pytest.approx(1 - mean) and silent[2] is None
-    assert flawed == wrong == (3, pytest.approx(0.5 - mean), pytest.approx(-mean))
-    assert unknown[2] == pytest.approx(-mean) and unknown[0] == 0
+    assert right == pytest.approx([1 - mean] * 5) and silent is None
+    assert flawed == wrong == pytest.approx([0.5 - mean] * 3 + [-mean] * 2)
+    assert unknown == pytest.approx([-mean] * 5)
     short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # by the prompt's two tokens
-    assert short[2] == (1, pytest.approx(0.5 - 1.2 / 4), pytest.approx(-1.2 / 4))
-    assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2][0] == 0
+    assert short[2] == pytest.approx([0.5 - 1.2 / 4] + [-1.2 / 4] * 4)
+    assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2] == pytest.approx([-0.25] * 5)
     # eq. 8: a good prefix is not blamed, however good the others are
     good = [written("1\n\n2", 1.0, -1) for _ in range(3)] + [written("1\n\n2", -1.0, 1)]
-    assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][1] < 0
-    assert credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3][1] == 0
+    assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][0] < 0
+    spared = credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3]
+    assert spared[:3] == [0] * 3 and spared[3] < 0
     # what the length cost belongs to the outcome
-    late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1)]
+    late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1, overlong_penalty=-0.5)]
     late[1].result["reward_score"] = 0.5
-    assert [one[2] for one in credited(late, advantage="vppo")] == [0.25, -0.25]
+    assert credited(late, advantage="vppo") == [pytest.approx([x] * 5) for x in (0.25, -0.25)]
+
+
+def test_vppo_spares_the_part_of_the_good_prefix_that_it_does_not_pay():
+    """Three segments: paid (one of three good tokens, the prompt has two), spared, blamed."""
+    paid, *spared_and_blamed = credited(a_group(), advantage="vppo", credit="prefix")[2]
+    mean = (1 + 2 * 0.5 * 1 / 5) / 4
+    assert paid == pytest.approx(0.5 - mean) and paid > 0
+    assert spared_and_blamed == pytest.approx([0, 0, -mean, -mean])
+
+
+def test_scores_of_steps_by_hand():
+    """Of each paragraph its own and later scores, normalised over the group's paragraphs; and the outcome."""
+    group = [
+        written("1\n\n2", 1.0, None, step_scores=[1.0, 1.0]),
+        written("1\n\n2", -1.0, None, step_scores=[1.0, 0.0]),
+        written("1\n\n2", 1.0, None, step_scores=None),  # nobody scored its steps: no verdict
+        written("1\n\n2", None, None, step_scores=[5.0, 5.0]),
+    ]
+    first, second, unscored, silent = credited(group, advantage="steps")
+    outcome = 1 / (math.sqrt(2) + 1e-6)  # sample deviation of 1, -1
+    high, low = 0.25 / (0.5 + 1e-6), -0.75 / (0.5 + 1e-6)  # of 1, 1, 1, 0: mean 0.75, deviation 0.5
+    assert first == pytest.approx([outcome + 2 * high] * 3 + [outcome + high] * 2)
+    assert second == pytest.approx([-outcome + high + low] * 3 + [-outcome + low] * 2)
+    assert unscored is None and group[2].result["status"] == "no_verdict" and silent is None
+    # a paragraph more than scores learns from the outcome alone; a score more than paragraphs is left out
+    group = [
+        written("1\n\n2", 1.0, None, step_scores=[1.0]),
+        written("1\n\n2", -1.0, None, step_scores=[0.0, 0.0, 7.0]),
+    ]
+    first, second = credited(group, advantage="steps")
+    high, low = 2 / 3 / (math.sqrt(1 / 3) + 1e-6), -1 / 3 / (math.sqrt(1 / 3) + 1e-6)
+    assert first == pytest.approx([outcome + high] * 3 + [outcome] * 2)
+    assert second == pytest.approx([-outcome + 2 * low] * 3 + [-outcome + low] * 2)
 
 
 def test_reward_terms_and_dr_grpo():
     group = [written("1", 1.0, -1, style=style) for style in (2.0, 4.0, None)]
     options = dict(advantage="terms", reward_terms=("acc=1", "style=-0.5"))
-    low, high, unknown = (one[2] for one in credited(group, **options))
+    low, high, unknown = credited(group, **options)
     assert low > 0 > high and unknown == 0 and low == pytest.approx(1, rel=1e-5) == -high
-    assert [one[2] for one in credited(a_group()[:3], advantage="dr_grpo")] == [1, 0, -1]
+    assert credited(a_group()[:3], advantage="dr_grpo") == [1, 0, -1]
 
 
 @pytest.mark.parametrize(
@@ -598,10 +636,10 @@ def test_reward_terms_and_dr_grpo():
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
     with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
-        grpo_trainer.prepare_credit(samples, config_of(**changes), Letters(), is_first=True)
+        grpo_trainer.prepare_credit([samples], config_of(**changes), decode, is_first=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
-    grpo_trainer.prepare_credit(samples, config_of(**changes), Letters())
-    grpo_trainer.prepare_credit(samples[1:], config_of(**changes), Letters(), is_first=True)
+    grpo_trainer.prepare_credit([samples], config_of(**changes), decode)
+    grpo_trainer.prepare_credit([samples[1:]], config_of(**changes), decode, is_first=True)
 
 
 @pytest.mark.parametrize(
@@ -615,9 +653,10 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
         ),
-        (dict(tis_mode="mask"), "tis_mode: mask needs --tis-cap"),
-        (dict(tis_mode="sequence", tis_cap=1.0), "tis_cap: 1.0 would multiply every loss by 0"),
-        (dict(tis_mode="mask", tis_cap=0.9), "tis_cap: 0.9 would multiply every loss by 0"),
+        (
+            dict(advantage="terms", reward_terms=("acc=1", "acc=2")),
+            "reward_terms: acc stands there twice; give each term once",
+        ),
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
@@ -628,13 +667,12 @@ def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message
 def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
     def why(*samples, **changes):
         for sample in samples:
-            sample.prefix = 2 * (sample.result["reward_extra_info"]["first_wrong"] == 1)
-        config = config_of(**changes)
-        return grpo_trainer.why_useless(list(samples), config.advantage, config.terms)
+            sample.prefix = 3 * (sample.result["reward_extra_info"]["first_wrong"] == 1)
+        return why_useless(list(samples), **changes)  # of VPPO's prefixes one token is paid
 
     wrong, early, right = written("1\n\n2", -1.0, 1), written("1\n\n2", -1.0, 0), written("1", 1.0, -1)
     wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
-    for advantage in ("fapo", "dr_grpo", "papo"):
+    for advantage in ("grpo", "dr_grpo", "papo"):
         assert why(wrong, wrong, advantage=advantage) == "all_wrong"
     # VPPO: the prefix up, the rest down, also where all went wrong in the same place
     assert why(wrong, wrong, advantage="vppo") is None and why(wrong, early, advantage="vppo") is None
@@ -649,10 +687,10 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
     reasoning."""
     group = [scored(1.0, acc=True, flawed_positive=flawed) for flawed in (True, False, False)]
     assert (
-        grpo_trainer.why_useless(group, "fapo") == "all_right"
-        and grpo_trainer.why_useless(group, "papo") is None
+        why_useless(group) == "all_right"
+        and why_useless(group, advantage="papo") is None
     )
-    assert grpo_trainer.why_useless(group[1:], "papo") == "all_right"
+    assert why_useless(group[1:], advantage="papo") == "all_right"
 
 
 @pytest.mark.parametrize(
@@ -660,7 +698,10 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
     [(True, True), (1, True), (1.0, True), (0.5, False), ("yes", False), (0, False), (None, False)],
 )
 def test_what_counts_as_right(acc, right):
-    assert grpo_trainer.is_right({"acc": acc}) is right
+    """PAPO takes its outcome from `acc`; the sample beside it is wrong."""
+    group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
+    grpo_trainer.set_advantages([group], config_of(advantage="papo"))
+    assert (group[0].advantage > 0) == right
 
 
 @pytest.mark.slow

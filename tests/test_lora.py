@@ -44,7 +44,7 @@ def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
     for name, parameter in parameters.items():
         if name not in learning:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")]) and parameter.grad is None
-    assert {name.rsplit("/", 1)[0] for name in policy.moments()} == learning
+    assert {name.rsplit("/", 1)[0] for name in policy.optimizer_state()} == learning
     weights = dict(policy.weights())
     assert list(weights) == list(base)
     moved = {name for name, weight in weights.items() if not torch.equal(weight, base[name])}

@@ -53,7 +53,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             if config.lora_rank:
                 lora.add(model, config, "")
-            set_dtypes(model, dataclasses.replace(config, device=device))
+            set_dtypes(model, config, device)
         size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
         of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
     except Exception:  # families' own code, which need not be able to build a model without data
