@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from algorithm import (
+    ADVANTAGES,
+    Groups,
     compute_advantages,
     compute_kl_loss,
     compute_policy_loss,
     compute_prefix_advantages,
     compute_process_aware_advantages,
+    compute_step_advantages,
     compute_term_advantages,
     count_tokens_before,
     overlong_penalty,
@@ -186,6 +190,53 @@ def test_kl_to_the_reference_by_hand():
     kl = compute_kl_loss(logprobs, reference, mask, 4)
     assert kl.item() == pytest.approx((math.exp(-0.5) + 0.5 - 1 + math.exp(1) - 1 - 1) / 4)
     assert compute_kl_loss(logprobs, logprobs, mask, 4).item() == 0
+
+
+def test_a_loss_taken_alone_has_its_own_range_and_masks_may_be_numbers():
+    ratio = dict(ratio=1.5, advantage=2.0)
+    assert loss_of(**ratio)[0] == pytest.approx(-2.56)
+    assert loss_of(**ratio, loss="gspo")[0] == pytest.approx(-2 * 1.0004, rel=1e-5)
+    assert loss_of(**ratio, loss="gspo", clip_high=0.1)[0] == pytest.approx(-2.2, rel=1e-5)
+    logprobs, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    of_booleans, of_numbers = (
+        compute_kl_loss(logprobs, reference, mask, 1)
+        for mask in (torch.tensor([[True, False]]), torch.tensor([[1.0, 0.0]]))
+    )
+    assert of_booleans == of_numbers > 0
+
+
+def test_every_advantage_is_one_short_function_of_tensors():
+    """Two groups, all right and mixed, each with one sample without a verdict; nothing is mutated."""
+    numbers = {
+        "score": torch.tensor([[1.0, 1.0, NAN], [1.0, -1.0, NAN]]),
+        "acc": torch.tensor([[1.0, 1.0, NAN], [1.0, 0.0, NAN]]),
+        "flawed_positive": torch.tensor([[0.0, 0.0, NAN], [0.0, NAN, NAN]]),
+    }
+    groups = Groups(
+        rewards_P_G=numbers["score"],
+        penalties_P_G=0 * numbers["score"],
+        numbers=numbers,
+        lengths_P_G=torch.tensor([[2, 3, 2], [2, 2, 1]]),
+        prompt_lengths_P_G=torch.ones(2, 3, dtype=torch.long),
+        prefixes_P_G=torch.zeros(2, 3, dtype=torch.long),
+        steps_P_G_S=torch.tensor([[[1.0], [1.0], [NAN]], [[1.0], [0.0], [NAN]]]),
+        paragraphs_P_G_T=torch.zeros(2, 3, 3, dtype=torch.long),
+    )
+    options = SimpleNamespace(prefix_reward=0.5, prefix_cut=1.0, terms={"acc": 1.0})
+    for name, advantage in ADVANTAGES.items():
+        got = advantage.compute(groups, options)
+        if got.dim() == 2:
+            got = got[..., None]
+        (all_right, _), (right, wrong) = got[:, :2].flatten(2).mean(2).tolist()
+        assert all_right == 0 and right > 0 > wrong, name
+
+
+def test_scores_of_steps_add_up_from_the_end():
+    steps = torch.tensor([[[1.0, 0.0, 0.0], [1.0, NAN, NAN]]])
+    got = compute_step_advantages(steps)
+    std = math.sqrt(1 / 3) + 1e-6  # of 1, 0, 0, 1: mean 0.5
+    assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -0.5 / std])
+    assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0])
 
 
 def test_advantages_per_token_or_per_sequence():

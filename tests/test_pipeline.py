@@ -133,6 +133,31 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
 
 
+class JudgedLate(PlayedRewards):
+    """A step's verdicts come when the next step's rollouts have been asked for, and later than its draw."""
+
+    def submit(self, sample):
+        future = concurrent.futures.Future()
+        ready = super().submit(sample).result()
+        ahead = min(sample["step"] + 1, 4) * PER_STEP
+
+        async def answer():
+            await until(lambda: self.scene.asked == ahead)
+            future.set_result(ready)
+
+        asyncio.run_coroutine_threadsafe(answer(), self.loop)
+        return future
+
+
+def test_a_step_counts_its_own_prompts_though_the_next_ones_are_drawn_before_its_verdicts(settings, tmp_path):
+    """Else a run that was stopped would go on with other prompts."""
+    rewards = JudgedLate()
+    rewards.scene = scene = Scene(trainer_of(settings, tmp_path, total_steps=4), rewards=rewards)
+    scene.run()
+    states = [tmp_path / f"run/checkpoints/step_{step}/trainer_state.json" for step in (1, 2, 3, 4)]
+    assert [json.loads(state.read_text())["prompts_drawn"] for state in states] == [4, 8, 12, 16]
+
+
 def test_without_overlap_nothing_does(settings, tmp_path):
     async def generate(scene, step):
         assert scene.servers.version == scene.policy.num_updates == step - 1

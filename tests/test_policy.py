@@ -117,6 +117,43 @@ def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
     assert constant.abs().max() > 1e-5
 
 
+def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
+    """No advantage, so the bonus alone moves the policy: with Dr. GRPO's constant length as much as without."""
+    samples = a_step(model)
+    for sample in samples:
+        sample.advantage = 0.0
+    options = dict(entropy_coef=0.1, max_response_length=1000, max_grad_norm=1e9)
+    moved, same = (updated(model, samples, advantage=name, **options)[0] for name in ("grpo", "dr_grpo"))
+    assert torch.equal(moved, same) and (moved - weights_of(policy_of(model))).abs().max() > 1e-5
+
+
+class WithMomentum(Policy):
+    """Another optimizer, and two groups of parameters."""
+
+    def new_optimizer(self):
+        head, body = [], []
+        for name, parameter in self.learning():
+            (head if "lm_head" in name else body).append((name, parameter))
+        groups = [dict(params=head), dict(params=body)]
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=0.9)
+
+
+def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    first = WithMomentum(config_of(model=str(tmp_path / "model")), str(tmp_path / "model"), CPU)
+    before = weights_of(first).clone()
+    first.update(groups_of(a_step(model)), lr=0.0)
+    assert torch.equal(weights_of(first), before)  # in both groups
+    first.update(groups_of(a_step(model)), lr=1e-2)
+    first.save(tmp_path / "saved")
+    second = WithMomentum(first.config, str(tmp_path / "saved"), CPU)
+    second.load_optimizer(tmp_path / "saved")
+    for policy in (first, second):
+        policy.update(groups_of(a_step(model, seed=1)), lr=1e-2)
+    assert torch.equal(weights_of(first), weights_of(second))
+    assert len(second.optimizer_state()) == len(dict(second.learning()))  # a momentum for each weight
+
+
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):
     samples = a_step(model)
     policies = [with_sgd(policy_of(model)) for _ in range(2)]

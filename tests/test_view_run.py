@@ -467,7 +467,7 @@ def test_a_groups_verdict_is_at_its_head_and_its_score_is_the_groups(tmp_path):
 @in_browser
 def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
     """What is before the first wrong paragraph is not blamed; a sample without one has one advantage."""
-    blamed = CAUGHT | {"prefix_advantage": 0.25, "solution": (*SOUND, "71-1=60")}
+    blamed = CAUGHT | {"paragraph_advantages": [0.25, 0.25, -1.5, -1.5], "solution": (*SOUND, "71-1=60")}
     blamed = line(**blamed | {"info": CAUGHT["info"] | {"first_wrong": 2}})
     text = dom(view_run.write_page([write_run(tmp_path / "run", [blamed, line()])]), view="groups")
     items = re.findall('<li class="[a-z]*"(?: style="(.*?)")?>(.*?)</li>', part(text, "sample"), re.S)
@@ -477,7 +477,7 @@ def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
     bars = re.findall('class="advantage" style="(.*?)">(.*?)<', part(text, "group"))
     assert [words for _, words in bars] == ["advantage +0.25", "then −1.5", "advantage +0.5"]
     assert [re.findall("good|bad", style) for style, _ in bars] == [["good"], ["bad"], ["good"]]
-    assert "−1.5; +0.25 before paragraph 2" in part(text, "sample")
+    assert "−1.5; of the paragraphs +0.25, +0.25, −1.5, −1.5" in part(text, "sample")
     text = dom(view_run.write_page([tmp_path / "run"]), view="groups", sample=1)
     assert "<li" in part(text, "sample") and '<li class="" style' not in part(text, "sample")
 
@@ -486,13 +486,13 @@ def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
 def test_settings_that_all_runs_share_are_said_once(tmp_path):
     lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"])
     for name, more in {"plain": {}, "lora": lora}.items():
-        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="fapo", seed=1)
+        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="grpo", seed=1)
         (write_run(tmp_path / name, [line()]) / "config.json").write_text(json.dumps(settings | more))
     said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
     assert [re.sub("<.*?>", "", text) for text in said] == [
         "all runs · model m · reward compute_score.py:compute_score_fapo · λ 1 · seed 1",
         "lora · LoRA rank 8 · advantage terms acc=1",
-        "plain · advantage fapo",
+        "plain · advantage grpo",
     ]
 
 
