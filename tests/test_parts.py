@@ -200,6 +200,17 @@ print(lengths, len(ended), len(samples[0].rollout_logprobs), speedups.can_share_
     assert run("-c", code) == "[4, 4] 2 4 True\n"
 
 
+@pytest.mark.slow
+def test_plain_grpo_with_policy_rollout_and_algorithm(alone):
+    """The script of docs/ learns its task with these three files and a model."""
+    folder = alone("rollout.py")
+    shutil.copytree(ROOT / "toy/models/policy", folder / "toy/models/policy")
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / "docs/plain_grpo.py", folder / "docs")
+    rewards = [float(value) for value in re.findall(r"mean reward (\S+),", run("docs/plain_grpo.py"))]
+    assert len(rewards) == 20 and rewards[0] < 0.2 and min(rewards[-3:]) > 0.7
+
+
 def test_prepare_data_with_compute_score(alone):
     folder = alone("prepare_data.py")
     (folder / "files").mkdir()
