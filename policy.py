@@ -11,7 +11,6 @@ Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a r
 """
 
 import contextlib
-import copy
 import math
 import warnings
 from collections import Counter
@@ -27,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GradientCheckpointingLayer
+from transformers import AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
 
 from algorithm import ADVANTAGES, LOSSES, compute_kl_loss, compute_policy_loss
 
@@ -198,7 +197,7 @@ class Policy:
         set_dtypes(model, self.config, self.device.type)
         model.to(self.device)
         if speedups:
-            model.shares_prompts = speedups.can_share_prompts(model)
+            model.shares_prompts = speedups.can_share_prompts(model, logprobs_and_entropy)
 
     def mine(self, samples: list[Sample]) -> list[Sample]:
         """The samples that this process computes."""
@@ -500,7 +499,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient
     """
     device = next(model.parameters()).device
     with precision(device):
-        states = speedups and speedups.shared_states(model, sequences, counts)
+        states = speedups and speedups.shared_states(model, body_of(model), sequences, counts)
         output, hidden_N_H, targets_N = states or response_states(model, sequences, counts, device)
 
     def of_chunk(hidden_n_H, targets_n):
@@ -528,6 +527,18 @@ def response_states(model, sequences, counts, device):
     return output, output.last_hidden_state[rows, columns], ids[rows, columns + 1]  # t predicts t + 1
 
 
+def next_logits(model, ids, attended, positions, cache=None):
+    """Logits B x V of the token after these, and the cache, which then holds these, too. None: a new one."""
+    body = body_of(model)
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+        if speedups:
+            speedups.make_roomy(cache)
+    inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
+    output = body(input_ids=ids, **inputs)
+    return logits_of(model, output, output.last_hidden_state[:, -1]), cache
+
+
 def precision(device, keep_casts=False):
     """On a GPU matrix products run in bf16, from weights that stay float32; on CPU everything is float32.
 
@@ -552,9 +563,9 @@ def logits_of(model, output, hidden_N_H):
     Families differ in what follows the layers: soft caps, scales, one more layer. So the model's own forward
     computes the logits, and is given these hidden states when it asks its body for some.
     """
-    body, answer = body_of(model), copy.copy(output)
-    answer.last_hidden_state = hidden_N_H[None].float()
-    body.forward = lambda *args, **kwargs: answer
+    body = body_of(model)
+    output.last_hidden_state = hidden_N_H[None].float()
+    body.forward = lambda *args, **kwargs: output
     try:
         with torch.autocast(hidden_N_H.device.type, enabled=False):
             ids = torch.zeros(1, len(hidden_N_H), dtype=torch.long, device=hidden_N_H.device)

@@ -15,9 +15,8 @@ import threading
 
 import aiohttp
 import torch
-from transformers import DynamicCache
 
-from policy import Policy, Sample, body_of, left_padded, logits_of, precision, speedups, temper
+from policy import Policy, Sample, left_padded, next_logits, precision
 
 # ---- in this process
 
@@ -42,53 +41,55 @@ def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature
             generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished)
 
 
-def generate(model, alive, max_response_length, temperature, top_p, stop_ids, generator, on_finished) -> None:
-    """The samples of one batch, all at once, token by token. alive: those whose rows are computed."""
-    device, distinct = stop_ids.device, {}  # prompt -> its number
-    rows = [distinct.setdefault(tuple(sample.prompt_ids), len(distinct)) for sample in alive]
-    rows, (ids, attended, positions) = torch.tensor(rows, device=device), left_padded(list(distinct), device)
-    cache = DynamicCache(config=model.config)
-    cache = speedups.roomy(cache) if speedups else cache
+def generate(model, samples, max_response_length, temperature, top_p, stop_ids, generator, on_finished):
+    """The samples of one batch, all at once, token by token."""
+    device = stop_ids.device
+    numbers = {}  # of the distinct prompts
+    for sample in samples:
+        numbers.setdefault(tuple(sample.prompt_ids), len(numbers))
+    prompt_of_row = torch.tensor([numbers[tuple(sample.prompt_ids)] for sample in samples], device=device)
+    ids, attended, positions = left_padded(list(numbers), device)
     with precision(device, keep_casts=True):  # one context for all tokens of the batch
-        logits = next_logits(model, ids, attended, positions, cache)
-        cache.reorder_cache(rows)
-        attended, position, logits = attended[rows], positions[rows, -1:], logits[rows]
-        running = [True] * len(alive)
+        logits, cache = next_logits(model, ids, attended, positions)
+        cache.reorder_cache(prompt_of_row)
+        logits = logits[prompt_of_row]
+        attended = attended[prompt_of_row]
+        position = positions[prompt_of_row, -1:]
+        rows = list(samples)  # of each row that is computed the sample; None: it has ended
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
             # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
-            ended = torch.isin(tokens, stop_ids)
-            sampled = torch.stack([tokens.double(), logprobs.double(), ended.double()], 1).tolist()
-            for row, (sample, (token, logprob, is_end)) in enumerate(zip(alive, sampled)):
-                if running[row]:
-                    sample.response_ids.append(int(token))
-                    sample.rollout_logprobs.append(logprob)
-                    if is_end or length == max_response_length:
-                        running[row] = False
-                        on_finished(sample)
-            if not any(running):
+            is_end = torch.isin(tokens, stop_ids)
+            sampled = torch.stack([tokens.double(), logprobs.double(), is_end.double()], 1).tolist()
+            for row, (token, logprob, ends) in enumerate(sampled):
+                sample = rows[row]
+                if sample is None:
+                    continue
+                sample.response_ids.append(int(token))
+                sample.rollout_logprobs.append(logprob)
+                if ends or length == max_response_length:
+                    rows[row] = None
+                    on_finished(sample)
+            going_on = [row for row, sample in enumerate(rows) if sample is not None]
+            if not going_on:
                 break
-            if sum(running) <= len(running) // 2:  # from here on compute only the rows that go on
-                keep = [row for row, is_running in enumerate(running) if is_running]
-                alive, running = [alive[row] for row in keep], [True] * len(keep)
-                keep = torch.tensor(keep, device=device)
-                attended, position, tokens = attended[keep], position[keep], tokens[keep]
+            if len(going_on) <= len(rows) // 2:  # from here on compute only the rows that go on
+                rows = [rows[row] for row in going_on]
+                keep = torch.tensor(going_on, device=device)
                 cache.reorder_cache(keep)
+                tokens = tokens[keep]
+                attended = attended[keep]
+                position = position[keep]
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             position = position + 1
-            logits = next_logits(model, tokens[:, None], attended, position, cache)
-
-
-def next_logits(model, ids, attended, positions, cache):
-    """Logits B x V of the token after these, which the cache then holds."""
-    inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
-    output = body_of(model)(input_ids=ids, **inputs)
-    return logits_of(model, output, output.last_hidden_state[:, -1])
+            logits, _ = next_logits(model, tokens[:, None], attended, position, cache)
 
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
     """One token per row (temperature 0: the likeliest) and its log-probability before top_p."""
-    logprobs = temper(logits_B_V, temperature or 1.0).log_softmax(-1)
+    if temperature > 0:
+        logits_B_V = logits_B_V / temperature
+    logprobs = logits_B_V.log_softmax(-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:

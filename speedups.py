@@ -1,85 +1,112 @@
 """Only makes it faster: delete this file, and every result is the same.
 
     shared_states   in the update: equal prompts of a micro-batch once (20-25 % less time with short answers)
-    roomy           in rollouts: a key-value cache that is written into, not copied (8-40 % of a rollout)
+    make_roomy      in rollouts: a key-value cache that is written into, not copied (8-40 % of a rollout)
+    use_gqa         on CPU: keys that several query heads share are not copied for each of these heads
 
-policy.py and rollout.py use it where the file is there. Whether a model can share prompts is tried when it is
-loaded. Left out: compilation, attention kernels of our own, packing instead of padding (slower on CPU).
-Needs policy.py and algorithm.py. Shapes as in policy.py.
+policy.py imports it where the file is there, and gives it what it needs. Whether a model can share prompts
+is tried when it is loaded. Left out: compilation, attention kernels of our own, packing instead of padding
+(slower on CPU). Needs none of our other files. Shapes as in policy.py.
 """
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-
-import policy  # which imports this file, too: look its names up when they are needed
+from transformers.integrations import sdpa_attention
 
 # Prompts are shared where at least this share of the tokens repeats others: sharing needs an attention mask,
 # which costs as much as it saves when answers are long.
 SHARE_FROM = 0.25
 
+# ---- in the update
 
-def shared_states(model, sequences, counts):
+
+def shared_states(model, body, sequences, counts):
     """As policy.response_states, each distinct prompt computed once; None where it is not worth it.
 
     Keys and values of a prompt, and so their gradients, are shared by its responses.
     """
-    prompts = [tuple(sequence[: len(sequence) - count]) for sequence, count in zip(sequences, counts)]
+    prompts, responses = [], []
+    for sequence, count in zip(sequences, counts):
+        split = len(sequence) - count
+        prompts.append(tuple(sequence[:split]))
+        responses.append(sequence[split:])
     if not getattr(model, "shares_prompts", False) or not worth_sharing(prompts, counts):
         return None
-    device, body = next(model.parameters()).device, policy.body_of(model)
-    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    device = next(model.parameters()).device
+    numbers = {}  # of the distinct prompts
+    for prompt in prompts:
+        numbers.setdefault(prompt, len(numbers))
+    prompt_of_row = torch.tensor([numbers[prompt] for prompt in prompts], device=device)
+
+    ids = padded(numbers, "left").to(device)  # so that all responses start in the same column
+    attended = padded([[1] * len(prompt) for prompt in numbers], "left").to(device)
+    positions = (attended.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    which = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
-    ids, attended, positions = policy.left_padded(list(distinct), device)
-    inputs = dict(past_key_values=cache, use_cache=True)
-    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **inputs)
-    hidden = output.last_hidden_state[which, -1:]  # predicts the first token
-    ids = policy.padded([s[len(s) - n :] for s, n in zip(sequences, counts)], device, torch.long)
-    mask = policy.mask_of(counts, device)
-    cache.reorder_cache(which)
-    attended = torch.cat([attended[which], mask[:, :-1]], 1)
-    positions = positions[which, -1:] + torch.arange(1, ids.shape[1], device=device)
-    later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **inputs)
-    return output, torch.cat([hidden, later.last_hidden_state], 1)[mask], ids[mask]
+    cached = dict(past_key_values=cache, use_cache=True)
+    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **cached)
+    first = output.last_hidden_state[prompt_of_row, -1:]  # predicts the first token
+    cache.reorder_cache(prompt_of_row)
+
+    ids = padded(responses, "right").to(device)
+    mask = padded([[True] * count for count in counts], "right").to(device)
+    attended = torch.cat([attended[prompt_of_row], mask[:, :-1]], 1)
+    positions = positions[prompt_of_row, -1:] + torch.arange(1, ids.shape[1], device=device)
+    later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **cached)
+    return output, torch.cat([first, later.last_hidden_state], 1)[mask], ids[mask]
+
+
+def padded(rows, side):
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
 def worth_sharing(prompts, counts) -> bool:
     """Whether enough tokens repeat other samples' prompts, and there is something behind the first token."""
-    repeated = sum(map(len, prompts)) - sum(map(len, set(prompts)))
-    return repeated > SHARE_FROM * (sum(map(len, prompts)) + sum(counts)) and max(counts) > 1
+    in_prompts = sum(map(len, prompts))
+    repeated = in_prompts - sum(map(len, set(prompts)))
+    return repeated > SHARE_FROM * (in_prompts + sum(counts)) and max(counts) > 1
 
 
 @torch.no_grad()
-def can_share_prompts(model) -> bool:
+def can_share_prompts(model, logprobs_and_entropy) -> bool:
     """Whether sharing leaves this model's log-probabilities as they are: it is tried."""
-    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
+    layers = DynamicCache(config=model.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers):
         return False
     size = model.config.get_text_config().vocab_size
     ids = [number * 7919 % size for number in range(1, 20)]
-    sequences, counts = [ids[:11], ids[:8] + ids[12:], ids[:8] + ids[11:13], ids[4:9]], [3, 7, 2, 1]
-    found = []
+    sequences = [ids[:11], ids[:8] + ids[12:], ids[:8] + ids[11:13], ids[4:9]]
+    counts = [3, 7, 2, 1]
     try:
-        for model.shares_prompts in (False, True):
-            found.append(policy.logprobs_and_entropy(model, sequences, counts, 1.0)[0])
+        alone, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
+        model.shares_prompts = True
+        shared, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
     # a cache of its own kind, say
     except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError):
         return False
     finally:
         model.shares_prompts = False
-    return (found[1] - found[0]).abs().mean().item() < (1e-4 if found[0].device.type == "cpu" else 0.05)
+    limit = 1e-4 if alone.device.type == "cpu" else 0.05
+    return (shared - alone).abs().mean().item() < limit
 
 
-def roomy(cache):
-    """The same cache, empty, whose layers of full attention have room."""
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+# ---- in rollouts
+
+
+def make_roomy(cache) -> None:
+    """An empty cache: its layers of full attention get room."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[number] = RoomyLayer()
 
 
 class RoomyLayer(DynamicLayer):
     """Keys and values of one layer in buffers with room: new ones are written there, nothing is copied."""
 
-    room, buffers = 16, None
+    room = 16
+    buffers = None
 
     def update(self, keys, values, *args, **kwargs):
         if not self.is_initialized:
@@ -87,14 +114,33 @@ class RoomyLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + keys.shape[-2]
         # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
-        stale = not self.buffers or self.keys.data_ptr() != self.buffers[0].data_ptr()
+        stale = self.buffers is None or self.keys.data_ptr() != self.buffers[0].data_ptr()
         if stale or end > self.buffers[0].shape[-2]:
-            # On a GPU keys come in float32 (rotary positions), values in bf16; attention takes both in bf16.
-            shapes = [(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (keys, values)]
-            self.buffers = [values.new_empty(shape) for shape in shapes]
-            if start:
-                self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
-        for buffer, new in zip(self.buffers, (keys, values)):
-            buffer[..., start:end, :] = new
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+            self.buffers = []
+            for new, old in ((keys, self.keys), (values, self.values)):
+                # On a GPU keys come in float32 (rotary positions), values in bf16; attention takes bf16.
+                buffer = values.new_empty(*new.shape[:-2], end + self.room, new.shape[-1])
+                if start:
+                    buffer[..., :start, :] = old
+                self.buffers.append(buffer)
+        key_buffer, value_buffer = self.buffers
+        key_buffer[..., start:end, :] = keys
+        value_buffer[..., start:end, :] = values
+        self.keys = key_buffer[..., :end, :]
+        self.values = value_buffer[..., :end, :]
         return self.keys, self.values
+
+
+# ---- in attention
+
+THEIR_USE_GQA = sdpa_attention.use_gqa_in_sdpa
+
+
+def use_gqa(mask, key, *value) -> bool:
+    """Whether attention gets keys as they are: as transformers says, on CPU as if there were no mask."""
+    if key.device.type == "cpu":
+        mask = None
+    return THEIR_USE_GQA(mask, key, *value)
+
+
+sdpa_attention.use_gqa_in_sdpa = use_gqa  # for every model of this process

@@ -225,7 +225,6 @@ def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
     found = []
     for module in (speedups, None):
         monkeypatch.setattr(policy_file, "speedups", module)
-        monkeypatch.setattr(rollout, "speedups", module)
         samples = a_step(model)
         found.append((samples, *updated(model, samples)))
     (samples, weights, metrics), (same_samples, same_weights, same_metrics) = found
