@@ -59,21 +59,23 @@ characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\ti
 relations   ≤|<=|\\leq(slant)?→\\le~  ≥|>=|\\geq(slant)?→\\ge~  ≠|\\neq→\\ne~
 white       \\!→  \{,\}→,  (?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle→~
 brackets    \\(left|right|[bB]igg?[lr]?)(?![a-zA-Z])→  bmatrix→pmatrix  \\\\\[\w*\]→\\\\
-dollars     \\\$~*([\d.,]+)→\1~dollars  (?<!\\)\\[()\[\]]→$  ^[^$]*\$([^$]*)\$[^$]*$→\1  \\?\$|"→
+dollars     \\\$~*([\d.,]+)→\1~dollars  (?<!\\)\\[()\[\]]→$  ^(?:[^$]*\b(?:is|are)[~}]*)?\$([^$]*)\$~*$→\1  \\?\$|"→
 percent     \\?%→~percent
-units       \^\{?\\circ\}?|\\degree|°→~degrees  mbox|textrm→text  \\(text|mathrm)\{~*m~*\}→~meters
+units       \^(?:\\circ|\{\\circ\})|\\degree|°→~degrees  mbox|textrm→text  \\(text|mathrm)\{~*m~*\}→~meters
 text        TYPE→~\1~  TYPE→~\1~  \\overline\{([A-Z]+)\}→\1  ,?~*\band\b→,
 areas       \bsquare~([a-z]+)~*$→\1^2  \bcubic~([a-z]+)~*$→\1^3
 articles    \ban~|\ba~(?=[A-Za-z]{2}|\d)→
 fractions   \\[dtc]frac→\\frac  (?<![\w^.])(\d+)/(\d+)(?![\w{.])→\\frac{\1}{\2}
 words       (\\[a-zA-Z]+)~+→\1  (?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2})→  ~+→~
 arguments   \\frac(BARE)→\\frac{\1}  (\\frac\{[^{}]*\})(BARE)→\1{\2}  \\sqrt(BARE)→\\sqrt{\1}
-signs       \\frac\{-([^{}+-]+)\}→-\\frac{\1}  ([\^_])\{(\w)\}→\1\2  (^|[(\[,=])\+→\1
+signs       (^|[(\[{,=&\\]|matrix\})\\frac\{-([^{}+-]+)\}→\1-\\frac{\2}  ([\^_])\{(\w)\}→\1\2  (^|[(\[,=])\+→\1
 decimals    (?<![\d.])\.(?=\d)→0.  (\.\d*?)0+(?![\d\\])→\1  \.(?!\d)→
 """.replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]").replace(
-    "TYPE", r"\\(?:text|textbf|mathrm|mathbf|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
+    "TYPE", r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|boldsymbol|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
 _RULES = [rule.split("→") for rule in _RULES.split() if "→" in rule]
-_NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\([^()=<>]*\))?"  # x, a_{10}, f'(2), (x,y)
+# x, a_{10}, f'(2), (x,y), not (x-1)
+_NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\((?:[^()=<>+^-]|(?<=[(,])-)*\))?"
+_NAME += rf"(?:\+{_NAME})*"  # m+n, which AIME asks for
 _VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
 _UNIT = (
     "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|"
@@ -106,7 +108,8 @@ def normalize_final_answer(answer: str) -> str:
 def is_equal(answer: str, truth: str) -> bool:
     """Whether their normal forms are one; name or unit may be missing: 5 cm is 5, and x=5 is 5, not y=5."""
     ours, true = _parts(answer), _parts(truth)
-    return ours[1] == true[1] != "" and all(a == b or "" in (a, b) for a, b in zip(ours, true))
+    names = ours[0].partition("=")[0], true[0].partition("=")[0]  # of a chain x=10/2=5 the first
+    return ours[1] == true[1] != "" and all(a == b or "" in (a, b) for a, b in (names, (ours[2], true[2])))
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
@@ -246,6 +249,7 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
 MAX_DEATHS = 3  # connections that were cut after the request was sent, told by us or by the router
 DEATH = (r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
+         r"^HTTP 500.*EngineCore encountered an issue|"  # vLLM's engine, a moment before its server ends
          r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)")  # fmt: skip
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
@@ -298,7 +302,7 @@ async def served_model(address: str) -> dict:
 
 async def chat(
     prompt: str, address: str, *, model: str | None = None, temperature: float | None = None,
-    top_p: float | None = None, max_tokens: int = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S,
+    top_p: float | None = None, max_tokens: int | None = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S,
     chat_kwargs: dict | None = None) -> tuple[str, str, int | None]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
@@ -306,7 +310,8 @@ async def chat(
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
     HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses or
     what Retry-After asks for, unless MAX_DEATHS servers died meanwhile. Never raises for a bad server.
-    At temperature 0 equal requests wait for the first and share its answer (tokens: None), not its failure.
+    At temperature 0 equal requests wait for the first and share its answer (tokens: None), or the verdict that
+    they kill servers, and no other failure.
     """
     body = dict(messages=[{"role": "user", "content": prompt}], model=model, max_tokens=max_tokens,
                 temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)  # fmt: skip
@@ -325,12 +330,14 @@ async def chat(
                     choice = reply["choices"][0]
                     status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
                     text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+                    if not isinstance(text, str):
+                        raise TypeError(f"content is a {type(text).__name__}")
                     once[1] = (status, text) if choice.get("finish_reason") != "abort" else None
                     return status, text, (reply.get("usage") or {}).get("completion_tokens") or 0
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                     return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
                 except aiohttp.ClientResponseError as error:
-                    asked = error.headers.get("Retry-After", "")
+                    asked = (error.headers or {}).get("Retry-After", "")  # none where it spoke no HTTP
                     reason = f"HTTP {error.status}: {error.message}"
                     if error.status == 404:  # perhaps another model is served there now: look it up next time
                         asked_once(address)[1] = None
@@ -340,7 +347,8 @@ async def chat(
                     reason, asked = f"{type(error).__name__}: {error}", ""
                 deaths += bool(re.search(DEATH, reason))
                 if deaths == MAX_DEATHS:  # perhaps of this very prompt, and others need the server
-                    return "http_error", f"{deaths} servers died while they were asked; last: {reason}", 0
+                    once[1] = "http_error", f"{deaths} servers died while they were asked; last: {reason}"
+                    return *once[1], 0
                 asked = float(asked) if asked.isdecimal() else 0.0
                 await asyncio.sleep(max(asked, random.uniform(pause / 2, pause)))
                 pause = min(8.0, 2 * pause)
@@ -391,7 +399,7 @@ async def compute_score_fapo(
     reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
     judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
     verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
+    genrm_max_tokens: int | None = GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,

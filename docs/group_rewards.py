@@ -62,7 +62,7 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     is_known = ground_truth != ""
     truth = ground_truth if is_known else "unknown"
     results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
-    votes = collections.Counter(result["pred"] for result in results if result["pred"] != "[INVALID]")
+    votes = collections.Counter(result["pred"] for result in results if result["pred"] not in ("[INVALID]", ""))
     [(label, count)] = votes.most_common(1) or [(None, 0)]
     about = {"group_label": label, "group_votes": count / len(results)}
     if is_known:
