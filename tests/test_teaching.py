@@ -56,3 +56,17 @@ def test_the_page_has_every_exercise_and_two_hours():
     page = (ROOT / "docs/teaching.md").read_text()
     assert sum(map(int, re.findall(r"^\| (\d+) \|", page, re.M))) == 120
     assert {name for name in EXERCISES if f"`{FOLDER}/{name}.py`" in page} == EXERCISES
+
+
+def test_what_the_page_says_to_read_is_there():
+    """The names after a `file.py`, up to the end of the phrase, are functions and classes of that file."""
+    text = (ROOT / "docs/teaching.md").read_text().split("## The exercises")[0]
+    pieces = re.split(r"`(\w+\.py)`", text)
+    number = 0
+    for script, after in zip(pieces[1::2], pieces[2::2]):
+        phrase = re.split(r"[;|]|\.\s", after)[0]
+        for name in re.findall(r"`([\w.]+)`", phrase):
+            last = name.split(".")[-1]
+            assert re.search(rf"^ *(async )?(def|class) {last}\b", (ROOT / script).read_text(), re.M), name
+            number += 1
+    assert number >= 9
