@@ -137,11 +137,9 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the pages by its name, as Markdown."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
-    for name, way in (("policies", "mean@1"), ("policies greedy", "greedy")):
-        rows = [row(title, of(runs, algorithm), COLUMNS, way) for algorithm, title in NAMES.items()]
-        made[name] = table(
-            heads, row("before, as warm-started", of(runs, "rule"), COLUMNS, way, "before"), *rows
-        )
+    rows = [row(title, of(runs, algorithm), COLUMNS) for algorithm, title in NAMES.items()]
+    before = row("before, as warm-started", of(runs, "rule"), COLUMNS, when="before")
+    made["policies"] = table(heads, before, *rows)
     rows = []
     for number, world in enumerate(STANDARD):
         rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
