@@ -41,7 +41,7 @@ TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 # What adds up over micro-batches, mini-batches and ranks.
 SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "tis_sum",
-        "tis_capped_tokens", "difference_sum", "entropy_sum", "tokens")  # fmt: skip
+        "tis_capped_tokens", "difference_sum", "compared_tokens")  # fmt: skip
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of a single process
 
 
@@ -137,6 +137,7 @@ class Policy:
     """
 
     is_first = True  # of several ranks the one that writes
+    samples_itself = False  # true: rollout_logprobs are this model's own, to the precision of float32
     read_as = torch.float32  # a model's files
 
     def __init__(self, options: PolicyOptions, source: str, device: torch.device):
@@ -216,9 +217,8 @@ class Policy:
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            wants_entropy_gradient = self.config.entropy_coef != 0
             logprobs, entropy = self.compute(
-                model or self.model, sequences, counts, self.config.temperature, wants_entropy_gradient
+                model or self.model, sequences, counts, self.config.temperature, self.config.entropy_coef != 0
             )
             yield part, logprobs, entropy, mask_of(counts, self.device)
 
@@ -227,35 +227,38 @@ class Policy:
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
         """One pass over the step's groups in mini-batches, one optimizer update each. Returns metrics.
 
-        Samples without a gradient are not trained on: no verdict, or advantage 0 where only the advantage
-        moves the policy. The token mean counts all that have a verdict. Entropy and rollout/logprob_diff are
-        those of all samples before the first update; everything else is a mean over the tokens trained on.
+        Samples without a gradient are not computed: no verdict, or advantage 0 where only the advantage
+        moves the policy. The token mean counts all that have a verdict. actor/entropy is estimated from all
+        samples: minus the mean of their log-probabilities as they were sampled. rollout/logprob_diff is that
+        of the tokens which are computed before the first update; everything else is a mean over the tokens
+        trained on.
 
         Raises RuntimeError before the first optimizer step where sampler and policy differ by more than
-        max_logprob_diff (mean over all tokens), and where the loss or the gradient is not finite.
+        max_logprob_diff (mean over those tokens), and where the loss or the gradient is not finite.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        mini_batches = deal(groups, self.config.mini_batch_size)
-        learning, resting = [], []
+        mini_batches = []
+        for batch in deal(groups, self.config.mini_batch_size):
+            if any(self.has_gradient(sample) for sample in batch):  # else every group is all right or all wrong
+                mini_batches.append(batch)
+        learning = []
         for batch in mini_batches:
             learning.append(self.mine([sample for sample in batch if self.has_gradient(sample)]))
-            resting.append(self.mine([sample for sample in batch if not self.has_gradient(sample)]))
-        sums = self.look_before(learning, resting)
+        sums = self.look_before(learning)
+        if not learning:
+            sums = self.compare(self.mine(groups[0]))
+            check_sampler(sums, max_logprob_diff)
         norms = []
         for batch, samples in zip(mini_batches, learning):
-            if not any(self.has_gradient(sample) for sample in batch):
-                continue  # every group is all right or all wrong: no update
             lengths = [len(sample.response_ids) for sample in batch if sample.advantage is not None]
             self.optimizer.zero_grad(set_to_none=True)
             found = self.total(self.accumulate_gradients(samples, lengths))
             sums.update(found)
-            if not norms:  # by now all samples from before the first update are counted
+            if not norms:  # by now all that is computed before the first update is compared
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.step(found["loss_sum"]))
-        if not norms:
-            check_sampler(sums, max_logprob_diff)
-        return self.metrics(sums, norms)
+        return self.metrics(sums, norms, sum(groups, []))
 
     def has_gradient(self, sample: Sample) -> bool:
         if sample.advantage is None:
@@ -264,21 +267,32 @@ class Policy:
             return True
         return sample.advantage != 0 or any(sample.token_advantages)
 
-    def look_before(self, learning: list[list[Sample]], resting: list[list[Sample]]) -> Counter:
+    def look_before(self, learning: list[list[Sample]]) -> Counter:
         """Fills in old and reference log-probabilities, from before the first update. Returns sums (SUMS)."""
+        first, later = sum(learning[:1], []), sum(learning[1:], [])
         sums = Counter()
-        for sample in learning[0]:
+        for sample in first:
             sample.old_logprobs = None  # what the first update computes anyway
-        for sample, logprobs, entropy in self.score(sum(learning[1:] + resting, [])):
-            sample.old_logprobs = logprobs
-            sums.update(agreement(logprobs, sample.rollout_logprobs, entropy))
+        if self.samples_itself:
+            for sample in later:
+                sample.old_logprobs = torch.tensor(sample.rollout_logprobs)
+        else:
+            sums = self.compare(later)
         if self.reference is not None:
             without_adapters = contextlib.nullcontext()
             if self.adapters:
                 without_adapters = self.adapters.off(self.model)
             with without_adapters:
-                for sample, logprobs, _ in self.score(sum(learning, []), self.reference):
+                for sample, logprobs in self.score(first + later, self.reference):
                     sample.reference_logprobs = logprobs
+        return sums
+
+    def compare(self, samples: list[Sample]) -> Counter:
+        """Fills in old log-probabilities. Returns sums over all processes: how far the sampler's are apart."""
+        sums = Counter()
+        for sample, logprobs in self.score(samples):
+            sample.old_logprobs = logprobs
+            sums.update(difference(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device)))
         return self.total(sums)
 
     def accumulate_gradients(self, samples: list[Sample], lengths: list[int]) -> Counter:
@@ -320,7 +334,7 @@ class Policy:
                 found["loss_sum"] = loss.item()
                 sums.update(found)
                 if is_first:
-                    sums.update(agreement(old[mask], rollout[mask], entropy[mask]))
+                    sums.update(difference(old[mask], rollout[mask]))
         return sums
 
     def advantages(self, samples: list[Sample]):
@@ -339,11 +353,12 @@ class Policy:
         self.optimizer.step()
         return norm
 
-    def metrics(self, sums: Counter, norms: list[float]) -> dict:
+    def metrics(self, sums: Counter, norms: list[float], samples: list[Sample]) -> dict:
+        num_tokens = sum(len(sample.response_ids) for sample in samples)
         metrics = {
             "actor/updates": len(norms),
-            "actor/entropy": sums["entropy_sum"] / sums["tokens"],
-            "rollout/logprob_diff": sums["difference_sum"] / sums["tokens"],
+            "actor/entropy": -sum(sum(sample.rollout_logprobs) for sample in samples) / num_tokens,
+            "rollout/logprob_diff": sums["difference_sum"] / sums["compared_tokens"],
         }
         if not norms:
             return metrics
@@ -360,11 +375,10 @@ class Policy:
 
     @torch.no_grad()
     def score(self, samples: list[Sample], model=None):
-        """Yields (sample, logprobs, entropies) of the response tokens under the policy or another model."""
-        for part, logprobs_B_T, entropy_B_T, _ in self.forward(samples, model):
-            for sample, logprobs_T, entropy_T in zip(part, logprobs_B_T, entropy_B_T):
-                length = len(sample.response_ids)
-                yield sample, logprobs_T[:length], entropy_T[:length]
+        """Yields each sample and the log-probabilities of its response under the policy or another model."""
+        for part, logprobs_B_T, _, _ in self.forward(samples, model):
+            for sample, logprobs_T in zip(part, logprobs_B_T):
+                yield sample, logprobs_T[: len(sample.response_ids)]
 
     # ---- weights, checkpoints
 
@@ -463,18 +477,17 @@ def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]
     return [sum(groups[start:end], []) for start, end in zip(bounds, bounds[1:])]
 
 
-def agreement(logprobs, rollout_logprobs, entropy) -> dict:
-    """Sums over response tokens, for rollout/logprob_diff and actor/entropy."""
-    difference = logprobs - torch.as_tensor(rollout_logprobs, device=logprobs.device)
-    return {"difference_sum": difference.abs().sum().item(), "entropy_sum": entropy.sum().item(),
-            "tokens": len(logprobs)}  # fmt: skip
+def difference(logprobs, rollout_logprobs) -> dict:
+    """Sums over response tokens, for rollout/logprob_diff."""
+    apart = (logprobs - rollout_logprobs).abs().sum().item()
+    return {"difference_sum": apart, "compared_tokens": logprobs.numel()}
 
 
 def check_sampler(sums: Counter, limit: float) -> None:
     """RuntimeError where the samples did not come from the policy's weights."""
-    difference = sums["difference_sum"] / sums["tokens"]
-    if not difference <= limit:  # a NaN is no agreement
-        raise RuntimeError(f"rollout/logprob_diff {difference:.3f} is over max_logprob_diff {limit:g}: the "
+    apart = sums["difference_sum"] / sums["compared_tokens"]
+    if not apart <= limit:  # a NaN is no agreement
+        raise RuntimeError(f"rollout/logprob_diff {apart:.3f} is over max_logprob_diff {limit:g}: the "
                            "sampler does not use the trainer's weights, or not their precision")  # fmt: skip
 
 
@@ -492,29 +505,42 @@ def micro_batches(lengths, max_tokens: int) -> list[list[int]]:
 # ---- log-probabilities
 
 
-def logprobs_and_entropy(model, sequences, counts, temperature, entropy_gradient=True):
+def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
     """Log-probabilities of the response tokens, and entropies: two B x T tensors, 0 in the padding.
 
     sequences: prompt + response ids; counts: of the response. LOGITS_AT_ONCE logits exist at a time.
+    with_entropy: else the entropies are 0 everywhere, which saves time.
     """
     device = next(model.parameters()).device
+    states = None
     with precision(device):
-        states = speedups and speedups.shared_states(model, body_of(model), sequences, counts)
-        output, hidden_N_H, targets_N = states or response_states(model, sequences, counts, device)
+        if speedups:
+            states = speedups.shared_states(model, body_of(model), sequences, counts)
+        if states is None:
+            states = response_states(model, sequences, counts, device)
+    output, hidden_N_H, targets_N = states
 
     def of_chunk(hidden_n_H, targets_n):
         logp_n_V = temper(logits_of(model, output, hidden_n_H), temperature).log_softmax(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_n = -(logp_n_V.exp() * logp_n_V).sum(-1)
-        return logp_n_V.gather(-1, targets_n[:, None])[:, 0], entropy_n
+        logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
+        if not with_entropy:
+            return logprobs_n, torch.zeros_like(logprobs_n)
+        return logprobs_n, -(logp_n_V.exp() * logp_n_V).sum(-1)
 
     chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
-    again = torch.is_grad_enabled() and len(targets_N) > chunk  # each computes its logits again
-    parts = [checkpoint(of_chunk, *arguments, use_reentrant=False) if again else of_chunk(*arguments)
-             for arguments in zip(hidden_N_H.split(chunk), targets_N.split(chunk))]  # fmt: skip
+    compute = of_chunk
+    if torch.is_grad_enabled() and len(targets_N) > chunk:  # the backward pass makes the logits again
+        compute = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    logprobs, entropies = [], []
+    for hidden_n_H, targets_n in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
+        logprobs_n, entropy_n = compute(hidden_n_H, targets_n)
+        logprobs.append(logprobs_n)
+        entropies.append(entropy_n)
     mask = mask_of(counts, device)
     empty = torch.zeros(mask.shape, device=device)
-    return tuple(empty.masked_scatter(mask, torch.cat(part)) for part in zip(*parts))
+    logprobs_B_T = empty.masked_scatter(mask, torch.cat(logprobs))
+    entropy_B_T = empty.masked_scatter(mask, torch.cat(entropies))
+    return logprobs_B_T, entropy_B_T
 
 
 def response_states(model, sequences, counts, device):

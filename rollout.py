@@ -120,7 +120,7 @@ def check_sampling(policy: Policy) -> None:
     try:
         rollout_hf(policy.model, samples, **settings)
         differences = [logprobs.cpu() - torch.tensor(sample.rollout_logprobs)
-                       for sample, logprobs, _ in policy.score(samples)]  # fmt: skip
+                       for sample, logprobs in policy.score(samples)]  # fmt: skip
     except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"rollout: hf cannot sample from a {name} ({reason}); take vllm") from error

@@ -166,6 +166,7 @@ class Run:
             raise ValueError(f"model: neither {self.base} nor its tokenizer has an end token; add eos_token")
         if config.rollout == "hf":
             check_sampling(self.policy)
+            self.policy.samples_itself = True
 
     def load_optimizer(self) -> None:
         try:

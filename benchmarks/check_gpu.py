@@ -151,10 +151,10 @@ def roll_out(learner, samples, length: int):
 
 
 def logprobs_of(learner, samples):
-    """Log-probabilities of all response tokens, one after the other, and the mean entropy there."""
-    found = {id(sample): (logprobs, entropy) for sample, logprobs, entropy in learner.score(samples)}
-    logprobs, entropies = zip(*(found[id(sample)] for sample in samples))
-    return torch.cat(logprobs).cpu(), torch.cat(entropies).mean().item()
+    """Log-probabilities of all response tokens, one after the other, and the entropy as estimated by them."""
+    found = {id(sample): logprobs for sample, logprobs in learner.score(samples)}
+    logprobs = torch.cat([found[id(sample)] for sample in samples]).cpu()
+    return logprobs, -logprobs.mean().item()
 
 
 def difference(learner, samples) -> float:

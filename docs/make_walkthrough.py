@@ -78,7 +78,7 @@ def record(run: Path, step: int, group: int) -> dict:
     seen, update = [], policy.optimizer.step
 
     def look():
-        by_sample = {id(sample): logprobs.tolist() for sample, logprobs, _ in policy.score(chosen)}
+        by_sample = {id(sample): logprobs.tolist() for sample, logprobs in policy.score(chosen)}
         seen.append([by_sample[id(sample)] for sample in chosen])
 
     def update_and_look():

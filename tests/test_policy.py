@@ -17,7 +17,7 @@ import speedups
 from policy import Policy, Sample, deal
 import rollout
 from rollout import check_sampling
-from tiny import CPU, a_step, config_of, groups_of, policy_of, weights_of, with_sgd
+from tiny import CPU, a_step, config_of, groups_of, policy_of, roll_out, weights_of, with_sgd
 
 
 def updated(model, samples, lr=1e-2, **changes):
@@ -314,7 +314,7 @@ def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
     short, long = (
-        logprobs for _, logprobs, _ in sorted(policy_of(model).score(samples), key=lambda s: len(s[1]))
+        logprobs for _, logprobs in sorted(policy_of(model).score(samples), key=lambda s: len(s[1]))
     )
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6]])).logits[0, 1].log_softmax(-1)[0]
@@ -436,7 +436,7 @@ def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradien
     policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
     check_sampling(policies[0])
     samples = a_step(policies[0].model)
-    for sample, logprobs, _ in policies[0].score(samples):
+    for sample, logprobs in policies[0].score(samples):
         with torch.no_grad():
             logits = family_model(input_ids=torch.tensor([sample.prompt_ids + sample.response_ids])).logits
         own = logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -528,14 +528,50 @@ def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
     assert alone["actor/approx_kl"] > 0
 
 
-def test_entropy_is_that_of_all_samples_before_the_update(model):
-    """Whether they teach something or not: else a baseline and FAPO could not be compared."""
-    samples = a_step(model)
-    entropies = torch.cat([entropy for _, _, entropy in policy_of(model).score(samples)])
-    _, metrics = updated(model, samples, mini_batch_size=1, lr=1.0)
-    assert metrics["actor/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
-    for sample in samples[:12]:
+def test_entropy_is_estimated_from_all_samples_as_they_were_sampled(model):
+    """Whether they teach something or not: else a baseline and FAPO could not be compared. Minus the mean
+    log-probability of what was sampled is, on average, the entropy of the distribution it came from."""
+    samples = roll_out(model, [[5, 6, 7]], group_size=512, length=1, eos_ids=())
+    policy = policy_of(model, entropy_coef=1.0)
+    (_, _, entropy, _), *_ = policy.forward(samples[:1])
+    for sample in samples:
         sample.advantage = 0.0
-    assert updated(model, samples, lr=1.0)[1]["actor/entropy"] == pytest.approx(
-        entropies.mean().item(), rel=1e-5
-    )
+    samples[0].advantage = 1.0
+    metrics = policy_of(model).update([samples], lr=0.0)
+    assert metrics["actor/updates"] == 1
+    assert metrics["actor/entropy"] == pytest.approx(entropy.item(), rel=0.05) and entropy > 1
+
+
+def count_passes(policy):
+    """The responses that the model reads in an update, pass by pass."""
+    seen, compute = [], policy.compute
+
+    def counting(model, sequences, counts, *options):
+        seen.append((len(counts), torch.is_grad_enabled()))
+        return compute(model, sequences, counts, *options)
+
+    policy.compute = counting
+    return seen
+
+
+def test_only_samples_with_a_gradient_are_computed(model):
+    """Two mini-batches of 8; in each 4 samples teach something. Those of the second are read before the first
+    update, too, unless this model sampled them; where nothing teaches anything, one group is looked at."""
+    samples = a_step(model)
+    for number, sample in enumerate(samples):
+        sample.advantage = float(number % 8 < 4)
+    found = []
+    for samples_itself in (False, True):
+        policy = with_sgd(policy_of(model, mini_batch_size=2))  # Adam would blow up rounding errors
+        policy.samples_itself = samples_itself
+        seen = count_passes(policy)
+        found.append((policy.update(groups_of(samples), lr=1e-2), weights_of(policy), seen))
+    (metrics, weights, seen), (same_metrics, same_weights, fewer) = found
+    assert seen == [(4, False), (4, True), (4, True)] and fewer == [(4, True), (4, True)]
+    assert torch.allclose(weights, same_weights, atol=1e-6)
+    for key in ("actor/loss", "actor/approx_kl", "actor/entropy"):
+        assert same_metrics[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-6)
+    for sample in samples:
+        sample.advantage = 0.0
+    seen = count_passes(policy := policy_of(model))
+    assert policy.update(groups_of(samples), lr=1e-2)["actor/updates"] == 0 and seen == [(4, False)]

@@ -74,11 +74,12 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             temperature=temperature,
             rollout_batch_size=6,
         )
-        for sample, logprobs, entropy in policy_of(model, temperature=temperature).score(samples):
+        policy = policy_of(model, temperature=temperature, entropy_coef=1.0)
+        for sample, logprobs in policy.score(samples):
             assert torch.allclose(logprobs, torch.tensor(sample.rollout_logprobs), atol=1e-5)
-            assert len(logprobs) == len(sample.response_ids) and 0 < entropy.max() < math.log(
-                model.config.vocab_size
-            )
+            assert len(logprobs) == len(sample.response_ids)
+        for _, _, entropy, mask in policy.forward(samples):
+            assert entropy[mask].min() > 0 and entropy.max() < math.log(model.config.vocab_size)
 
 
 # No groups, or heads too wide for attention without copies.
@@ -281,7 +282,7 @@ def served_difference(servers, policy, temperature=1.0):
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
     policy.config.temperature = temperature
     differences = [
-        logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs, _ in policy.score(samples)
+        logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs in policy.score(samples)
     ]
     return torch.cat(differences).abs().mean().item()
 
