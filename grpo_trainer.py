@@ -590,8 +590,10 @@ def hand_over_weights(run: Run) -> dict:
             return {}
     ended = time.perf_counter()
     run.servers.sync()
-    times = {"time/rollout_wait": ended - started} if run.config.overlap else {}
-    return times | {"time/sync": time.perf_counter() - ended}
+    times = {"time/sync": time.perf_counter() - ended}
+    if run.config.overlap:
+        times["time/rollout_wait"] = ended - started
+    return times
 
 
 def evaluate(run: Run) -> None:
@@ -607,21 +609,29 @@ def evaluate(run: Run) -> None:
         log.metrics({"step": step})
     if not run.val_rows or not due or has_evaluation(log.history[-1]):
         return
-    metrics = {}
-    for temperature, suffix in [(config.val_temperature, "")] + [(0.0, "greedy")] * config.val_greedy:
-        groups = [[Sample(row, row["prompt_ids"]) for _ in range(1 if suffix else n)]
-                  for row, n in run.val_rows]  # fmt: skip
-        roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
-        await_verdicts(run, groups, step)
-        check_verdicts(run, step, "val", groups)
-        metrics |= validation_metrics(groups, suffix)
-        if not suffix:
-            log.samples(step, "val", groups, run.eos_ids)
+    metrics = sample_and_measure(run, config.val_temperature)
+    if config.val_greedy:
+        metrics |= sample_and_measure(run, 0.0, "greedy")
     sources = {f"val/{row['data_source']}" for row, _ in run.val_rows}  # a name may have slashes
     accuracies = [f"{key} {value:.3f}" for key, value in metrics.items() if key.rpartition("/")[0] in sources]
     print(f"step {step}: " + ", ".join(accuracies))
     log.metrics({"step": step} | metrics)
     log.plot()
+
+
+def sample_and_measure(run: Run, temperature: float, suffix: str = "") -> dict:
+    """Metrics of the validation rows. suffix: of one sample a row, in place of "mean@n"."""
+    config, step = run.config, run.step
+    groups = []
+    for row, n in run.val_rows:
+        count = 1 if suffix else n
+        groups.append([Sample(row, row["prompt_ids"]) for _ in range(count)])
+    roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+    await_verdicts(run, groups, step)
+    check_verdicts(run, step, "val", groups)
+    if not suffix:
+        run.log.samples(step, "val", groups, run.eos_ids)
+    return validation_metrics(groups, suffix)
 
 
 def main() -> None:
@@ -632,12 +642,15 @@ def main() -> None:
             os.environ["HF_HUB_OFFLINE"] = "1"  # for what this process starts; the library has read it
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
-        print("done: dry run" if target is None else f"done: {target}")
+        print(f"done: {target or 'dry run'}")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError, RuntimeError) as error:
+    except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, (ValueError, OSError)) else 1) from error
+        raise SystemExit(1) from error
+    except (ValueError, OSError) as error:  # the input's or the machine's
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

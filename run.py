@@ -50,6 +50,7 @@ class Run:
         self.merged = Path(config.out_dir, "merged/trainer_state.json")
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
+        self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
         train_files = (config.train_file,) if isinstance(config.train_file, str) else config.train_file
@@ -110,10 +111,6 @@ class Run:
         evaluated = any(line["step"] == self.step and has_evaluation(line) for line in lines)
         merged = self.merged.is_file() or not (self.config.lora_rank and self.step)
         return self.step >= self.config.total_steps and (evaluated or not self.val_rows) and merged
-
-    def decode(self, ids: list[int]) -> str:
-        """A response's text."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """Models, reward workers and servers; `stack` ends them in the opposite order."""

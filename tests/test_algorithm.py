@@ -252,6 +252,13 @@ def test_overlong_penalty_is_the_reward_loops():
     assert overlong_penalty(80, 100, 40, 0.5) == -0.25
 
 
+def test_log_ratios_are_cut_at_20():
+    """A ratio of exp(30) counts as exp(20), one of exp(19) as it is."""
+    logprobs, mask = torch.tensor([[0.0, 0.0]]), torch.ones(1, 2)
+    _, sums = compute_policy_loss(logprobs, torch.tensor([[-30.0, -19.0]]), torch.ones(1), mask, 2)
+    assert sums["approx_kl_sum"] == pytest.approx(math.exp(20) - 21 + math.exp(19) - 20, rel=1e-5)
+
+
 def test_a_log_ratio_beyond_what_float32_can_raise_leaves_the_gradient_finite():
     logprobs = torch.tensor([[-1.0, -100.0]], requires_grad=True)
     old, advantage, mask = torch.tensor([[-100.0, -1.0]]), torch.tensor([-1.0]), torch.ones(1, 2)
@@ -310,6 +317,9 @@ def test_prefix_advantages_by_hand():
     # all wrong at the same place: no mean of rewards tells them apart, but prefix and rest do
     prefix, rest = compute_prefix_advantages(torch.zeros(1, 2), right[:, 1:3], torch.full((1, 2), 0.5), 0.5)
     assert prefix.tolist() == [[0.25, 0.25]] and rest.tolist() == [[-0.25, -0.25]]
+    # one verdict is no group, with a good prefix neither
+    alone = compute_prefix_advantages(torch.tensor([[0.0, NAN]]), right[:, 1:3], torch.full((1, 2), 0.5))
+    assert alone[0].tolist() == alone[1].tolist() == [[0, 0]]
     for outcome in (torch.ones(1, 3), torch.zeros(1, 3), torch.tensor([[1.0, NAN, NAN]])):
         both = compute_prefix_advantages(outcome, outcome > 0, torch.zeros(1, 3))
         assert both[1].tolist() == [[0, 0, 0]]  # all right, all wrong from the start, one verdict
