@@ -45,8 +45,7 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from tyro.conf import arg
 
@@ -84,24 +83,27 @@ class RewardOptions:
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0  # Seconds a call; then "timeout".
     max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
-    max_tpm: float | None = None  # Judge tokens per minute in the cluster, a call being --tokens-per-call.
-    tokens_per_call: int = 2000  # What one call costs in judge tokens, for --max-tpm.
     http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
     max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """What workers need to know; ValueError with field, value, remedy. started: {model: address}."""
-        for name in (field.name for field in dataclasses.fields(RewardOptions)):
-            value, least = getattr(self, name), "at least" if name in MAY_BE_0 else "greater than"
-            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and name in MAY_BE_0):
-                raise ValueError(f"{name} is {value}: it must be {least} 0")
-        models, addresses = named("genrm", self.genrm), named("router_address", self.router_address)
+        for field in dataclasses.fields(RewardOptions):
+            value = getattr(self, field.name)
+            may_be_0 = field.name in MAY_BE_0
+            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_0):
+                least = "at least 0" if may_be_0 else "greater than 0"
+                raise ValueError(f"{field.name} is {value}: it must be {least}")
+        models = named("genrm", self.genrm)
+        addresses = named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one")
-        if wrong := [text for text in addresses.values() if not re.fullmatch(r"[^/]+:\d+", text)]:
-            raise ValueError(f"router_address is {wrong[0]!r}: it must be host:port or NAME=host:port")
+        for address in addresses.values():
+            if not re.fullmatch(r"[^/]+:\d+", address):
+                raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
         for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
-            if not models and (value := getattr(self, f"genrm_{name}")) not in (1, ""):
+            value = getattr(self, f"genrm_{name}")
+            if not models and value not in (1, ""):
                 raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
@@ -111,14 +113,22 @@ class RewardOptions:
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         """{name: genrm_server.Config} of the reward models to start."""
-        if not (models := named("genrm", self.genrm)):
-            return {}
-        import genrm_server
-        rest = dict(num_servers=self.genrm_servers, tensor_parallel_size=self.genrm_tensor_parallel, port=0,
-                    gpu_share=self.genrm_gpu_share, cpus=self.genrm_cpus, sleep_mode=sleep_mode,
-                    vllm_args=split_arguments("genrm_vllm_args", self.genrm_vllm_args))  # fmt: skip
-        tasks = zip(models.items(), itertools.cycle(self.reward_model_task))
-        return {name: genrm_server.Config(path, task=task, **rest) for (name, path), task in tasks}
+        configs = {}
+        tasks = itertools.cycle(self.reward_model_task)
+        for (name, path), task in zip(named("genrm", self.genrm).items(), tasks):
+            import genrm_server
+            configs[name] = genrm_server.Config(
+                path,
+                task=task,
+                port=0,
+                num_servers=self.genrm_servers,
+                tensor_parallel_size=self.genrm_tensor_parallel,
+                gpu_share=self.genrm_gpu_share,
+                cpus=self.genrm_cpus,
+                vllm_args=split_arguments("genrm_vllm_args", self.genrm_vllm_args),
+                sleep_mode=sleep_mode,
+            )
+        return configs
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
@@ -143,46 +153,58 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     """How samples will be scored with these reward models. ValueError where the function does not fit."""
-    try:
-        kwargs = dict(json.loads(options.reward_kwargs).items())
-    except (ValueError, AttributeError):
-        raise ValueError(f"reward_kwargs: {options.reward_kwargs!r} is not JSON, or no JSON object") from None
-    spec = options.reward_fn or f"{HERE}/compute_score.py:compute_score"
-    tokenizer = options.reward_model_tokenizer or next(iter(named("genrm", options.genrm).values()), None)
-    if addresses and not options.reward_fn:
-        spec += "_discriminative"
-        if options.reward_model_task[0] != "classify":
-            raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
-        if not tokenizer:
-            raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
+    tokenizer = options.reward_model_tokenizer
+    if options.genrm and not tokenizer:
+        tokenizer = next(iter(named("genrm", options.genrm).values()))
+    spec = options.reward_fn
+    if not spec:
+        spec = f"{HERE}/compute_score.py:compute_score"
+        if addresses:
+            spec += "_discriminative"
+            if options.reward_model_task[0] != "classify":
+                raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
+            if not tokenizer:
+                raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not (name and path.suffix == ".py" and path.is_file()):
+    if not name or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
     function = load_once(f"{path}:{name}", path.stat().st_mtime_ns)
-    takes = (signature := inspect.signature(function)).parameters
-    sees_group, main = "solution_strs" in takes, next(iter(addresses.values()), None)
-    models = dict(reward_router_address=main, reward_model_tokenizer=None, reward_router_addresses=addresses)
-    passed_on = [*models][:2] if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else []  # **settings
-    models = {key: models[key] for key in models if addresses and (key in takes or key in passed_on)}
-    required = {key for key, one in takes.items() if one.default is signature.empty}
-    columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - kwargs}
-    names = ["data_source", "solution_str" + "s" * sees_group, "ground_truth", "extra_info", *columns]
+    signature = inspect.signature(function)
+    takes = signature.parameters
+    required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
+    settings = read_settings(options.reward_kwargs, takes)
+
+    models = {}
+    if addresses:
+        models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):  # **settings
+            models = {key: value for key, value in models.items() if key in takes}
+        if "reward_router_addresses" in takes:
+            models["reward_router_addresses"] = addresses
+    if "reward_model_tokenizer" not in models:
+        tokenizer = None
+    elif "reward_model_tokenizer" not in required and not options.reward_model_tokenizer:
+        tokenizer = None  # the function can do without, which is quicker
+    columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
+
+    sees_group = "solution_strs" in takes
+    names = ["data_source", "ground_truth", "extra_info", *columns]
+    names.append("solution_strs" if sees_group else "solution_str")
     try:
-        signature.bind(**dict.fromkeys(names), **models | kwargs)
+        signature.bind(**dict.fromkeys(names), **models | settings)
     except TypeError as error:
         remedy = "give reward_kwargs or a reward model; adapters for others: docs/reward_functions.md"
         raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
-    for key in kwargs.keys() & takes:
-        kind = kind_of(takes[key])
-        if not fits(kwargs[key], kind):
-            wanted = inspect.formatannotation(kind)
-            raise ValueError(f"reward_kwargs: {key} is {kwargs[key]!r}; it must be {wanted}")
-    needs_one = options.reward_model_tokenizer or "reward_model_tokenizer" in required
-    if "reward_model_tokenizer" not in models or not needs_one:  # it can do without, which is quicker
-        tokenizer = None
-    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-    return Job(f"{path}:{name}", models | kwargs, columns, tokenizer, is_async, sees_group, options.timeout)
+    return Job(
+        function=f"{path}:{name}",
+        kwargs=models | settings,
+        columns=columns,
+        tokenizer=tokenizer,
+        is_async=any(map(inspect.iscoroutinefunction, (function, function.__call__))),
+        sees_group=sees_group,
+        timeout=options.timeout,
+    )
 
 
 @functools.lru_cache
@@ -195,45 +217,46 @@ def load_once(spec: str, changed_at: int):
         sys.path[:] = import_path  # the driver has modules of its own to import
 
 
-def kind_of(parameter: inspect.Parameter):
-    """What a parameter takes: as its annotation says, or else what its default is, or None."""
-    if parameter.annotation is not parameter.empty:
-        return parameter.annotation
-    if parameter.default is None or parameter.default is parameter.empty:
-        return object
-    kind = type(parameter.default)
-    if kind is int:
-        kind = float  # 5 stands for any number
-    return kind | None
+def read_settings(text: str, takes: dict[str, inspect.Parameter]) -> dict:
+    """`reward_kwargs`, checked against the function's annotations, or else against its defaults."""
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"reward_kwargs: {text!r} is not JSON, or no JSON object")
+    for key in settings.keys() & takes.keys():
+        parameter, value = takes[key], settings[key]
+        kind = parameter.annotation
+        if kind is parameter.empty:
+            kind = type(parameter.default)
+        if not fits(value, kind):
+            raise ValueError(f"reward_kwargs: {key} is {value!r}; give what fits `{parameter}`")
+    return settings
 
 
 def fits(value, kind) -> bool:
-    """Whether a value from JSON is of a kind, as far as can be seen: what JSON does not know fits."""
-    origin = get_origin(kind)
-    if origin is Literal:
+    """Whether a value from JSON is of a kind, where that can be told; null may stand for any."""
+    if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in get_args(kind))
-    if kind is float:
-        return type(value) in (int, float)
-    if (origin or kind) in (bool, int, str, list, dict, NoneType):
-        return type(value) is (origin or kind)
-    return True
+    if kind in (int, float):
+        return value is None or type(value) in (int, float)
+    return value is None or kind not in (bool, str, list, dict) or type(value) is kind
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """One call on its way: of one sample, or of a group."""
+    """One call of the function on its way: for one sample, or for a group."""
     payload: bytes
-    waiting: dict[Future, float]  # of each sample; its penalty for length
+    penalties: dict[Future, float]  # each sample's result to come, and its penalty for length
     lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
     tries: int = 0  # failed HTTP tries
 
 
 @dataclasses.dataclass(eq=False)
-class Slot:
+class Worker:
     """One worker, which Ray restarts when it dies, on another node if need be."""
-    worker: object
+    actor: object
     life: str  # another one after a restart
     ready: bool = True
     pending: dict[int, Ticket] = dataclasses.field(default_factory=dict)  # by the number of their hand-over
@@ -248,44 +271,52 @@ class RewardLoopManager:
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
-        running = reward_models.router_addresses if reward_models else {}
-        self.job = options.check_rewards(running)
-        self.options, self.reward_models, self.overlong = options, reward_models, overlong
-        addresses = running or named("router_address", options.router_address)
-        self._main_router = next(iter(addresses.values()), None)
+        self.options = options
+        self.reward_models = reward_models
+        self.overlong = overlong
+        addresses = named("router_address", options.router_address)
+        if reward_models:
+            addresses = reward_models.router_addresses
+        self.job = options.check_rewards(addresses)
+        self._router_addresses = list(addresses.values())
         self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
-        self._slots = self._start_workers(addresses.items())
-        self._queue, self._open = collections.deque(), set()  # from any thread; futures without a result
+        self._workers = self._start_workers(addresses)
+        self._queue = collections.deque()  # tickets to deal out, from any thread
+        self._open = set()  # tickets without a result
         self._closed = None  # the reason, once closed
-        self._loop = asyncio.new_event_loop()  # everything below belongs to its thread
-        self._wake, self._wake_is_due = asyncio.Event(), False  # there may be samples to deal out
-        self._ending, self._said, self._numbers = False, set(), itertools.count()
+        self._ending = False
+        self._loop = asyncio.new_event_loop()  # what follows belongs to its thread
+        self._wake = asyncio.Event()  # there may be samples to deal out
+        self._wake_is_due = False
+        self._numbers = itertools.count()
+        self._said = set()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
 
-    def _start_workers(self, addresses) -> list[Slot]:
+    def _start_workers(self, addresses: dict[str, str]) -> list[Worker]:
         """Returns when they have loaded the function."""
         connect_ray()
         import ray
         self._ray = ray
         machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        for name, address in addresses:
+        for name, address in addresses.items():
             if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
                 raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes "
                                  "cannot reach; start it with --host 0.0.0.0 and a key")  # fmt: skip
-        processes = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
-        job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, processes))
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
-        spread = dict(num_cpus=0.01, scheduling_strategy="SPREAD", concurrency_groups={"collect": 2})
-        actor = ray.remote(max_restarts=-1, **spread)(reward_worker.RewardLoopWorker)
+        cores = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
+        job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, cores))
         key = os.environ.get("ROUTER_API_KEY", "").strip()  # which a cluster of another shell does not have
-        workers = [actor.remote(job, key) for _ in range(self.options.num_workers)]
-        calls = [worker.begin.options(max_task_retries=-1).remote() for worker in workers]
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
+        where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
+        actor = ray.remote(concurrency_groups={"collect": 2}, **where)(reward_worker.RewardLoopWorker)
+        actors = [actor.remote(job, key) for _ in range(self.options.num_workers)]
+        lives = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         try:
-            return list(map(Slot, workers, ray.get(calls, timeout=START_S + WEDGED_S)))
+            lives = ray.get(lives, timeout=START_S + WEDGED_S)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise start_error(error) from None
+        return list(map(Worker, actors, lives))
 
     # ---- for callers, in their own threads
     def submit(self, sample: dict) -> Future:
@@ -296,27 +327,35 @@ class RewardLoopManager:
         """Takes all samples of a prompt. A function that sees groups is called once, another one for each."""
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
+        row, penalties = samples[0], {}
         try:
-            row, responses = samples[0], "solution_str" + "s" * self.job.sees_group
+            info = dict(row.get("extra_info") or {})
+            if "step" in row:
+                info["step"] = row["step"]
+            arguments = {
+                "data_source": row["data_source"],
+                "ground_truth": row["reward_model"]["ground_truth"],
+                "extra_info": info,
+            }
+            for key, is_needed in self.job.columns.items():
+                if is_needed or key in row:
+                    arguments[key] = row[key]
             if self.job.sees_group:  # what differs within a group is a list, the rest is the first one's
-                differ = {"response", "response_length"} & row.keys()
-                row = row | {key: [sample[key] for sample in samples] for key in differ}
-            arguments = {key: row[key] for key, needed in self.job.columns.items() if needed or key in row}
-            step = {"step": row["step"]} if "step" in row else {}
-            arguments |= {"data_source": row["data_source"], responses: row["response"],
-                          "ground_truth": row["reward_model"]["ground_truth"],
-                          "extra_info": (row.get("extra_info") or {}) | step}  # fmt: skip
-            penalties = [self.overlong(s["response_length"]) if self.overlong else 0.0 for s in samples]
+                arguments["solution_strs"] = [sample["response"] for sample in samples]
+                if "response_length" in arguments:
+                    arguments["response_length"] = [sample["response_length"] for sample in samples]
+            else:
+                arguments["solution_str"] = row["response"]
+            for sample in samples:
+                penalties[Future()] = self.overlong(sample["response_length"]) if self.overlong else 0.0
         except KeyError as error:
             raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
-        waiting = {Future(): penalty for penalty in penalties}
-        for future in waiting:
-            self._open.add(future)
-            future.add_done_callback(self._open.discard)
-        if self._closed:  # asked only now: whoever closes either sees these futures or is seen here
+        ticket = Ticket(pickle.dumps(arguments, protocol=5), penalties)
+        self._open.add(ticket)
+        if self._closed:  # asked only now: whoever closes either sees this ticket or is seen here
             raise RuntimeError(self._closed)
-        self._put(Ticket(pickle.dumps(arguments, protocol=5), waiting))
-        return list(waiting)
+        self._put(ticket)
+        return list(penalties)
 
     async def score_one(self, sample: dict) -> dict:
         """`submit` for coroutines, of any event loop."""
@@ -327,139 +366,153 @@ class RewardLoopManager:
         awake only meanwhile -> results in their order, with equal keys (with_equal_keys).
         on_result(index, result) is called as each result arrives; what it raises ends the batch."""
         from tqdm import tqdm
+        groups = [[index] for index in range(len(samples))]
+        if self.job.sees_group:
+            groups = by_group(samples)
         if self.reward_models:
             self.reward_models.wake_up()
-        futures = {}
+        places = {}  # future -> index of its sample
         try:
-            for group in by_group(samples) if self.job.sees_group else [[i] for i in range(len(samples))]:
-                futures |= zip(self.submit_group([samples[index] for index in group]), group)
-            look = dict(unit="sample", delay=3, leave=False, disable=None)
-            for future in tqdm(as_completed(futures), "scoring", len(futures), **look):
+            for group in groups:
+                futures = self.submit_group([samples[index] for index in group])
+                places.update(zip(futures, group))
+            bar = tqdm(as_completed(places), "scoring", len(places), delay=3, leave=False, disable=None)
+            for future in bar:
                 result = future.result()
                 if on_result:
-                    on_result(futures[future], result)
+                    on_result(places[future], result)
         finally:
-            for future in futures:
+            for future in places:
                 future.cancel()  # in a batch that ended early: those not yet handed out never will be
             if self.reward_models:
                 self.reward_models.sleep()
-        return with_equal_keys([future.result() for future in sorted(futures, key=futures.get)])
+        return with_equal_keys([future.result() for future in sorted(places, key=places.get)])
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             self._ending = True
             self._thread.join()
 
-    def _put(self, ticket: Ticket) -> None:
+    def _put(self, ticket):
         self._queue.append(ticket)
         if not self._wake_is_due:  # one wake-up of the loop's thread for many samples
             self._wake_is_due = True
             self._loop.call_soon_threadsafe(self._wake.set)
 
     # ---- in the loop's thread
-    async def _run(self) -> None:
+    async def _run(self):
         """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for work in (self._deal_out(), self._follow_servers(), *map(self._serve, self._slots)):
+                for work in (self._deal_out(), self._follow_servers(), *map(self._serve, self._workers)):
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
                     await asyncio.sleep(0.1)
                 raise RuntimeError("the reward loop was shut down: start another one")
         except ExceptionGroup as errors:
-            error = errors.exceptions[0]
-            self._closed = str(error) if type(error) is RuntimeError else f"reward loop: {describe(error)}"
+            reason = errors.exceptions[0]
+        self._closed = str(reason) if type(reason) is RuntimeError else f"reward loop: {describe(reason)}"
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use: start another one"
-        for future in list(self._open):
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(RuntimeError(self._closed))
-        for slot in self._slots:
+        for ticket in list(self._open):
+            for future in ticket.penalties:
+                with contextlib.suppress(InvalidStateError):  # cancelled, or it has its result
+                    future.set_exception(RuntimeError(self._closed))
+        for worker in self._workers:
             with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
-                self._ray.kill(slot.worker)
+                self._ray.kill(worker.actor)
 
-    async def _deal_out(self) -> None:
+    async def _deal_out(self):
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""
-        options, next_call = self.options, 0.0
-        per_minute = min(options.max_rpm or math.inf, (options.max_tpm or math.inf) / options.tokens_per_call)
+        seconds_a_call = 60 / (self.options.max_rpm or math.inf)
+        next_call = 0.0
         while await self._wake.wait():
             self._wake.clear()
             self._wake_is_due = False  # first: a sample from now on wakes this again
-            ready = [slot for slot in self._slots if slot.ready]
-            free = self.max_in_flight - sum(len(slot.pending) for slot in self._slots)
-            outgoing, pause = collections.defaultdict(list), 0.0
-            while self._queue and ready and free > 0 and (pause := next_call - time.monotonic()) <= 0:
+            ready = [worker for worker in self._workers if worker.ready]
+            free = self.max_in_flight - sum(len(worker.pending) for worker in self._workers)
+            outgoing = collections.defaultdict(list)
+            while self._queue and ready and free > 0:
+                now = time.monotonic()
+                if now < next_call:
+                    self._loop.call_later(next_call - now, self._wake.set)
+                    break
                 ticket = self._queue.popleft()
-                if all(future.done() for future in ticket.waiting):  # its caller has gone
+                if all(future.done() for future in ticket.penalties):  # its caller has gone
+                    self._open.discard(ticket)
                     continue
-                next_call = max(next_call, time.monotonic()) + 60 / per_minute
-                slot, number = min(ready, key=lambda slot: len(slot.pending)), next(self._numbers)
-                slot.pending[number] = ticket
-                outgoing[slot].append((number, ticket.lost >= ALONE_AFTER, ticket.payload))
+                next_call = now + seconds_a_call
+                worker = min(ready, key=lambda worker: len(worker.pending))
+                number = next(self._numbers)
+                worker.pending[number] = ticket
+                outgoing[worker].append((number, ticket.lost >= ALONE_AFTER, ticket.payload))
                 free -= 1
-            for slot, batch in outgoing.items():
-                self._tasks.create_task(self._hand_over(slot, batch))
-            if pause > 0:
-                await asyncio.sleep(pause)
-                self._wake.set()
+            for worker, batch in outgoing.items():
+                self._tasks.create_task(self._hand_over(worker, batch))
 
-    async def _hand_over(self, slot: Slot, batch: list[tuple[int, bool, bytes]]) -> None:
+    async def _hand_over(self, worker, batch: list[tuple[int, bool, bytes]]):
         try:
-            await slot.worker.submit.remote(batch)
+            await worker.actor.submit.remote(batch)
         except self._ray.exceptions.RayActorError:  # it has died, or Ray lost the call
-            slot.ready = False  # until it answers again
-            self._lose(slot, [number for number, *_ in batch])
+            worker.ready = False  # until it answers again
+            self._lose(worker, [number for number, *_ in batch])
 
-    async def _serve(self, slot: Slot) -> None:
+    async def _serve(self, worker):
         """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
         arrived = []
         while True:
-            call = slot.worker.collect.options(concurrency_group="collect").remote(arrived)
+            call = worker.actor.collect.options(concurrency_group="collect").remote(arrived)
+            patience = WEDGED_S + (self.job.timeout if worker.ready else START_S)
             try:
-                patience = WEDGED_S + (self.job.timeout if slot.ready else START_S)
-                life, results, place, stuck = await asyncio.wait_for(call, patience)
+                life, results, blocked_at, stuck = await asyncio.wait_for(call, patience)
             except TimeoutError:
-                life, results, place, stuck = "", {}, "an unknown place, with all threads", True
+                life, results, blocked_at, stuck = "", {}, "an unknown place, with all threads", True
             except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call
-                slot.ready = False
+                worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
             except self._ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
             arrived = list(results)
             for number in arrived:
-                if ticket := slot.pending.pop(number, None):  # else the hand-over was thought lost
+                ticket = worker.pending.pop(number, None)
+                if ticket:  # else the hand-over was thought lost
                     self._finish(ticket, *results[number])
-            if place:
-                self._say(f"an async function blocks the event loop of its worker at {place}, where nothing "
-                          "is scored meanwhile: `await` what waits, or write `def`")  # fmt: skip
+            if blocked_at:
+                self._say(f"an async function blocks the event loop of its worker at {blocked_at}, where "
+                          "nothing is scored meanwhile: `await` what waits, or write `def`")  # fmt: skip
             if stuck:
-                self._ray.kill(slot.worker, no_restart=False)
-            if stuck or slot.life != life:
-                self._lose(slot, list(slot.pending), ALONE_AFTER if stuck else 1)
-            slot.life, slot.ready = life, not stuck
+                self._ray.kill(worker.actor, no_restart=False)
+                self._lose(worker, list(worker.pending), ALONE_AFTER)
+            elif worker.life != life:
+                self._lose(worker, list(worker.pending))
+            worker.life = life
+            worker.ready = not stuck
             self._wake.set()
 
-    def _lose(self, slot: Slot, numbers: list[int], losses: int = 1) -> None:
+    def _lose(self, worker, numbers: list[int], losses: int = 1):
         """No result will come for these."""
         for number in reversed(numbers):
-            if ticket := slot.pending.pop(number, None):
+            ticket = worker.pending.pop(number, None)
+            if ticket:
                 self._try_again(ticket, losses, GIVE_UP_AFTER, "the reward worker died with this sample")
 
-    def _try_again(self, ticket: Ticket, losses: int, limit: int, complaint: str) -> None:
+    def _try_again(self, ticket, losses: int, limit: int, complaint: str):
         ticket.lost += losses
         if ticket.lost > limit:
-            return self._finish(ticket, failure("error", f"{complaint}, {ticket.lost} times"), 0.0)
-        self._queue.appendleft(ticket)
-        self._wake.set()
+            self._finish(ticket, failure("error", f"{complaint}, {ticket.lost} times"), 0.0)
+        else:
+            self._queue.appendleft(ticket)
+            self._wake.set()
 
-    def _finish(self, ticket: Ticket, result: bytes, seconds: float) -> None:
+    def _finish(self, ticket, result: bytes, seconds: float):
         try:
             outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
         except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 1,000 brackets
-            outcomes, retry_after = json.loads(failure("error", f"the result cannot be read: {describe(error)}"))
+            result = failure("error", f"the result cannot be read: {describe(error)}")
+            outcomes, retry_after = json.loads(result)
         if outcomes[0][2] == "lost":  # with its grading process, where it was alone
             return self._try_again(ticket, 1, ALONE_AFTER, outcomes[0][1]["error"])
         if retry_after is not None and ticket.tries < self.options.http_retries:
@@ -467,32 +520,37 @@ class RewardLoopManager:
             ticket.tries += 1
             self._loop.call_later(pause, self._put, ticket)
             return
-        outcomes *= len(ticket.waiting) // len(outcomes)  # a failure is that of the whole group
-        for (future, penalty), (score, extra, status) in zip(ticket.waiting.items(), outcomes):
+        self._open.discard(ticket)
+        if len(outcomes) < len(ticket.penalties):  # a failure is that of the whole group
+            outcomes = outcomes * len(ticket.penalties)
+        for (future, penalty), (score, extra, status) in zip(ticket.penalties.items(), outcomes):
             if status in ("error", "timeout"):
                 self._say(f"a sample got no score ({status}): {extra['error']}")
-            extra = extra | ({"overlong_penalty": penalty, "overlong": penalty < 0} if self.overlong else {})
+            if self.overlong:
+                extra = extra | {"overlong_penalty": penalty, "overlong": penalty < 0}
             reward = None if score is None else score + penalty
-            values = dict(reward_score=reward, reward_extra_info=extra, status=status, seconds=seconds)
+            values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
             with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
                 future.set_result(values)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str):
         """Warns, once with the same words and not for ever."""
         if text not in self._said and len(self._said) < 10:
             self._said.add(text)
             log.warning(text)
 
-    async def _follow_servers(self) -> None:
+    async def _follow_servers(self):
         """Keeps `max_in_flight` in step with the servers of the main router: a slow judge is not overdue."""
-        if self.options.max_in_flight or not self._main_router:
+        if self.options.max_in_flight or not self._router_addresses:
             return
         import aiohttp
-        count, limit = 1, aiohttp.ClientTimeout(total=10)  # 1: an address that is no router of ours
+        url = f"http://{self._router_addresses[0]}/workers"
+        count = 1  # where the address is no router of ours
+        limit = aiohttp.ClientTimeout(total=10)
         async with aiohttp.ClientSession(headers=bearer(), timeout=limit) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
-                    async with session.get(f"http://{self._main_router}/workers") as response:
+                    async with session.get(url) as response:
                         count = len((await response.json())["workers"])
                 self.max_in_flight = IN_FLIGHT_PER_SERVER * max(1, count)
                 self._wake.set()
@@ -517,15 +575,19 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 def with_equal_keys(results: list[dict]) -> list[dict]:
     """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
-    empty = {key: None for result in results for key in result["reward_extra_info"]}
+    empty = {}
+    for result in results:
+        empty |= dict.fromkeys(result["reward_extra_info"])
     return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
 
 
 def needed_verdict(result: dict) -> bool:
     """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
     info = result["reward_extra_info"]
-    needless = info.get("genrm_status") and (info["genrm_status"] == "skipped" or info.get("acc") is False)
-    return result["reward_score"] is None or not needless
+    judged = info.get("genrm_status")
+    if result["reward_score"] is None or not judged:
+        return True
+    return judged != "skipped" and info.get("acc") is not False
 
 
 def no_verdict_rate(results: list[dict]) -> float:
@@ -539,16 +601,17 @@ def connect_ray() -> bool:
     import ray
     if ray.is_initialized():
         return False
-    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
     address = os.environ.get("RAY_ADDRESS") or "auto"
-    if found := address == "auto":
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
+    was_found = address == "auto"
+    if was_found:
         address = file.read_text().strip() if file.exists() else "local"
     try:
         if re.fullmatch(r"[\w.-]+:\d+", address):
             try:  # Ray itself would try for minutes
-                socket.create_connection(address.split(":"), timeout=2 if found else 5).close()
+                socket.create_connection(address.split(":"), timeout=5).close()
             except OSError as error:
-                if not found:
+                if not was_found:
                     raise
                 print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
                 address = "local"
@@ -556,8 +619,10 @@ def connect_ray() -> bool:
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    joined = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
-    have, where = ray.cluster_resources(), "started a cluster for this run" if address == "local" else joined
+    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    if address == "local":
+        where = "started a cluster for this run"
+    have = ray.cluster_resources()
     print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
     return address == "local"
 

@@ -119,7 +119,7 @@ def has_settings(
 
 def has_types(
     data_source, solution_str, ground_truth, extra_info, weight: float = 1.0, count: int = 1,
-    marks: dict[str, int] | None = None, names: collections.abc.Sequence = (), limit=5, strict=True, free=None,
+    marks: dict = None, names: collections.abc.Sequence = (), limit=5, strict=True, free=None,
 ):  # fmt: skip
     return 1.0
 
