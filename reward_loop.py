@@ -50,7 +50,7 @@ from typing import Annotated, Literal, get_args, get_origin
 from tyro.conf import arg
 
 import reward_worker
-from reward_worker import ALONE_AFTER, HERE, START_S, Job, bearer, describe, failure, load_function
+from reward_worker import ALONE_AFTER, HERE, START_S, Job, describe, failure, load_function
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
@@ -280,6 +280,8 @@ class RewardLoopManager:
         self.job = options.check_rewards(addresses)
         self._router_addresses = list(addresses.values())
         self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
+        # Of the router: a cluster of another shell does not have it. A secret's file may end with a newline.
+        self._key = os.environ.get("ROUTER_API_KEY", "").strip()
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # tickets to deal out, from any thread
         self._open = set()  # tickets without a result
@@ -306,11 +308,10 @@ class RewardLoopManager:
                                  "cannot reach; start it with --host 0.0.0.0 and a key")  # fmt: skip
         cores = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
         job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, cores))
-        key = os.environ.get("ROUTER_API_KEY", "").strip()  # which a cluster of another shell does not have
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(concurrency_groups={"collect": 2}, **where)(reward_worker.RewardLoopWorker)
-        actors = [actor.remote(job, key) for _ in range(self.options.num_workers)]
+        actors = [actor.remote(job, self._key) for _ in range(self.options.num_workers)]
         lives = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         try:
             lives = ray.get(lives, timeout=START_S + WEDGED_S)
@@ -433,7 +434,7 @@ class RewardLoopManager:
             self._wake_is_due = False  # first: a sample from now on wakes this again
             ready = [worker for worker in self._workers if worker.ready]
             free = self.max_in_flight - sum(len(worker.pending) for worker in self._workers)
-            outgoing = collections.defaultdict(list)
+            outgoing = collections.defaultdict(dict)
             while self._queue and ready and free > 0:
                 now = time.monotonic()
                 if now < next_call:
@@ -447,17 +448,17 @@ class RewardLoopManager:
                 worker = min(ready, key=lambda worker: len(worker.pending))
                 number = next(self._numbers)
                 worker.pending[number] = ticket
-                outgoing[worker].append((number, ticket.lost >= ALONE_AFTER, ticket.payload))
+                outgoing[worker][number] = ticket.lost >= ALONE_AFTER, ticket.payload
                 free -= 1
             for worker, batch in outgoing.items():
                 self._tasks.create_task(self._hand_over(worker, batch))
 
-    async def _hand_over(self, worker, batch: list[tuple[int, bool, bytes]]):
+    async def _hand_over(self, worker, batch: dict[int, tuple[bool, bytes]]):
         try:
             await worker.actor.submit.remote(batch)
         except self._ray.exceptions.RayActorError:  # it has died, or Ray lost the call
             worker.ready = False  # until it answers again
-            self._lose(worker, [number for number, *_ in batch])
+            self._lose(worker, list(batch))
 
     async def _serve(self, worker):
         """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
@@ -547,7 +548,8 @@ class RewardLoopManager:
         url = f"http://{self._router_addresses[0]}/workers"
         count = 1  # where the address is no router of ours
         limit = aiohttp.ClientTimeout(total=10)
-        async with aiohttp.ClientSession(headers=bearer(), timeout=limit) as session:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
                     async with session.get(url) as response:

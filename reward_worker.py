@@ -58,18 +58,22 @@ class Job:
 def load_function(spec: str):
     """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
     file, _, name = spec.rpartition(":")
-    path, wrong = Path(file), f"reward function {spec!r}: "
+    path = Path(file)
     sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # a file of toy/ imports compute_score.py
-    module_name = f"{path.stem}_of_user" if path.stem in sys.modules else path.stem  # hides no module
+    module_name = path.stem
+    if module_name in sys.modules:  # hides no module
+        module_name += "_of_user"
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
-        sys.modules[module_name] = module = importlib.util.module_from_spec(module_spec)  # for dataclasses
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_name] = module  # dataclasses look there
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{wrong}loading the file failed: {describe(error, file)}") from error
+        reason = f"loading the file failed: {describe(error, file)}"
+        raise ValueError(f"reward function {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{wrong}{path.name} has no function {name!r}")
+        raise ValueError(f"reward function {spec!r}: {path.name} has no function {name!r}")
     return function
 
 
@@ -80,14 +84,14 @@ class Scorer:
     response], retry delay or None]; an object of the user's could break the message with others' results."""
 
     def __init__(self, job: Job):
-        function, common = load_function(job.function), dict(job.kwargs)
         self.file = job.function.rpartition(":")[0]
+        self.function = partial(load_function(job.function), **job.kwargs)
         if job.tokenizer:
             from transformers import AutoTokenizer
-            common["reward_model_tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
             # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
-        self.function = partial(function, **common)
+            self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
     async def score(self, payload: bytes) -> bytes:
         """One call of an async function. Never raises; SystemExit neither: it must not end the worker."""
@@ -101,8 +105,10 @@ class Scorer:
         """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
         pid = os.getpid()
         try:
-            value = self.function(**(arguments := pickle.loads(payload)))
-            value = runner.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value
+            arguments = pickle.loads(payload)
+            value = self.function(**arguments)
+            if inspect.isawaitable(value):
+                value = runner.run(asyncio.wait_for(value, None))
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), retry_delay(error))
@@ -119,42 +125,59 @@ def failure(status: str, message: str, retry: float | None = None) -> bytes:
 
 def as_result(value, group: list[str] | None) -> bytes:
     """What the function returned, as a result; group: the responses, where it got all of a prompt."""
-    scores = value if hasattr(value, "__getitem__") and not isinstance(value, dict) else []
-    values = [value] if group is None else list(scores)
-    if group is not None and len(values) != len(group):
-        return failure("error", f"returned {value!r:.80}: {len(values)} scores for {len(group)} responses")
-    default = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # noqa: E731  (arrays become lists)
-    return json.dumps([list(map(outcome, values)), None], default=default).encode()
+    values = [value]
+    if group is not None:
+        values = []
+        if hasattr(value, "__getitem__") and not isinstance(value, dict):  # it has an order
+            values = list(value)
+        if len(values) != len(group):
+            complaint = f"returned {value!r:.80}: {len(values)} scores for {len(group)} responses"
+            return failure("error", complaint)
+    return json.dumps([list(map(outcome, values)), None], default=as_json).encode()
+
+
+def as_json(value):
+    """What JSON does not know: arrays become lists, all else its text."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def outcome(value) -> tuple[float | None, dict, str]:
     """Score, extra info and status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
-    score, wrong = extra.get("score"), None
+    score = extra.get("score")
     if "score" not in extra:
-        wrong = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
-    elif score is not None and not (hasattr(type(score), "__float__") and math.isfinite(score)):
-        wrong = f"the score is {score!r:.80}, not a finite number"  # float() would take "1"
-    status = "error" if wrong else "no_verdict" if score is None else "ok"
-    score = float(score) if status == "ok" else None
-    return score, extra | {"score": score} | ({"error": wrong} if wrong else {}), status
+        complaint = f"the function's dict has no 'score', only {sorted(map(str, extra))}"
+    elif score is None:
+        return None, extra, "no_verdict"
+    elif hasattr(type(score), "__float__") and math.isfinite(score):  # float() would take "1"
+        extra["score"] = float(score)
+        return extra["score"], extra, "ok"
+    else:
+        complaint = f"the score is {score!r:.80}, not a finite number"
+    return None, extra | {"score": None, "error": complaint}, "error"
 
 
 def describe(error: BaseException, file: str = "") -> str:
     """One line: the kind of error, its message, and its place: the last one in `file`, or else of all."""
-    told = traceback.TracebackException.from_exception(error, lookup_lines=False)  # knows a message even
-    frames = [frame for frame in told.stack if frame.filename == file] or told.stack  # where str(error) fails
-    place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in frames[-1:])
-    return f"{type(error).__name__}: {told}"[:500] + place
+    # It knows a message even where str(error) fails.
+    told = traceback.TracebackException.from_exception(error, lookup_lines=False)
+    line = f"{type(error).__name__}: {told}"[:500]
+    frames = [frame for frame in told.stack if frame.filename == file] or told.stack
+    if frames:
+        line += f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+    return line
 
 
 def retry_delay(error: BaseException) -> float | None:
     """Seconds to wait after a lost connection, HTTP 429, 5xx (aiohttp, openai, requests, httpx), or None."""
-    answer = response if (response := getattr(error, "response", None)) is not None else error
+    answer = getattr(error, "response", None)
+    if answer is None:  # a response with an error counts as False
+        answer = error
     status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if not isinstance(status, int):
         broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
-        return 0.0 if any(kind.__name__ in broken for kind in type(error).__mro__) else None
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        return 0.0 if broken & kinds else None
     if status not in (408, 429) and not 500 <= status < 600:
         return None
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):  # none, or one with a date
@@ -162,13 +185,7 @@ def retry_delay(error: BaseException) -> float | None:
     return 0.0
 
 
-def bearer() -> dict[str, str]:
-    """The header that a judge behind a key asks for; never in a setting, a log or a result."""
-    key = os.environ.get("ROUTER_API_KEY", "").strip()  # a secret's file may end with a newline
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def grade(fd: int) -> None:
+def grade(fd: int):
     """Main of a grading process. Pipe `fd` brings a job, then samples; back go its error or null, results."""
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
@@ -176,7 +193,8 @@ def grade(fd: int) -> None:
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
-    pipe, complaint = Connection(fd), None
+    pipe = Connection(fd)
+    complaint = None
     try:
         scorer = Scorer(Job(**json.loads(pipe.recv_bytes()[1:])))
     except Exception as error:
@@ -193,47 +211,61 @@ class Grader(threading.Thread):
 
     def __init__(self, worker):
         super().__init__(daemon=True)
-        self.worker, self.process, self.since = worker, None, math.inf  # when it got its sample
+        self.worker = worker
+        self.process = None
+        self.since = math.inf  # when it got its sample
         worker.graders.add(self)
 
-    def run(self) -> None:
-        worker, timeout = self.worker, self.worker.job.timeout
+    def run(self):
+        worker = self.worker
         while len(worker.graders) <= worker.allowed:
             number, payload = worker.samples.get()
-            self.since, result = time.monotonic(), None
-            try:
-                if not self.process:
-                    self.open()
-                    self.since = time.monotonic()
-                result = self.ask(b"%d:" % number, payload, timeout)
-            except TimeoutError:
-                complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
-            except (OSError, EOFError) as error:
-                complaint = failure("lost", f"grading process died on this sample ({str(error) or 'killed'})")
-            except Exception as error:  # such as a function that does not load any more
-                complaint = failure("error", " ".join(str(error).split()))
-            started, self.since = self.since, math.inf
-            worker.report(number, result or complaint, started)
-            if not result:
-                self.close()
+            self.since = time.monotonic()
+            result = self.score(number, payload)
+            started = self.since
+            self.since = math.inf
+            worker.report(number, result, started)
         worker.graders.discard(self)
         self.close()
 
-    def open(self) -> None:
+    def score(self, number, payload) -> bytes:
+        """The result of a sample. The process is closed where it gave none."""
+        timeout = self.worker.job.timeout
+        try:
+            if not self.process:
+                self.open()
+                self.since = time.monotonic()
+            return self.ask(b"%d:" % number, payload, timeout)
+        except TimeoutError:
+            complaint = failure("timeout", f"no result within {timeout:g} s: process killed")
+        except (OSError, EOFError) as error:
+            complaint = failure("lost", f"grading process died on this sample ({str(error) or 'killed'})")
+        except Exception as error:  # such as a function that does not load any more
+            complaint = failure("error", " ".join(str(error).split()))
+        self.close()
+        return complaint
+
+    def open(self):
         """Starts the process, which has loaded the function then. ValueError, EOFError if it gets nowhere."""
         self.pipe, its = Pipe()
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); "
         code += f"import reward_worker; reward_worker.grade({its.fileno()})"
-        rest = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)  # prints: to our log
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], **rest)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # prints: to our log
+            start_new_session=True,
+        )
         its.close()
         self.answer = select.poll()
         self.answer.register(self.pipe, select.POLLIN)
         try:
-            complaint = json.loads(self.ask(b":", json.dumps(vars(self.worker.job)).encode(), START_S))
+            job = json.dumps(vars(self.worker.job)).encode()
+            complaint = json.loads(self.ask(b":", job, START_S))
         except (OSError, EOFError) as error:
-            why = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
-            raise EOFError(f"it {why} while it loaded the function; see the worker's log") from None
+            fate = f"was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else "died"
+            raise EOFError(f"it {fate} while it loaded the function; see the worker's log") from None
         if complaint:
             raise ValueError(complaint)
 
@@ -247,7 +279,7 @@ class Grader(threading.Thread):
             raise EOFError("it answered something else")
         return answer.removeprefix(ticket)
 
-    def close(self) -> None:
+    def close(self):
         """Ends the process and whatever the function has started in it."""
         if self.process:
             self.pipe.close()
@@ -258,9 +290,11 @@ class Grader(threading.Thread):
 
     def only_waits(self) -> bool:
         """Whether the process has been on a sample for SLOW_S without using its core: it hangs, or waits."""
+        if time.monotonic() - self.since <= SLOW_S:
+            return False
         with contextlib.suppress(OSError, AttributeError):  # it has just ended
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] == "S" and time.monotonic() - self.since > SLOW_S
+            return stat.rpartition(")")[2].split()[0] == "S"
         return False
 
 
@@ -283,14 +317,19 @@ class RewardLoopWorker:
     def __init__(self, job: Job, api_key: str):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # 1,024 connections are few
-        os.environ |= {"ROUTER_API_KEY": api_key} if api_key else {}
+        if api_key:
+            os.environ["ROUTER_API_KEY"] = api_key
         sys.setswitchinterval(0.0005)  # `collect` shall not wait long for its turn
-        self.job, self.life = job, os.urandom(8).hex()
-        self.done, self.news = {}, threading.Event()  # number -> (result, seconds) till the manager has them
+        self.job = job
+        self.life = os.urandom(8).hex()
+        self.done = {}  # number -> (result, seconds) till the manager has them
+        self.news = threading.Event()
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
-        self.loop, self.tick = None, math.inf  # when the event loop was last seen moving
+        self.loop = None
+        self.tick = math.inf  # when the event loop was last seen moving
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
-        self.graders, self.allowed = set(), job.sync_processes
+        self.graders = set()
+        self.allowed = job.sync_processes  # so many of them
         if job.is_async:
             self.scorer = Scorer(job)
         else:
@@ -302,20 +341,22 @@ class RewardLoopWorker:
         """The life of this worker, which has loaded the function: another one after each restart by Ray."""
         return self.life
 
-    async def submit(self, batch: list[tuple[int, bool, bytes]]) -> None:
-        """Takes samples (number, alone, payload); returns at once."""
+    async def submit(self, batch: dict[int, tuple[bool, bytes]]):
+        """Takes samples, {number: (alone, payload)}; returns at once."""
         if self.job.is_async and not self.loop:
-            self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+            self.loop = asyncio.get_running_loop()
+            self.thread = threading.get_ident()
             self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(256))  # some may hang
             self.loop.set_task_factory(contained_task)
             self._tick()
-        for number, alone, payload in batch:
+        for number, (alone, payload) in batch.items():
             if alone or not self.job.is_async:
                 self.samples.put((number, payload))
             else:
                 due = self.loop.time() + self.job.timeout
                 timer = self.loop.call_at(due, self._cut_off, number, due)
-                self.running[number] = self.loop.create_task(self._run(number, payload)), timer
+                task = self.loop.create_task(self._run(number, payload))
+                self.running[number] = task, timer
         self._add_graders()
 
     def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes, float]], str, bool]:
@@ -333,38 +374,43 @@ class RewardLoopWorker:
         place = self._where() if stood_still > BLOCKED_S else ""
         return self.life, self.done.copy(), place, stood_still > self.job.timeout
 
-    def _add_graders(self) -> None:
-        graders, cores = self.graders.copy(), self.job.sync_processes
-        self.allowed = cores + min(sum(grader.only_waits() for grader in graders), 3 * cores)
+    def _add_graders(self):
+        """Starts what is missing: one for each sample, up to one a core and one for each that only waits."""
+        graders = self.graders.copy()
+        cores = self.job.sync_processes
+        waiting = sum(grader.only_waits() for grader in graders)
         idle = sum(grader.since == math.inf for grader in graders)
+        self.allowed = cores + min(waiting, 3 * cores)
         for _ in range(min(self.samples.qsize() - idle, self.allowed - len(graders))):
             Grader(self).start()
 
-    def _where(self) -> str:
+    def _where(self):
         """The place in the function's file where the event loop is."""
         stack = traceback.extract_stack(sys._current_frames()[self.thread])
         *_, frame = [frame for frame in stack if frame.filename == self.scorer.file] or stack
         return f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.name})"
 
-    def _tick(self) -> None:
+    def _tick(self):
         self.tick = time.monotonic()
         self.loop.call_later(SLOW_S, self._tick)
 
-    def report(self, number: int, result: bytes, started: float) -> None:
+    def report(self, number, result, started):
         self.done[number] = result, time.monotonic() - started
         if not self.news.is_set():  # to set it takes a lock
             self.news.set()
 
-    async def _run(self, number: int, payload: bytes) -> None:
+    async def _run(self, number, payload):
         started = time.monotonic()
         result = await self.scorer.score(payload)
-        if entry := self.running.pop(number, None):  # else it came too late: the timeout has been reported
-            entry[1].cancel()
+        if number in self.running:  # else it came too late: the timeout has been reported
+            _, timer = self.running.pop(number)
+            timer.cancel()
             self.report(number, result, started)
 
-    def _cut_off(self, number: int, due: float) -> None:
+    def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
         task.cancel()  # it may refuse: nobody waits for it
+        timeout = self.job.timeout
         # Where a neighbour has blocked the event loop, the time was not its own: it is tried again.
-        status, timeout = "lost" if self.loop.time() - due > 0.1 else "timeout", self.job.timeout
+        status = "lost" if self.loop.time() - due > 0.1 else "timeout"
         self.report(number, failure(status, f"no result within {timeout:g} s"), time.monotonic() - timeout)
