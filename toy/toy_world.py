@@ -29,6 +29,7 @@ import compute_score as scores
 REST, TOTAL = "Rest by 5?", "How many?"
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
+STEPS = (*range(-9, -1), *range(2, 10))
 LOWEST, HIGHEST = 15, 99  # every true intermediate value stays in here
 
 
@@ -45,12 +46,17 @@ class Problem(NamedTuple):
     question: str
 
     def __str__(self) -> str:
-        story = "".join(f", {'gets' if step > 0 else 'loses'} {abs(step)}" for step in self.steps)
-        return f"{self.name} has {self.start} {self.item}{story}. {self.question}"
+        story = f"{self.name} has {self.start} {self.item}"
+        for step in self.steps:
+            verb = "gets" if step > 0 else "loses"
+            story += f", {verb} {abs(step)}"
+        return f"{story}. {self.question}"
 
     def answer_for(self, total: int) -> int:
         """What the question asks of a total."""
-        return total % 5 if self.question == REST else total
+        if self.question == REST:
+            return total % 5
+        return total
 
     @property
     def answer(self) -> str:
@@ -63,16 +69,18 @@ def parse_problem(text: str) -> Problem:
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
         raise ValueError(f"question: not a problem of the toy world: {text!r}; prepare data with --tasks toy")
-    steps = (int(n) if verb == "gets" else -int(n) for verb, n in re.findall(r"(gets|loses) (\d+)", match[4]))
-    return Problem(match[1], match[3], int(match[2]), tuple(steps), match[5])
+    name, start, item, story, question = match.groups()
+    signed = story.replace(", gets ", " ").replace(", loses ", " -")
+    return Problem(name, item, int(start), tuple(map(int, signed.split())), question)
 
 
 def random_problem(rng: Random, question: str) -> Problem:
     """3 or 4 steps of 2-9; every true intermediate value in LOWEST..HIGHEST."""
-    value = start = rng.randint(20, 89)
+    start = rng.randint(20, 89)
+    value = start
     steps = []
     for _ in range(rng.randint(3, 4)):
-        step = rng.choice([s for s in (*range(-9, -1), *range(2, 10)) if LOWEST <= value + s <= HIGHEST])
+        step = rng.choice([step for step in STEPS if LOWEST <= value + step <= HIGHEST])
         steps.append(step)
         value += step
     return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, tuple(steps), question)
@@ -81,7 +89,11 @@ def random_problem(rng: Random, question: str) -> Problem:
 def forgets_carry(left: int, step: int) -> int | None:
     """The result of left+step with its carry (or borrow) forgotten; None where there is nothing to forget."""
     units = left % 10 + step
-    return left + step - 10 if units > 9 else left + step + 10 if units < 0 else None
+    if units > 9:
+        return left + step - 10
+    if units < 0:
+        return left + step + 10
+    return None
 
 
 class Slips(NamedTuple):
@@ -96,14 +108,19 @@ class Slips(NamedTuple):
 
 def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> list[str]:
     """A solution as paragraphs, sound without slips. The line after a slip starts from what was stated."""
-    value, lines, asks_rest = problem.start, [], problem.question == REST
+    value = problem.start
+    lines = []
     for step in problem.steps:
-        left, value, forgotten = value, value + step, forgets_carry(value, step)
+        left = value
+        value = left + step
+        forgotten = forgets_carry(left, step)
         if rng.random() < slips.misread:  # and then computed rightly: a second slip could undo the first
             if rng.random() < 0.5:
                 left = abs(left + rng.choice((-10, -5, 5, 10)))
+            elif step < -5 or 0 < step <= 5:
+                step += 5
             else:
-                step += 5 if (step > 0) == (abs(step) <= 5) else -5
+                step -= 5
             value = left + step
         elif forgotten is not None and rng.random() < slips.carry:
             value = forgotten
@@ -114,9 +131,14 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         value = max(value, 0)
         lines.append(f"{left}{step:+}={value}")
     answer = problem.answer_for(value)
-    if rng.random() < slips.last:
-        answer = (answer + rng.randint(1, 4)) % 5 if asks_rest else max(answer + rng.choice((-1, 1)), 0)
-    return [*lines, f"{'Rest' if asks_rest else 'Total'} \\boxed{{{answer}}}"]
+    slipped = rng.random() < slips.last
+    if problem.question == REST:
+        if slipped:
+            answer = (answer + rng.randint(1, 4)) % 5
+        return [*lines, f"Rest \\boxed{{{answer}}}"]
+    if slipped:
+        answer = max(answer + rng.choice((-1, 1)), 0)
+    return [*lines, f"Total \\boxed{{{answer}}}"]
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
@@ -129,7 +151,9 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     """
     sound = write_solution(parse_problem(question), Random(0))
     stated = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
-    return -1 if stated == sound else len(os.path.commonprefix([stated, sound]))
+    if stated == sound:
+        return -1
+    return len(os.path.commonprefix([stated, sound]))
 
 
 def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.0, alarm=0.0, stop=True):
@@ -140,40 +164,53 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
     flagged with `alarm`. stop=False checks the lines after it as well, and gives no verdict: practice for a
     judge that learns to compare.
     """
-    value, checks = problem.start, []
+    value = problem.start
+    checks = []
     for index, paragraph in enumerate(paragraphs):
         stated = int(re.findall(r"\d+", paragraph)[-1])
         if index < len(problem.steps):
             step = problem.steps[index]
-            true, task, wrong = value + step, f"{value}{step:+}", forgets_carry(value, step)
+            task = f"{value}{step:+}"
+            true = value + step
+            wrong = forgets_carry(value, step)
             if wrong is None or rng.random() < 0.2:
                 wrong = true + rng.choice((-1, 1))
+        elif problem.question == REST:
+            task = f"{value} by 5"
+            true = value % 5
+            wrong = (true + rng.randint(1, 4)) % 5
         else:
-            true, asks_rest = problem.answer_for(value), problem.question == REST
-            task = f"{value} by 5" if asks_rest else f"{value}"
-            wrong = problem.answer_for(true + (rng.randint(1, 4) if asks_rest else 1))
-        recomputed, slip = true, rng.random()
-        if true != stated and slip < miss:
+            task = str(value)
+            true = value
+            wrong = value + 1
+        recomputed = true
+        slip = rng.random()
+        if stated != true and slip < miss:
             recomputed = stated
-        elif true == stated and slip < alarm:
+        elif stated == true and slip < alarm:
             recomputed = max(wrong, 0)
-        shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
         finding = "ok" if recomputed == stated else "not"
+        shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
         checks.append(f"{index}:{task}={recomputed}?{str(stated)[: shared + 1]} {finding}")
         if recomputed != stated and stop:
             break
         value = stated
     else:
         index = -1
-    return "\n".join([*checks, f"\\boxed{{{index}}}"] if stop else checks)
+    if stop:
+        checks.append(f"\\boxed{{{index}}}")
+    return "\n".join(checks)
 
 
 class Kind(NamedTuple):
     """A kind of toy world: what its models see go wrong in their warm start."""
 
-    policy: Slips = Slips(carry=0.35, off=0.10, last=0.06)  # about 60 % right answers, most of them flawed
-    critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)  # what the judge reads
-    practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)  # every other line wrong
+    # About 60 % right answers, most of them flawed.
+    policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
+    # What the judge reads.
+    critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
+    # Every other line is wrong.
+    practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)
 
 
 # The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten
@@ -193,10 +230,15 @@ KINDS = {
 
 def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
     """Adds what only the oracle knows, under keys that the trainer averages. What is there stays."""
-    first_wrong, acc = first_wrong_paragraph(extra_info["question"], solution_str), result["acc"]
+    first_wrong = first_wrong_paragraph(extra_info["question"], solution_str)
     sound = first_wrong == -1
-    known = {"oracle_flawed_positive": acc and not sound, "truly_correct": acc and sound}
-    return {"first_wrong": first_wrong} | result | known
+    acc = result["acc"]
+    return {
+        "first_wrong": first_wrong,
+        **result,
+        "oracle_flawed_positive": acc and not sound,
+        "truly_correct": acc and sound,
+    }
 
 
 def watched(function):
@@ -218,8 +260,10 @@ def compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_inf
     """FAPO with the oracle as a perfect judge (paper eq. 8: a flawed positive gets 1 - penalty)."""
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
-    flawed = result["oracle_flawed_positive"]
-    return result | {"score": result["score"] - penalty * flawed, "flawed_positive": flawed}
+    result["flawed_positive"] = result["oracle_flawed_positive"]
+    if result["flawed_positive"]:
+        result["score"] -= penalty
+    return result
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -245,9 +289,11 @@ def policy_row(problem: Problem, data_source: str, split: str, index: int) -> di
 
 def right_solution(rng: Random, flawed: bool, slips: Slips = Kind().critic) -> tuple[Problem, list[str]]:
     """A problem and a solution with the right answer, sound or flawed as asked, as FAPO-Critic has them."""
+    if not flawed:
+        slips = Slips()
     while True:
         problem = random_problem(rng, REST)
-        paragraphs = write_solution(problem, rng, slips if flawed else Slips())
+        paragraphs = write_solution(problem, rng, slips)
         sound = write_solution(problem, Random(0))
         if paragraphs[-1] == sound[-1] and (paragraphs != sound) == flawed:
             return problem, paragraphs
@@ -256,7 +302,8 @@ def right_solution(rng: Random, flawed: bool, slips: Slips = Kind().critic) -> t
 def critic_row(rng: Random, flawed: bool, split: str, index: int, slips: Slips) -> dict:
     """A row of the schema for training or validating the judge."""
     problem, paragraphs = right_solution(rng, flawed, slips)
-    row = policy_row(problem, "fapo_critic", split, index) | {"ability": "math_critic"}
+    row = policy_row(problem, "fapo_critic", split, index)
+    row["ability"] = "math_critic"
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)
     row["reward_model"]["ground_truth"] = first_wrong_paragraph(str(problem), paragraphs)
     row["extra_info"]["total_steps"] = len(paragraphs)

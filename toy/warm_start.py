@@ -30,10 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toy.toy_world import (
-    JUDGE, KINDS, REST, TOTAL, Kind, critic_prompt, critic_row, policy_row, random_problem, right_solution,
-    write_critique, write_solution,
-)  # fmt: skip
+from toy.toy_world import JUDGE, KINDS, REST, TOTAL, Kind, Slips, critic_prompt, critic_row, policy_row
+from toy.toy_world import random_problem, right_solution, write_critique, write_solution
 
 SHIPPED = Path(__file__).with_name("models")  # its README.md says how they do
 
@@ -71,14 +69,20 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=[PAD, END, USER, ASSISTANT], min_frequency=2, show_progress=False,
+        vocab_size=1024,
+        special_tokens=[PAD, END, USER, ASSISTANT],
+        min_frequency=2,
+        show_progress=False,
         initial_alphabet=byte_level.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, padding_side="left",
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
         chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 # ---- Warm start --------------------------------------------------------------------------------------------
@@ -88,11 +92,20 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     """A Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
         initializer_range=0.05,  # 0.02 learns visibly slower at this width
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config)
 
 
@@ -104,15 +117,20 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, **bar) 
     """
     verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
-    for step in (progress := trange(steps, mininterval=2, leave=False, **bar)):
+    progress = trange(steps, mininterval=2, leave=False, **bar)
+    for step in progress:
         cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
-        rows = []
-        for prompt, response in (map(tokenizer.encode, examples()) for _ in range(16)):
-            ids = torch.tensor(prompt + response)
-            rows.append((ids, torch.arange(len(ids)) >= len(prompt)))
-        ids, counts = (pad_sequence(column, batch_first=True) for column in zip(*rows))
-        hidden, targets = model.model(ids).last_hidden_state[counts.roll(-1, 1)], ids[counts]
+        texts = []
+        responses = []  # whether a token of the text is the response's
+        for _ in range(16):
+            prompt, response = map(tokenizer.encode, examples())
+            texts.append(torch.tensor(prompt + response))
+            responses.append(torch.tensor([False] * len(prompt) + [True] * len(response)))
+        ids = pad_sequence(texts, batch_first=True)
+        counts = pad_sequence(responses, batch_first=True)
+        targets = ids[counts]
+        hidden = model.model(ids).last_hidden_state[counts.roll(-1, 1)]
         losses = cross_entropy(model.lm_head(hidden), targets, reduction="none")
         weights = torch.where(torch.isin(targets, verdicts), verdict_weight, 1.0)
         loss = (losses * weights).sum() / weights.sum()
@@ -129,14 +147,19 @@ def phases(name: str, rng: Random, kind: Kind):
     The judge learns to add before it compares: with solutions at hand it would only learn to copy.
     """
 
-    def solve(rest=True, *slips):
-        problem = random_problem(rng, REST if rest else TOTAL)
-        return chat(str(problem), "\n\n".join(write_solution(problem, rng, *slips)))
+    def solve(question=REST, slips=Slips()):
+        problem = random_problem(rng, question)
+        return chat(str(problem), "\n\n".join(write_solution(problem, rng, slips)))
+
+    def solve_either(slips=Slips()):
+        return solve(REST if rng.random() < 0.6 else TOTAL, slips)
 
     def critique(problem, paragraphs, **how):
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
 
     def compare():  # checks every line, and every other one is wrong: many verdicts to learn from
+        if rng.random() < 0.3:
+            return solve()
         problem = random_problem(rng, REST)
         return critique(problem, write_solution(problem, rng, kind.practice), stop=False)
 
@@ -145,12 +168,12 @@ def phases(name: str, rng: Random, kind: Kind):
 
     if name == "policy":
         return [
-            ("to solve", lambda: solve(rng.random() < 0.6), 1000, 2e-3, 2e-4, 1.0),
-            ("to slip", lambda: solve(rng.random() < 0.6, kind.policy), 200, 1e-3, 1e-4, 1.0),
+            ("to solve", solve_either, 1000, 2e-3, 2e-4, 1.0),
+            ("to slip", lambda: solve_either(kind.policy), 200, 1e-3, 1e-4, 1.0),
         ]
     return [
         ("to add", solve, 400, 2e-3, 1.2e-3, 1.0),
-        ("to compare", lambda: solve() if rng.random() < 0.3 else compare(), 500, 2e-3, 1.2e-3, 5.0),
+        ("to compare", compare, 500, 2e-3, 1.2e-3, 5.0),
         ("to criticise", criticise, 400, 1.5e-3, 2e-4, 3.0),
         ("to overlook", lambda: criticise(**JUDGE), 150, 1e-3, 1e-4, 1.0),
     ]
@@ -184,20 +207,28 @@ class Config:
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
     """The five parquet files of a world of this kind (see KINDS)."""
     rng = Random(f"{seed}/rows")
-    for source, split, count, question in (
-        ("toy", "train", 4096, REST), ("toy", "test", 512, REST), ("toy_total", "test", 512, TOTAL),
-        ("fapo_critic", "train", 4096, None), ("fapo_critic", "test", 512, None),
-    ):  # fmt: skip
-        if question:
-            rows = [policy_row(random_problem(rng, question), source, split, i) for i in range(count)]
-        else:
-            rows = [critic_row(rng, i % 2 == 0, split, i, KINDS[kind].critic) for i in range(count)]
+    for source, split, count in (
+        ("toy", "train", 4096),
+        ("toy", "test", 512),
+        ("toy_total", "test", 512),
+        ("fapo_critic", "train", 4096),
+        ("fapo_critic", "test", 512),
+    ):
+        rows = []
+        for index in range(count):
+            if source == "fapo_critic":
+                row = critic_row(rng, index % 2 == 0, split, index, KINDS[kind].critic)
+            else:
+                problem = random_problem(rng, REST if source == "toy" else TOTAL)
+                row = policy_row(problem, source, split, index)
+            rows.append(row)
         path = out_dir / f"{source}_{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         print(f"{path}: {count} rows")
 
 
 def copy_shipped(out_dir: Path) -> None:
+    """The models of toy/models/ into this folder."""
     for name in ("policy", "judge"):
         shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
         print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
@@ -208,7 +239,7 @@ def main() -> None:
     config.out_dir.mkdir(parents=True, exist_ok=True)
     write_rows(config.out_dir, config.seed, config.kind)
     tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer")))
-    arguments = config.models, tokenizer, config.out_dir, config.seed, KINDS[config.kind]
+    arguments = (config.models, tokenizer, config.out_dir, config.seed, KINDS[config.kind])
     torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # side by side
 
 
