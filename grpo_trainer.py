@@ -6,8 +6,9 @@
         --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --num-threads 1
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
-passes them; run.py holds what a run starts. The formulas are in algorithm.py, the model and its
-update in policy.py, sampling in rollout.py, scoring in reward_loop.py, what a run writes in run_folder.py.
+passes them; run.py holds what a run starts. The formulas are in algorithm.py, how samples come by their
+advantages in credit.py, the model and its update in policy.py, sampling in rollout.py, scoring in
+reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process. On GPUs Ray places everything: its ranks (cluster/), its servers and the
 judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a run will need.
@@ -31,12 +32,11 @@ from pathlib import Path
 from typing import Literal
 
 import huggingface_hub
-import torch
 import tyro
 from tqdm import tqdm
 
 import reward_loop
-from algorithm import ADVANTAGES, Groups, count_tokens_before, paragraph_starts, spare_good_prefix
+from credit import WHY_USELESS, prepare_credit, set_advantages, why_useless
 from metrics import mean, print_step, reward_metrics, validation_metrics
 from policy import PolicyOptions, Sample
 from rollout import rollout_hf, rollout_vllm
@@ -317,7 +317,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         rows = draw(run.train_rows, run.drawn, config.train_batch_size - len(kept), config.seed)
         run.drawn += len(rows)
         drawn = run.drawn  # now: with --overlap the next step draws while this one waits for its verdicts
-        new = [[Sample(row, row["prompt_ids"]) for _ in range(config.group_size)] for row in rows]
+        new = [new_group(row, config.group_size) for row in rows]
         seed = config.seed * 1_000_003 + step + (number << 40)
         times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
         if rounds == 1:
@@ -337,7 +337,10 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     if not rolled_out.done():
         rolled_out.set_result(None)
     if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
-        kept = [[replace(s, result=s.result | {"reward_score": None}) for s in groups[-1]]]
+        last = []
+        for sample in groups[-1]:
+            last.append(replace(sample, result=sample.result | {"reward_score": None}))
+        kept = [last]
     samples = sum(groups, [])
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times
@@ -355,6 +358,10 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         for why in WHY_USELESS:
             metrics[f"dynamic/dropped_{why}"] = dropped[why]
     return Batch(groups, kept, metrics, drawn)
+
+
+def new_group(row: dict, count: int) -> list[Sample]:
+    return [Sample(row, row["prompt_ids"]) for _ in range(count)]
 
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
@@ -421,46 +428,14 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
         results = [verdict.result() for verdict in waiting]
     else:
         run.policy.release_memory()  # a judge that slept wakes up
-        rows = [to_score(s, step) | {"group": n} for n, group in enumerate(groups) for s in group]
+        rows = []
+        for number, group in enumerate(groups):
+            rows += [to_score(sample, step) | {"group": number} for sample in group]
         results = run.rewards.score_batch(rows)
     for sample, result in zip(samples, results):
         sample.result = result
         sample.verdict = None
     return time.perf_counter() - started
-
-
-def prepare_credit(groups: list[list[Sample]], config: Config, decode, is_first=False) -> None:
-    """Finds the tokens of what the reward function says about paragraphs. A sample of which the function does
-    not say what the advantage needs has no verdict; RuntimeError where that goes for all of the first ones."""
-    needs = [*ADVANTAGES[config.advantage].needs, *config.terms]
-    if config.credit == "prefix":
-        needs.append("first_wrong")
-    judged = [sample for group in groups for sample in group if sample.reward is not None]
-    if is_first and judged:
-        check_keys(needs, [sample.result["reward_extra_info"] for sample in judged], config)
-    for sample in judged:
-        info = sample.result["reward_extra_info"]
-        if "first_wrong" in needs and (info.get("first_wrong") or 0) > 0:
-            place = int(info["first_wrong"])
-            sample.prefix = count_tokens_before(place, sample.text, sample.response_ids, decode)
-        if "step_scores" in needs:  # and where those paragraphs begin and end that have a score
-            count = min(len(step_scores_of(sample)) + 1, len(paragraph_starts(sample.text)))
-            for place in range(count):
-                start = count_tokens_before(place, sample.text, sample.response_ids, decode)
-                sample.paragraph_starts.append(start)
-    for sample, advantages in zip(sum(groups, []), advantages_of(groups, config)):
-        if sample.reward is not None and advantages.isnan().any():
-            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
-
-
-def check_keys(needs: list[str], infos: list[dict], config: Config) -> None:
-    """RuntimeError where no sample has a key that the advantage needs, as a number (or a list of them)."""
-    given = {key for info in infos for key, value in info.items() if not isinstance(value, (str, dict))}
-    absent = set(needs) - given
-    if absent:
-        raise RuntimeError(
-            f"advantage {config.advantage}, credit {config.credit}: need {min(absent)}, the function gives "
-            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
 
 
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
@@ -474,110 +449,6 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
         raise RuntimeError(
             f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
             f"{limit:.0%}); is the reward model up? First: {first['status']}, {first['reward_extra_info']}")
-
-
-WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
-
-
-def why_useless(group: list[Sample], config: Config) -> str | None:
-    """Why a group teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups.
-
-    It teaches where an advantage is not 0, the length penalty left aside: as in DAPO different lengths alone
-    make no group worth learning from.
-    """
-    judged = [sample for sample in group if sample.reward is not None]
-    if len(judged) < 2:
-        return "no_verdict"
-    advantages = torch.stack(list(advantages_of([group], config, with_penalty=False)))
-    if advantages.nan_to_num().abs().max() > 1e-6:
-        return None
-    infos = [sample.result["reward_extra_info"] for sample in judged]
-    right = {info["acc"] == 1 for info in infos if info.get("acc") is not None}  # where the function says so
-    if right == {True}:
-        return "all_right"
-    if right == {False}:
-        return "all_wrong"
-    return "equal_scores"
-
-
-def set_advantages(groups: list[list[Sample]], config: Config) -> None:
-    """Each sample's advantage within its group, or one for each token; None without a verdict."""
-    for sample, advantages in zip(sum(groups, []), advantages_of(groups, config)):
-        if sample.reward is None:
-            continue
-        if advantages.dim() == 0:
-            sample.advantage = advantages.item()
-        else:
-            sample.token_advantages = advantages[: len(sample.response_ids)].tolist()
-            sample.advantage = sample.token_advantages[-1]
-
-
-def advantages_of(groups: list[list[Sample]], config: Config, with_penalty=True) -> torch.Tensor:
-    """B, or B x T where the tokens of a sample have different ones. with_penalty: that for length."""
-    tensors = as_tensors(groups, config, with_penalty)
-    advantages = ADVANTAGES[config.advantage].compute(tensors, config)
-    if config.credit == "prefix":
-        advantages = spare_good_prefix(advantages, tensors)
-    return advantages.flatten(0, 1)
-
-
-def as_tensors(groups: list[list[Sample]], config: Config, with_penalty=True) -> Groups:
-    """What advantages are made of, as tensors. What a sample without a verdict has is NaN."""
-
-    def tensor_P_G(value_of) -> torch.Tensor:
-        return torch.tensor([[value_of(sample) for sample in group] for group in groups])
-
-    def number_of(sample: Sample, key: str) -> float:
-        value = sample.result["reward_extra_info"].get(key)
-        if sample.reward is None or not isinstance(value, (int, float)):
-            return math.nan
-        return float(value)
-
-    names = {"score", "acc", *ADVANTAGES[config.advantage].needs, *config.terms}
-    numbers = {name: tensor_P_G(lambda sample: number_of(sample, name)) for name in names}
-    rewards_P_G = numbers["score"]
-    penalties_P_G = 0 * rewards_P_G
-    if with_penalty:
-        rewards_P_G = tensor_P_G(lambda sample: math.nan if sample.reward is None else sample.reward)
-        penalties_P_G += tensor_P_G(lambda sample: number_of(sample, "overlong_penalty")).nan_to_num()
-    tensors = Groups(
-        rewards_P_G=rewards_P_G,
-        penalties_P_G=penalties_P_G,
-        numbers=numbers,
-        lengths_P_G=tensor_P_G(lambda sample: len(sample.response_ids)),
-        prompt_lengths_P_G=tensor_P_G(lambda sample: len(sample.prompt_ids)),
-        prefixes_P_G=tensor_P_G(lambda sample: sample.prefix),
-    )
-    if "step_scores" in names:
-        tensors.steps_P_G_S, tensors.paragraphs_P_G_T = step_tensors(groups, len(tensors.tokens_T))
-    return tensors
-
-
-def step_tensors(groups: list[list[Sample]], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One score a paragraph, P x G x S, NaN where there is none; the paragraph of each token, P x G x T."""
-    samples = sum(groups, [])
-    most = max(len(sample.paragraph_starts) for sample in samples)
-    steps_B_S = torch.full((len(samples), most + 1), math.nan)
-    paragraphs_B_T = torch.zeros(len(samples), num_tokens, dtype=torch.long)
-    for number, sample in enumerate(samples):
-        if sample.reward is None:
-            continue
-        starts = sample.paragraph_starts
-        scores = step_scores_of(sample)[: len(starts)]
-        steps_B_S[number, : len(scores)] = torch.tensor(scores)
-        paragraphs_B_T[number] = torch.searchsorted(
-            torch.tensor(starts[1:]), torch.arange(num_tokens), right=True
-        )
-    shape = len(groups), len(groups[0])
-    return steps_B_S.unflatten(0, shape), paragraphs_B_T.unflatten(0, shape)
-
-
-def step_scores_of(sample: Sample) -> list[float]:
-    """The function's `step_scores`, one number a paragraph; empty where it has none."""
-    scores = sample.result["reward_extra_info"].get("step_scores")
-    if isinstance(scores, list) and all(isinstance(score, (int, float)) for score in scores):
-        return scores
-    return []
 
 
 def hand_over_weights(run: Run) -> dict:
@@ -624,8 +495,7 @@ def sample_and_measure(run: Run, temperature: float, suffix: str = "") -> dict:
     config, step = run.config, run.step
     groups = []
     for row, n in run.val_rows:
-        count = 1 if suffix else n
-        groups.append([Sample(row, row["prompt_ids"]) for _ in range(count)])
+        groups.append(new_group(row, 1 if suffix else n))
     roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
     await_verdicts(run, groups, step)
     check_verdicts(run, step, "val", groups)

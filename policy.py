@@ -162,13 +162,8 @@ class Policy:
     def new_optimizer(self) -> torch.optim.Optimizer:
         """Any whose state are tensors will do: it is saved and loaded as it is."""
         options = self.config
-        return torch.optim.AdamW(
-            self.learning(),
-            lr=options.lr,
-            betas=options.adam_betas,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        decay = dict(betas=options.adam_betas, weight_decay=options.weight_decay)
+        return torch.optim.AdamW(self.learning(), lr=options.lr, fused=True, **decay)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
@@ -339,9 +334,7 @@ class Policy:
 
     def advantages(self, samples: list[Sample]):
         """B x T."""
-        rows = []
-        for sample in samples:
-            rows.append(sample.token_advantages or [sample.advantage] * len(sample.response_ids))
+        rows = [s.token_advantages or [s.advantage] * len(s.response_ids) for s in samples]
         return padded(rows, self.device)
 
     def step(self, loss: float) -> float:

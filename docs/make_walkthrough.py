@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 import compute_score as scores
 import grpo_trainer
 from algorithm import compute_advantages, compute_policy_loss, count_tokens_before
+from credit import set_advantages
 from policy import Policy, Sample, deal
 from rollout import rollout_hf
 from run import load_rows
@@ -72,7 +73,7 @@ def record(run: Path, step: int, group: int) -> dict:
             raise ValueError(
                 f"record: step {step} of {run} was sampled otherwise, on another kind of machine?"
             )
-    grpo_trainer.set_advantages(groups, config)
+    set_advantages(groups, config)
     chosen, batches = groups[group], deal(groups, config.mini_batch_size)
     own = next(number for number, batch in enumerate(batches) if any(sample is chosen[0] for sample in batch))
     seen, update = [], policy.optimizer.step

@@ -11,6 +11,7 @@ import types
 import pytest
 
 import compute_score
+import credit
 import grpo_trainer
 import reward_loop
 from test_house import SCRIPTS
@@ -109,7 +110,7 @@ def test_every_metric_and_status_is_in_the_glossary():
     patterns = {name: re.sub(r"{\w+}", r"[\\w@]+", name) for name in metrics}
     missing = {name for name, like in patterns.items() if not any(re.fullmatch(like, one) for one in named)}
     assert not missing | {status for status in reward_loop.STATUSES if status not in named}
-    reasons = {f"dynamic/dropped_{why}" for why in grpo_trainer.WHY_USELESS}
+    reasons = {f"dynamic/dropped_{why}" for why in credit.WHY_USELESS}
     assert reasons <= set(named)
     listed = (ROOT / "compute_score.py").read_text().split("genrm_status (")[1].split(")")[0]
     judged = {"skipped", *re.findall(r'"(\w+)"', listed)}

@@ -28,6 +28,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import credit
 import grpo_trainer
 import reward_loop
 import run_folder
@@ -59,7 +60,7 @@ def scored(score, penalty=0.0, **info):
 
 
 def why_useless(group, **changes):
-    return grpo_trainer.why_useless(group, config_of(**changes))
+    return credit.why_useless(group, config_of(**changes))
 
 
 def test_why_a_group_is_useless():
@@ -502,20 +503,20 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    grpo_trainer.set_advantages([group], papo)
+    credit.set_advantages([group], papo)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    grpo_trainer.set_advantages([long], papo)  # the length penalty is part of the outcome
+    credit.set_advantages([long], papo)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    grpo_trainer.set_advantages([late], papo)
+    credit.set_advantages([late], papo)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
     with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
-        grpo_trainer.prepare_credit([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
+        credit.prepare_credit([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
 
 
 def decode(ids):
@@ -532,8 +533,8 @@ def written(text, score, first_wrong, **info):
 def credited(group, **changes):
     """The advantages of each sample's tokens, or its one advantage, as a step would set them."""
     config = config_of(**changes)
-    grpo_trainer.prepare_credit([group], config, decode)
-    grpo_trainer.set_advantages([group], config)
+    credit.prepare_credit([group], config, decode)
+    credit.set_advantages([group], config)
     return [sample.token_advantages or sample.advantage for sample in group]
 
 
@@ -636,10 +637,10 @@ def test_reward_terms_and_dr_grpo():
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
     with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
-        grpo_trainer.prepare_credit([samples], config_of(**changes), decode, is_first=True)
+        credit.prepare_credit([samples], config_of(**changes), decode, is_first=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
-    grpo_trainer.prepare_credit([samples], config_of(**changes), decode)
-    grpo_trainer.prepare_credit([samples[1:]], config_of(**changes), decode, is_first=True)
+    credit.prepare_credit([samples], config_of(**changes), decode)
+    credit.prepare_credit([samples[1:]], config_of(**changes), decode, is_first=True)
 
 
 @pytest.mark.parametrize(
@@ -700,7 +701,7 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
 def test_what_counts_as_right(acc, right):
     """PAPO takes its outcome from `acc`; the sample beside it is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
-    grpo_trainer.set_advantages([group], config_of(advantage="papo"))
+    credit.set_advantages([group], config_of(advantage="papo"))
     assert (group[0].advantage > 0) == right
 
 

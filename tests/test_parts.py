@@ -201,6 +201,21 @@ print(lengths, len(ended), len(samples[0].rollout_logprobs), shares)
     assert run("-c", code) == "[4, 4] 2 4 True\n"
 
 
+def test_credit_with_policy_and_algorithm(alone):
+    alone("credit.py")
+    code = """
+from credit import set_advantages
+from policy import PolicyOptions, Sample
+def sample(score):
+    result = {"reward_score": score, "reward_extra_info": {"score": score}, "status": "ok"}
+    return Sample({}, [5], response_ids=[6, 7], result=result)
+group = [sample(1.0), sample(0.0), sample(None)]
+set_advantages([group], PolicyOptions(model="", advantage="dr_grpo"))
+print([sample.advantage for sample in group])
+"""
+    assert run("-c", code) == "[0.5, -0.5, None]\n"
+
+
 @pytest.mark.slow
 def test_plain_grpo_with_policy_rollout_and_algorithm(alone):
     """The script of docs/ learns its task with these three files and a model."""
