@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,20 +62,26 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        path, size, share = Path(self.model).expanduser(), self.tensor_parallel_size, self.gpu_share
-        hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, startup_timeout=0.01, ray_cpus=0)
-        problems = [(not getattr(self, name) >= lowest, name, f"must be at least {lowest}")
-                    for name, lowest in least.items()]
-        for wrong, name, remedy in problems + [
-                (not (path.exists() or hub), "model", "no such folder (a name on the Hub is OWNER/NAME)"),
-                (path.exists() and not (path / "config.json").is_file(), "model", "no config.json in it"),
-                (not 0 < share <= 1, "gpu_share", "must be above 0 and at most 1"),
-                (share < 1 < size, "gpu_share", f"a server takes its {size} GPUs whole; leave it at 1"),
-                (not (self.cpus or "0").replace(",", "").isdigit(), "cpus", "write numbers such as 0,1")]:
-            if wrong:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
+        for name, lowest in least.items():
+            if not getattr(self, name) >= lowest:
+                self.refuse(name, f"must be at least {lowest}")
+        path = Path(self.model).expanduser()
+        is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
+        if not path.exists() and not is_on_hub:
+            self.refuse("model", "no such folder (a name on the Hub is OWNER/NAME)")
+        if path.exists() and not (path / "config.json").is_file():
+            self.refuse("model", "no config.json in it")
+        if not 0 < self.gpu_share <= 1:
+            self.refuse("gpu_share", "must be above 0 and at most 1")
+        if self.gpu_share < 1 < self.tensor_parallel_size:
+            self.refuse("gpu_share", f"a server takes its {self.tensor_parallel_size} GPUs whole; leave it at 1")
+        if self.cpus and not self.cpus.replace(",", "").isdigit():
+            self.refuse("cpus", "write numbers such as 0,1")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
+
+    def refuse(self, name: str, remedy: str) -> None:
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
 
 
 def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
@@ -98,17 +103,17 @@ ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do t
 MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
 CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
-# A GPU, of whichever machine -> who starts on it, of whichever model: vLLM measures what it takes of the GPU's
-# memory, and would count in a neighbour that starts meanwhile.
-STARTING = defaultdict(threading.Lock)
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
+# For each GPU of each machine: held by the server that starts there, of whichever model. vLLM measures what it
+# takes of the memory, and would count in a neighbour that starts meanwhile.
+STARTING = defaultdict(threading.Lock)
 
 
 @dataclass(eq=False)
-class Slot:
+class Watched:
     """One server, or the router, and what its thread knows about it."""
     name: str
-    server: object  # VllmServer or Router, or the handle of an actor
+    server: object  # VllmServer or RouterProcess, or the handle of an actor
     log: Path
     url: str = ""
     joined: int = 0  # the start of the router that it has joined; 0: not in the router
@@ -117,22 +122,18 @@ class Slot:
     given_up: bool = False
 
 
-class Router(Process):
+class RouterProcess(Process):
     """router.py as a process of its own, at an address of its own."""
 
     def __init__(self, config: Config):
         self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
         port = str(self.reserved.getsockname()[1])
-        self.address = f"{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-        command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--policy",
-                   config.policy, "--queue-timeout", str(config.queue_timeout), "--allow-empty"]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.address = f"{host}:{port}"
+        command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--allow-empty"]
+        command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
         super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
-
-
-def last_line(error: Exception) -> str:
-    """Where Ray says what went wrong in an actor, after a traceback."""
-    return str(error).strip().rpartition("\n")[2]
 
 
 class ModelServers:
@@ -146,26 +147,36 @@ class ModelServers:
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
                  before_starting=lambda slot: None, before_joining=lambda slot: True):
-        self.before_starting, self.before_joining = before_starting, before_joining
         self.config = config = complete(config)
-        n, logs = config.num_servers, config.log_dir
-        servers = servers or [VllmServer(config, i, i, n, deal_gpus(config, i)) for i in range(n)]
-        self.slots = [Slot(f"server {i}", one, logs / f"server_{i}.log") for i, one in enumerate(servers)]
-        self.label, self.asleep, self.failure = f"[{name}] " if name else "", False, ""  # why a start failed
-        self.all_ready, self.stopping, self.lock = threading.Event(), threading.Event(), threading.Lock()
+        self.before_starting = before_starting
+        self.before_joining = before_joining
+        self.label = f"[{name}] " if name else ""
+        self.asleep = False
+        self.failure = ""  # why a start failed
+        self.all_ready = threading.Event()
+        self.stopping = threading.Event()
+        self.lock = threading.Lock()
+        if not servers:
+            n = config.num_servers
+            servers = [VllmServer(config, i, i, n, deal_gpus(config, i)) for i in range(n)]
+        self.slots = []
+        for i, server in enumerate(servers):
+            self.slots.append(Watched(f"server {i}", server, config.log_dir / f"server_{i}.log"))
         try:
-            process = Router(config)
+            process = RouterProcess(config)
         except OSError as error:
             why = f"cannot listen there ({error.strerror or error}); choose another one"
             raise OSError(f"--host {config.host} --port {config.port}: {why}") from None
-        self.router, self.router_address = Slot("router", process, process.log), process.address
+        self.router = Watched("router", process, process.log)
+        self.router_address = process.address
         router.warn_if_open(config.host, config.api_key, self.say)
         if config.sleep_mode and config.device == "cpu":
             self.say("sleep and wake do nothing here: vLLM cannot on CPU")
-        slots = [self.router, *self.slots]
-        self.threads = [threading.Thread(target=self.keep, args=[slot], daemon=True) for slot in slots]
-        for thread in self.threads:
+        self.threads = []
+        for slot in [self.router, *self.slots]:
+            thread = threading.Thread(target=self.keep, args=[slot], daemon=True)
             thread.start()
+            self.threads.append(thread)
         if wait:
             self.wait_ready()
 
@@ -188,12 +199,15 @@ class ModelServers:
         with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: no reason to stop
             print(self.label + text, flush=True)
 
-    def call_router(self, method: str, path: str, body: dict | None = None) -> tuple[int, str]:
-        return http(method, self.router.url + path, body, self.config.server_key, HEALTH_TIMEOUT)
+    def call_router(self, method: str, path: str, body: dict | None = None) -> int:
+        """The status of its answer."""
+        url = self.router.url + path
+        return http(method, url, body, self.config.server_key, HEALTH_TIMEOUT)[0]
 
-    def keep(self, slot: Slot) -> None:
+    def keep(self, slot: Watched) -> None:
         """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
-        tries = deaths = 0  # in a row
+        tries = 0  # in a row
+        deaths = 0  # of these, by its own doing
         while not self.stopping.is_set():
             died = False
             try:
@@ -201,13 +215,19 @@ class ModelServers:
                 end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines') or '(nothing)'}"
                 died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
             except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
-                what, end = f"cannot be run ({type(error).__name__}: {last_line(error):.200})", f"log: {slot.log}"
+                said = str(error).strip().rpartition("\n")[2]  # an actor's error comes after a traceback
+                what = f"cannot be run ({type(error).__name__}: {said:.200})"
+                end = f"log: {slot.log}"
             if self.stopping.is_set():
                 break
             if not self.all_ready.is_set():
                 self.failure = f"{slot.name} {what} while starting; {end}"
                 break
-            tries, deaths = (0, 0) if slot.ready else (tries + 1, deaths + died)
+            if slot.ready:
+                tries = deaths = 0
+            else:
+                tries += 1
+                deaths += int(died)
             if deaths >= MAX_DEATHS:
                 self.say(f"GIVING UP on {slot.name}: it {what}, the {deaths}th time in a row; {end}")
                 slot.given_up = True
@@ -219,43 +239,48 @@ class ModelServers:
         with contextlib.suppress(Exception):  # an actor that is gone
             self.call(slot, "stop")
 
-    def run(self, slot: Slot) -> str:
+    def run(self, slot: Watched) -> str:
         """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
-        slot.ready, is_router = False, slot is self.router
-        turn = contextlib.ExitStack()
-        try:
-            if not is_router:
+        slot.ready = False
+        with contextlib.ExitStack() as turn:
+            if slot is not self.router:
                 if self.config.device == "cuda" and self.config.gpu_share < 1:
                     turn.enter_context(STARTING[self.call(slot, "gpu")])
-                if self.stopping.is_set():
+                if self.stopping.is_set():  # while it waited
                     return "was stopped"
                 self.before_starting(slot)
             slot.url = self.call(slot, "start")
-            started = seen = time.monotonic()
-            while not self.stopping.wait(WATCH_EVERY):
-                status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
-                silent = time.monotonic() - seen
-                if status == 200 or status and is_router:
-                    seen = time.monotonic()
-                    slot.ready |= is_router
-                    if not is_router and slot.joined != self.router.restarts + 1:
-                        self.join(slot, seen - started)
-                elif not self.call(slot, "alive"):
-                    return "died"
-                elif not slot.ready and silent > self.config.startup_timeout:
-                    return f"was not ready after {silent:.1f} s (--startup-timeout)"
-                elif slot.ready and silent > (ROUTER_HANG_SECONDS if is_router else HANG_SECONDS):
-                    return f"hangs: no answer of /health for {silent:.0f} s"
-                if slot.ready:
-                    turn.close()
-                if self.router.ready and all(other.joined for other in self.slots):
-                    self.all_ready.set()
-            return "was stopped"
-        finally:
-            turn.close()
-            self.leave(slot)
+            try:
+                return self.watch(slot, turn)
+            finally:
+                self.leave(slot)
 
-    def join(self, slot: Slot, seconds: float) -> None:
+    def watch(self, slot: Watched, turn: contextlib.ExitStack) -> str:
+        """turn: closed when it is ready, and the next one may start on its GPU."""
+        started = answered = time.monotonic()
+        while not self.stopping.wait(WATCH_EVERY):
+            status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+            silent = time.monotonic() - answered
+            if slot is self.router and status:  # 503 while it has no server
+                answered = time.monotonic()
+                slot.ready = True
+            elif status == 200:
+                answered = time.monotonic()
+                if slot.joined != self.router.restarts + 1:
+                    self.join(slot, answered - started)
+            elif not self.call(slot, "alive"):
+                return "died"
+            elif not slot.ready and silent > self.config.startup_timeout:
+                return f"was not ready after {silent:.1f} s (--startup-timeout)"
+            elif slot.ready and silent > (ROUTER_HANG_SECONDS if slot is self.router else HANG_SECONDS):
+                return f"hangs: no answer of /health for {silent:.0f} s"
+            if slot.ready:
+                turn.close()
+            if self.router.ready and all(other.joined for other in self.slots):
+                self.all_ready.set()
+        return "was stopped"
+
+    def join(self, slot: Watched, seconds: float) -> None:
         """Lets a healthy server into the router, and into a new router again; else at the next look."""
         with self.lock:
             if self.asleep and not slot.joined:  # it must not take the memory left to the trainer
@@ -263,17 +288,18 @@ class ModelServers:
             if not (slot.joined or self.before_joining(slot)):
                 return
             start = self.router.restarts + 1
-            if self.call_router("POST", "/workers", {"url": slot.url})[0] == 200:
+            if self.call_router("POST", "/workers", {"url": slot.url}) == 200:
                 if not slot.ready:
                     self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
-                slot.ready, slot.joined = True, start
+                slot.ready = True
+                slot.joined = start
 
-    def leave(self, slot: Slot) -> None:
+    def leave(self, slot: Watched) -> None:
         if slot.joined:
             slot.joined = 0
             self.call_router("DELETE", f"/workers?url={slot.url}")
 
-    def call(self, slot: Slot, method: str, *args):
+    def call(self, slot: Watched, method: str, *args):
         """A method of the server, here or in its actor; it waits until Ray has found a place for that."""
         call = getattr(slot.server, method)
         if isinstance(slot.server, Process):
@@ -283,7 +309,7 @@ class ModelServers:
             raise RuntimeError("Ray was shut down")
         return ray.get(call.remote(*args))
 
-    def ask(self, slot: Slot, path: str, body: dict | None = None) -> None:
+    def ask(self, slot: Watched, path: str, body: dict | None = None) -> None:
         """A control call to one server. RuntimeError where it does not say 200."""
         status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
         if status != 200:
@@ -295,10 +321,11 @@ class ModelServers:
         RuntimeError where all refuse, or none is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
-        failed = {slot: error for slot, answer in asked.items() if (error := answer.exception())}
-        for slot, error in failed.items() if len(failed) == len(asked) else ():
-            if http("GET", slot.url + "/health")[0] == 200:
-                raise error
+        failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
+        if len(failed) == len(asked):
+            for slot, error in failed.items():
+                if http("GET", slot.url + "/health")[0] == 200:
+                    raise error
         if self.given_up():
             raise RuntimeError(f"{self.label}every server was given up")
         for slot, error in failed.items():
@@ -317,7 +344,8 @@ class ModelServers:
             self.ask_all(SLEEP if asleep else "/wake_up")
         return True
 
-    wake_up = partialmethod(sleep, False)
+    def wake_up(self) -> bool:
+        return self.sleep(False)
 
     def shutdown(self) -> None:
         """Ends router and servers, each by its own thread. May be called twice."""
@@ -330,13 +358,21 @@ class ModelServers:
 def complete(config: Config) -> Config:
     """The settings, checked, with what depends on this machine filled in."""
     config.check()
-    path = Path(config.model).expanduser().absolute()  # not resolved: a link may lead elsewhere on each node
-    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}").expanduser()
     key = router.read_key(config.api_key, "ROUTER_API_KEY")
-    return replace(config, device=choose_device() if config.device == "auto" else config.device, api_key=key,
-                   server_key=key or config.server_key or secrets.token_urlsafe(32),
-                   model=str(path) if path.exists() else config.model, log_dir=log_dir.absolute(),
-                   served_model_name=config.served_model_name or config.model)
+    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}")
+    config = replace(
+        config,
+        api_key=key,
+        server_key=key or config.server_key or secrets.token_urlsafe(32),
+        log_dir=log_dir.expanduser().absolute(),
+        served_model_name=config.served_model_name or config.model,
+    )
+    path = Path(config.model).expanduser()
+    if path.exists():
+        config.model = str(path.absolute())  # not resolved: a link may lead elsewhere on each node
+    if config.device == "auto":
+        config.device = choose_device()
+    return config
 
 
 def choose_device() -> str:
@@ -355,23 +391,29 @@ def deal_gpus(config: Config, part: int) -> str:
     """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
     if config.device == "cpu":
         return ""
-    import torch
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        gpus = visible.split(",")  # may be long names (GPU-6f...)
+    else:
+        import torch
+        gpus = list(map(str, range(torch.cuda.device_count())))
     size = config.tensor_parallel_size
-    first = part // int(1 / config.gpu_share) * size  # so many share one
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may hold long names (GPU-6f...)
-    visible = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    if len(visible) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(visible)}; lower it")
-    return ",".join(visible[first:first + size])
+    sharing = int(1 / config.gpu_share)  # so many servers are on one GPU
+    first = part // sharing * size
+    if len(gpus) < first + size:
+        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(gpus)}; lower it")
+    return ",".join(gpus[first:first + size])
 
 
 def main() -> None:
-    signals, servers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), None
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    servers = None
     try:
         config = tyro.cli(Config)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup wants it
+            signals.remove(signal.SIGHUP)
         for number in signals:
-            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # as nohup wants it
-                signal.signal(number, lambda *_: sys.exit(0))
+            signal.signal(number, lambda *_: sys.exit(0))
         servers = ModelServers(config, wait=False)
         servers.wait_ready()
         while not servers.given_up():

@@ -26,11 +26,7 @@ HERE = str(Path(__file__).parent)
 def share(things: list, count: int) -> list[list]:
     """Deals `things` (cores) evenly to `count` servers; where there are fewer things, some share one."""
     n = len(things)
-    parts = []
-    for i in range(count):
-        part = things[i * n // count:(i + 1) * n // count]
-        parts.append(part or [things[i % n]])
-    return parts
+    return [things[i * n // count:(i + 1) * n // count] or [things[i % n]] for i in range(count)]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -277,7 +273,12 @@ class VllmServer(Process):
             env["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, /sleep
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
-            env |= on_cores(env, deal_cores(config, part, parts))
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process more; starts 8 s sooner
+            cores = deal_cores(config, part, parts)
+            env["GUARD_CORES"] = "|".join(map(",".join, cores))
+            env["VLLM_CPU_OMP_THREADS_BIND"] = env["GUARD_CORES"]  # read for several processes alone
+            env["OMP_NUM_THREADS"] = str(len(cores[0]))
         else:
             command += ["--dtype", config.dtype or "auto"]
             if gpus:
@@ -311,16 +312,3 @@ def deal_cores(config, part: int, parts: int) -> list[list[str]]:
         if core not in here:
             raise ValueError(f"--cpus {config.cpus}: there is no core {core} here; the cores are {','.join(here)}")
     return share(share(cores, parts)[part], config.tensor_parallel_size)
-
-
-def on_cores(env: dict[str, str], cores: list[list[str]]) -> dict[str, str]:
-    """Environment variables for a server whose processes have these cores."""
-    bound = "|".join(",".join(of_process) for of_process in cores)
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-        # no process more; starts 8 s sooner
-        "VLLM_ENABLE_V1_MULTIPROCESSING": env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
-        "GUARD_CORES": bound,
-        "VLLM_CPU_OMP_THREADS_BIND": bound,  # read for several processes alone
-        "OMP_NUM_THREADS": str(len(cores[0])),
-    }

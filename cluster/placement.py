@@ -15,7 +15,6 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -37,12 +36,6 @@ class Part:
     gpus: float = 0.0  # a share of one GPU, or whole ones
     apart: bool = False  # no two of them on one GPU: ranks
     awake: float = 0.0  # of one GPU, for those that sleep while the others work: what they take when awake
-
-    def when_awake(self) -> float:
-        """Taken while those that sleep are awake: ranks give their memory back, the policy's servers do not."""
-        if self.apart:
-            return 0.0
-        return self.awake or self.gpus
 
 
 def part_of(config: Config) -> Part:
@@ -92,18 +85,22 @@ class Cell:
         return sum(who == name for who, _ in self.held)
 
     def taken(self, *more: Part) -> float:
-        """Of the GPU, with these, when most of it is taken: while the policy works or the judges are awake."""
-        parts = [*self.held.values(), *more]
-        working = sum(part.gpus for part in parts)
-        judging = sum(part.when_awake() for part in parts)
+        """Of the GPU, by these too, when most of it is taken: while the policy works or judges are awake."""
+        working = judging = 0.0
+        for part in [*self.held.values(), *more]:
+            working += part.gpus
+            if not part.apart:  # ranks give their memory back; a policy's server does not sleep
+                judging += part.awake or part.gpus
         return max(working, judging)
 
     def has_room(self, name: str, part: Part) -> bool:
-        if self.gpus != 1 or part.gpus == 0:
-            return False
-        if part.apart and self.alike(name):
+        if self.gpus != 1 or part.gpus == 0 or (part.apart and self.alike(name)):
             return False
         return self.taken(part) < 1.001
+
+    def __str__(self):
+        held = self.held.items()
+        return ", ".join(f"{name} {number} ({part.awake or part.gpus:g})" for (name, number), part in held)
 
 
 def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bool) -> list[Cell]:
@@ -123,36 +120,23 @@ def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bo
                 cell = min(fits, key=lambda cell: (cell.alike(name), cell.taken()), default=None)
             else:
                 cell = max(fits, key=Cell.taken, default=None)
-            is_wanted = cell is None or (spread and cell.alike(name))
-            if is_wanted and size <= gpus - sum(cell.gpus for cell in cells):
-                cell = Cell(size)
-                cells.append(cell)
+            if cell is None or (spread and cell.alike(name)):
+                if size <= gpus - sum(cell.gpus for cell in cells):
+                    cell = Cell(size)
+                    cells.append(cell)
             if cell is None:
+                beside = "; ".join(map(str, cells)) or "nothing"
                 raise ValueError(f"no room for {name} {number}, which takes {part.awake or part.gpus:g} of "
-                                 f"{gpus:g} GPUs, beside {told(cells)}; lower a share or a number")
+                                 f"{gpus:g} GPUs, beside {beside}; lower a share or a number")
             cell.held[name, number] = part
     return cells
 
 
-def told(cells: list[Cell]) -> str:
-    """Who is where, for a person."""
-    of_cells = []
-    for cell in cells:
-        held = [f"{who} {number} ({part.awake or part.gpus:g})" for (who, number), part in cell.held.items()]
-        of_cells.append(", ".join(held))
-    return "; ".join(of_cells) or "nothing"
-
-
 def find_room(parts: dict[str, Part], gpus: float) -> list[Cell]:
-    """The largest parts spread first, ranks before all that may share a GPU. Where that does not fit they are
-    packed, the parts in any order. ValueError with the first placement that was tried where nothing fits."""
-
-    def rank_of(name):
-        part = parts[name]
-        takes_gpus_whole = part.gpus > 1
-        return not (takes_gpus_whole or part.apart), -part.gpus
-
-    names = sorted(parts, key=rank_of)
+    """Spread, first the parts that need a GPU to themselves, then the largest; where they do not fit that way
+    packed, in any order. ValueError with the first placement that was tried where nothing fits."""
+    names = sorted(parts, key=lambda name: -parts[name].gpus)
+    names.sort(key=lambda name: not (parts[name].apart or parts[name].gpus >= 1))
     try:
         return deal(parts, names, gpus, spread=True)
     except ValueError as error:
@@ -168,7 +152,8 @@ def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
 
     A bundle has one GPU, or those of one server. ValueError where they do not fit.
     """
-    bundles, where = [], {}
+    bundles = []
+    where = {}
     for index, cell in enumerate(find_room(parts, gpus)):
         bundle = {"CPU": sum(part.cpus for part in cell.held.values())}
         if cell.gpus:
@@ -205,11 +190,13 @@ class Places:
     def wait(self, patience: float) -> None:
         """Until every process has a node. RuntimeError when that takes more seconds."""
         if not self.group.wait(patience):
-            free, counts = ray.available_resources(), Counter(map(str, self.bundles))
+            free = ray.available_resources()
+            counts = Counter(map(str, self.bundles))
             wanted = " + ".join(f"{number} x {bundle}" for bundle, number in counts.items())
-            raise RuntimeError(f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; free: "
-                               f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; ask for less "
-                               "or add nodes")  # fmt: skip
+            raise RuntimeError(
+                f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; free: {free.get('CPU', 0):g} "
+                f"CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes"
+            )
 
     def nodes(self, name: str) -> list[str]:
         """The node of each process of this part."""
@@ -230,21 +217,24 @@ class Places:
 
 def start_servers(models: dict[str, Config], places: Places) -> dict[str, list]:
     """An actor for each server of these models (complete()), which may be restarted on another node."""
-    nodes = {name: places.nodes(name) for name in models}
-    parts, started, actors = Counter(sum(nodes.values(), [])), Counter(), defaultdict(list)
     driver = ray.get_runtime_context().get_node_id()
+    nodes = {name: places.nodes(name) for name in models}
+    parts = Counter(sum(nodes.values(), []))  # of each node's cores
+    dealt = Counter()
+    actors = defaultdict(list)
     for name, config in models.items():
         for index, node in enumerate(nodes[name]):
             actor = ray.remote(VllmServer).options(max_restarts=-1, **places.options(name, index))
-            actors[name].append(actor.remote(config, index, started[node], parts[node], "", driver))
-            started[node] += 1
+            actors[name].append(actor.remote(config, index, dealt[node], parts[node], "", driver))
+            dealt[node] += 1
     return actors
 
 
 def end_servers(actors: list, own: Places | None) -> None:
     """A server ends with its actor. own: the room that was taken for these alone."""
-    for actor in actors if ray.is_initialized() else ():
-        ray.kill(actor)
+    if ray.is_initialized():
+        for actor in actors:
+            ray.kill(actor)
     if own:
         own.close()
 
@@ -260,7 +250,9 @@ class RewardModelManager:
 
     def __init__(self, models: dict[str, Config], places: Places | None = None):
         self.models: dict[str, ModelServers] = {}
-        self.actors, self.own, configs = [], None, {}
+        self.actors = []
+        self.own = None
+        configs = {}
         several = sum(node["Alive"] for node in ray.nodes()) > 1
         for name, config in models.items():
             config = with_device(config)
@@ -286,7 +278,8 @@ class RewardModelManager:
         """Frees the GPU memory of all models, or takes it again. False where some cannot."""
         return all([servers.sleep(asleep) for servers in self.models.values()])
 
-    wake_up = partialmethod(sleep, False)
+    def wake_up(self) -> bool:
+        return self.sleep(False)
 
     def shutdown(self) -> None:
         """Ends everything. May be called twice."""
@@ -295,4 +288,5 @@ class RewardModelManager:
         end_servers(self.actors, self.own)
         for servers in self.models.values():
             servers.shutdown()
-        self.actors, self.own = [], None
+        self.actors = []
+        self.own = None

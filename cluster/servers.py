@@ -9,6 +9,7 @@ WeightFolder on each node that has servers; in the latter case not through this 
 Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
 """
 
+import contextlib
 import copy
 import fcntl
 import secrets
@@ -24,7 +25,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.placement import Places, end_servers, part_of, start_servers
-from genrm_server import Config, ModelServers, Slot, complete
+from genrm_server import Config, ModelServers, Watched, complete
 from policy import RanksLost
 
 # The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in
@@ -44,25 +45,26 @@ class PolicyServers:
     """
 
     def __init__(self, policy, tokenizer, config: Config):
-        self.policy, self.service, self.folder, self.is_checked = policy, None, None, False
+        self.policy = policy
+        self.service = None  # a ModelServers
+        self.folder = None
+        self.is_checked = False
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         about = policy.about()
-        served = copy.deepcopy(about["config"])
-        served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
-        served.architectures = [about["architecture"]]
-        # as in training, where vLLM's release can do it; 0.24 says that it cannot
-        served.head_dtype = "float32"
-        with tempfile.TemporaryDirectory() as name:
-            served.save_pretrained(name)
-            tokenizer.save_pretrained(name)
-            paths = [path for path in Path(name).rglob("*") if path.is_file()]
-            files = {str(path.relative_to(name)): path.read_bytes() for path in paths}
         path = f"/dev/shm/{LINK}{secrets.token_hex(4)}"  # each node's own
-        self.contents = path, files, 2 * self.dtype.itemsize * about["numel"]  # of a WeightFolder
+        size = 2 * self.dtype.itemsize * about["numel"]
+        self.contents = path, model_files(about, tokenizer), size  # of a WeightFolder
         # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-        config = replace(config, model=path, device=policy.device.type, port=0, control=True,
-                         dtype=str(self.dtype).removeprefix("torch."), vllm_args=fixed + config.vllm_args)
+        config = replace(
+            config,
+            model=path,
+            device=policy.device.type,
+            port=0,
+            control=True,
+            dtype=str(self.dtype).removeprefix("torch."),
+            vllm_args=fixed + config.vllm_args,
+        )
         try:
             self.folder = WeightFolder(*self.contents)
             self.folder.publish()  # complete() looks for the model's folder
@@ -73,22 +75,18 @@ class PolicyServers:
 
     def start(self, config: Config) -> None:
         self.write_weights()
-        self.say(self.folder.warning)
         self.service = ModelServers(config, "policy", before_joining=self.is_current)
-
-    def say(self, warning: str) -> None:
-        if warning:
-            print(f"policy servers: {warning}", flush=True)
 
     def write_weights(self) -> None:
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
             self.folder.add(number, pack)
-        self.folder.publish()
+        self.warn(self.folder.publish())
 
-    def is_current(self, slot: Slot) -> bool:
+    def is_current(self, slot: Watched) -> bool:
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
-        for call in RELOAD if self.service else ():
-            self.service.ask(slot, *call)
+        if self.service:
+            for call in RELOAD:
+                self.service.ask(slot, *call)
         return True
 
     def sync(self) -> None:
@@ -97,13 +95,15 @@ class PolicyServers:
             self.write_weights()
             for call in RELOAD:
                 self.service.ask_all(*call)
-        self.warn_once()
+        if not self.is_checked:
+            self.is_checked = True
+            for slot in self.service.slots:
+                if slot.joined:
+                    self.warn(self.service.call(slot, "said", "weights were not loaded"))
 
-    def warn_once(self) -> None:
-        for slot in self.service.slots if not self.is_checked else ():
-            if slot.joined and (said := self.service.call(slot, "said", "weights were not loaded")):
-                print(f"policy servers: WARNING: {said}", flush=True)
-        self.is_checked = True
+    def warn(self, text: str) -> None:
+        if text:
+            print(f"policy servers: WARNING: {text}", flush=True)
 
     def check(self) -> None:
         """Raises where no request can be answered any more; called while rollouts wait."""
@@ -120,18 +120,23 @@ class ClusterServers(PolicyServers):
     """As PolicyServers; `check` and `sync` raise RanksLost where the ranks with the weights died. They are
     where the group's places have room for each "policy server"; if it has none, at places of their own."""
 
-    actors, own, lost = (), None, None
+    actors = ()
+    own = None
+    lost = None
+    folders = {}  # node -> the WeightFolder's actor there
 
     def start(self, config: Config) -> None:
-        self.folders, self.provision = {}, threading.Lock()  # node -> the WeightFolder's actor there
-        if not (places := self.policy.places):
+        self.folders = {}
+        self.provision = threading.Lock()
+        places = self.policy.places
+        if not places:
             places = self.own = Places({"policy server": part_of(config)})
         self.actors = start_servers({"policy server": config}, places)["policy server"]
         self.provide({ray.get(actor.node.remote()) for actor in self.actors})
         hooks = dict(before_starting=self.before_starting, before_joining=self.is_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
-    def before_starting(self, slot: Slot) -> None:
+    def before_starting(self, slot: Watched) -> None:
         """Sees to it that the server's node has the weights: its actor may have moved to another one."""
         starts = self.policy.starts
         try:
@@ -159,55 +164,65 @@ class ClusterServers(PolicyServers):
                 there = NodeAffinitySchedulingStrategy(node, soft=False)
                 actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there)
                 new[node] = actor.remote(*self.contents)
-            gone = self.policy.send_weights(list(new.values()), self.dtype) if new else ()
-            for index, (node, folder) in enumerate(new.items()):
-                if index not in gone:
-                    self.say(ray.get(folder.publish.remote()))
+            self.fill(new)
+
+    def fill(self, folders: dict) -> None:
+        """The policy's weights of now to these folders, {node: folder}; those that died are forgotten."""
+        if not folders:
+            return
+        gone = self.policy.send_weights(list(folders.values()), self.dtype)
+        for index, (node, folder) in enumerate(folders.items()):
+            self.folders.pop(node, None)
+            if index not in gone:
+                with contextlib.suppress(ray.exceptions.RayActorError):
+                    self.warn(ray.get(folder.publish.remote()))
                     self.folders[node] = folder
 
-    def sync(self) -> None:
+    def write_weights(self) -> None:
         with self.provision:
-            nodes, folders = list(self.folders), list(self.folders.values())
-            gone = {nodes[index] for index in self.policy.send_weights(folders, self.dtype)}
-        with self.service.lock:  # no server joins between the new files and the reload
-            for node, folder in zip(nodes, folders):
-                try:
-                    if node not in gone:
-                        ray.get(folder.publish.remote())
-                except ray.exceptions.RayActorError:
-                    gone.add(node)
-            with self.provision:
-                for node, folder in zip(nodes, folders):
-                    # else a server's thread has renewed it
-                    if node in gone and self.folders.get(node) is folder:
-                        del self.folders[node]
-            if gone:  # where only the folder died its servers go on
-                self.provide(gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
-            for call in RELOAD:
-                self.service.ask_all(*call)
-        self.warn_once()
+            nodes = set(self.folders)
+            self.fill(dict(self.folders))
+            lost = nodes - set(self.folders)
+        if lost:  # where only the folder died its servers go on
+            self.provide(lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
 
     def shutdown(self) -> None:
         if self.service:
             self.service.stopping.set()
         end_servers(self.actors, self.own)
         super().shutdown()
-        for folder in getattr(self, "folders", {}).values() if ray.is_initialized() else ():
-            try:
+        if not ray.is_initialized():
+            return
+        for folder in self.folders.values():
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone; else the next run removes it
                 ray.get(folder.close.remote(), timeout=10)
-            except ray.exceptions.RayError:  # its node is gone; else the next run removes it
-                pass
             ray.kill(folder)
+
+
+def model_files(about: dict, tokenizer) -> dict[str, bytes]:
+    """What goes with the weights: {name: content}."""
+    served = copy.deepcopy(about["config"])
+    served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+    served.architectures = [about["architecture"]]
+    served.head_dtype = "float32"  # as in training, where vLLM's release can do it; 0.24 says that it cannot
+    with tempfile.TemporaryDirectory() as folder:
+        served.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def packs(weights):
     """Named tensors -> the contents of safetensors files of about half a GiB each."""
-    pack, size = {}, 0
+    pack = {}
+    size = 0
     for name, tensor in weights:
         if pack and size + tensor.nbytes > PACK:
             yield safetensors.torch.save(pack, metadata={"format": "pt"})
-            pack, size = {}, 0
-        pack[name], size = tensor.to("cpu", copy=True).contiguous(), size + tensor.nbytes
+            pack = {}
+            size = 0
+        pack[name] = tensor.to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
     yield safetensors.torch.save(pack, metadata={"format": "pt"})
 
 
@@ -225,11 +240,14 @@ class WeightFolder:
 
     def __init__(self, path: str, files: dict[str, bytes], size: int):
         remove_abandoned()
-        self.path, free, base, self.warning = Path(path), shutil.disk_usage("/dev/shm").free, "/dev/shm", ""
+        base = "/dev/shm"
+        self.warning = ""
+        free = shutil.disk_usage(base).free
         if free < 1.1 * size:
             base = tempfile.gettempdir()
             self.warning = (f"weights go through {base}, which may be a slow disk: old and new ones are "
                             f"{size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it")
+        self.path = Path(path)
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
         self.lock = lock(self.folder)
         for name, content in files.items():
@@ -238,19 +256,24 @@ class WeightFolder:
 
     def add(self, number: int, pack) -> None:
         """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        (self.folder / f"model{f'_{number}' if number else ''}.new").write_bytes(memoryview(pack))
+        name = f"model_{number}.new" if number else "model.new"
+        (self.folder / name).write_bytes(memoryview(pack))
 
     def publish(self) -> str:
-        """The parts that came since the last time take the place of the old ones. Returns what is to be said of it."""
+        """The parts that came since the last time take the place of the old ones. Returns a warning, once."""
         new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        for path in set(self.folder.glob("*.safetensors")) - set(new.values()) if new else ():
-            path.unlink()
+        if new:
+            for path in set(self.folder.glob("*.safetensors")) - set(new.values()):
+                path.unlink()
         for path, target in new.items():
             path.replace(target)
         if self.path.resolve() != self.folder.resolve():  # not before: this may be a late one, given up
             self.path.unlink(missing_ok=True)
             self.path.symlink_to(self.folder)
-        return self.warning
+        if not new:
+            return ""
+        warning, self.warning = self.warning, ""
+        return warning
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -271,9 +294,9 @@ def lock(folder: Path):
 def remove_abandoned() -> None:
     """What killed runs have left on this node."""
     for base in ("/dev/shm", tempfile.gettempdir()):
-        for path in Path(base).glob(f"{FOLDER}*/config.json"):  # which its owner writes once it has the lock
-            if lock(path.parent):
-                shutil.rmtree(path.parent, ignore_errors=True)
+        for file in Path(base).glob(f"{FOLDER}*/config.json"):  # which its owner writes once it has the lock
+            if lock(file.parent):
+                shutil.rmtree(file.parent, ignore_errors=True)
         for link in Path(base).glob(f"{LINK}*"):
             if not link.exists():
                 link.unlink(missing_ok=True)
