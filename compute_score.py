@@ -14,17 +14,17 @@ Left out: code execution, process rewards per token, judges that are not OpenAI-
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
+import queue
 import random
 import re
 import resource
 import signal
-import sys
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -150,30 +150,44 @@ def compute_score_gsm8k(data_source, *sample, **named) -> dict:
 MAX_GRADERS = 4
 GRADE_TIMEOUT_S = 4  # for one answer; an honest one takes milliseconds
 GRADE_MEMORY = 2 << 30  # bytes; an answer such as 9^{9^{9^9}} must not eat the machine
-_one_at_a_time = threading.Lock()  # for starting the one pool
+_one_at_a_time = threading.Lock()  # for starting them
 _grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops
 
 
 @functools.cache
-def _graders():
-    """The pool of child processes, the error of one that died. Raises ValueError if a library is missing."""
-    try:
-        import math_verify  # noqa: F401  (before the fork, so that the children have it)
-        import pebble
-    except ImportError as error:
-        raise ValueError("verifier: 'math_verify' needs: pip install math-verify pebble") from error
-    sys.modules.setdefault(__name__, types.SimpleNamespace(_grade=_grade))  # some load files without an entry
+def _free_graders(pid: int) -> queue.LifoQueue:
+    """This process's (a fork of it needs its own): a pipe to each, None where it is not started (again)."""
+    free = queue.LifoQueue()
+    for _ in range(MAX_GRADERS):
+        free.put(None)
+    return free
+
+
+def _start_grader():
+    """Starts a child process; returns the pipe to it."""
     fork = multiprocessing.get_context("fork")
-    return pebble.ProcessPool(MAX_GRADERS, initializer=_start_grading, context=fork), pebble.ProcessExpired
+    with _one_at_a_time:  # a sister with a copy of the child's end would hide the child's death
+        ours, its = fork.Pipe()
+        fork.Process(target=_grade_all, args=(its, ours), daemon=True).start()
+        its.close()
+    return ours
 
 
-def _start_grading() -> None:
+def _grade_all(pipe, parents_end) -> None:
+    """The life of a child process: (answer, truth) comes in, whether they are equal goes out."""
+    parents_end.close()
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # not what the parent does then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
     logging.disable()  # math-verify warns of calls without a time limit of its own
     limit = GRADE_MEMORY + int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended, or does not want it any more
+        while True:
+            pipe.send(_grade(*pipe.recv()))
 
 
-def _grade(pred: str, truth: str) -> bool:
+def _grade(pred: str, truth: str) -> bool | None:
     """What a child process does with one answer."""
     from math_verify import parse, verify
     signal.alarm(GRADE_TIMEOUT_S)  # ends the child, also where it computes in C or its parent was killed
@@ -181,7 +195,7 @@ def _grade(pred: str, truth: str) -> bool:
         sides = [parse(f"\\boxed{{{x}}}", parsing_timeout=None, raise_on_error=True) for x in (truth, pred)]
         return verify(*sides, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
-        raise
+        return None
     except Exception:  # what cannot be compared is not equal
         return False
     finally:
@@ -190,12 +204,24 @@ def _grade(pred: str, truth: str) -> bool:
 
 def _math_verify(pred: str, truth: str) -> bool | None:
     """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
-    with _one_at_a_time:
-        graders, died = _graders()
     try:
-        return pred == truth or graders.schedule(_grade, (pred, truth)).result()
-    except (MemoryError, died):
+        import math_verify  # noqa: F401  (before the fork, so that the children have it)
+    except ImportError as error:
+        raise ValueError("verifier: 'math_verify' needs: pip install math-verify") from error
+    if pred == truth:
+        return True
+    free = _free_graders(os.getpid())
+    grader, still_good = free.get(), None  # the last one used: a caller with one thread starts only one
+    try:
+        grader = grader or _start_grader()
+        grader.send((pred, truth))
+        verdict = grader.recv()
+        still_good = grader  # not where the caller was interrupted: this answer would be the next one's
+        return verdict
+    except (EOFError, ConnectionError):  # it died
         return None
+    finally:
+        free.put(still_good)
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------

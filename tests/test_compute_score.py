@@ -1162,6 +1162,9 @@ def verified(pred, truth="1"):
     return scores.compute_score("x", f"so \\\\boxed{{{pred}}}", truth, verifier="math_verify")
 def told(**values):
     print("RESULT", json.dumps(values), flush=True)
+def children():
+    files = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
+    return [int(pid) for file in files for pid in open(file).read().split()]
 """
 
 
@@ -1174,7 +1177,7 @@ def grading(tmp_path):
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         command = [sys.executable, "-c", GRADING + script]
         output = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, env=environment, timeout=300
+            command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60
         ).stdout
         return json.loads(output.split("RESULT ")[1].splitlines()[0])
 
@@ -1245,11 +1248,10 @@ os._exit(0)
 @pytest.mark.slow
 def test_the_child_processes_end_with_a_parent_that_is_killed(grading):
     told = grading("""
-threading.Thread(target=verified, args=["hang"]).start()
-verified("2")
-files = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
-children = [int(pid) for file in files for pid in open(file).read().split()]
-told(children=children)
+for _ in range(8):
+    threading.Thread(target=verified, args=["hang"]).start()
+time.sleep(1)
+told(children=children())
 os.kill(os.getpid(), 9)
 """)
     assert len(told["children"]) == scores.MAX_GRADERS
@@ -1257,6 +1259,27 @@ os.kill(os.getpid(), 9)
     while left := [pid for pid in told["children"] if alive(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_who_grades_one_answer_after_another_has_one_child_process(grading):
+    assert grading("[verified('+1') for _ in range(9)]; told(children=len(children()))") == {"children": 1}
+
+
+def test_a_fork_of_a_process_that_has_graded_has_graders_of_its_own(grading):
+    told = grading("""
+import concurrent.futures, multiprocessing
+first = verified("+1")["acc"]
+with concurrent.futures.ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+    told(accs=[first, *(result["acc"] for result in pool.map(verified, ["+1", "2"] * 40))])
+""")
+    assert told["accs"] == [True] + [True, False] * 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["+1", "die", "eat"])
+def test_a_process_that_has_graded_ends(grading, last):
+    for _ in range(6):  # not always was enough to fail
+        assert grading(f"told(acc=verified({last!r})['acc'])") == {"acc": last == "+1" or None}
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -1277,7 +1300,7 @@ told(score=module.compute_score("x", "\\\\boxed{{+1}}", "1", verifier="math_veri
 
 def test_math_verify_missing(grading):
     script = "try: verified('1')\nexcept ValueError as error: told(error=str(error))"
-    assert "pip install math-verify pebble" in grading(script, fake="raise ImportError('not here')")["error"]
+    assert "pip install math-verify" in grading(script, fake="raise ImportError('not here')")["error"]
 
 
 @pytest.mark.slow
