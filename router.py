@@ -11,9 +11,10 @@ away stops its work. What is not among --forward is refused. Own endpoints:
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
     502-504                     counts against the server, and another one is asked
-    500, a cut connection       if /health fails now it has died and leaves, perhaps by this request, which waits
-                                for another one in a line that moves once a second; no third that dies is asked.
-                                Else one more is asked, no third; it counts against the first if that one answers
+    500, a cut connection       /health is asked:
+        it is good              one more is asked, no third; it counts against the first if the second answers
+        it is not               the server has died and leaves. What it was at waits for another one in a line
+                                that moves once a second, so that no more than one kills the next one
     any other answer            is passed on; once a part of it is out, there is no retry
 None that lives is asked twice. After --unhealthy-after failures in a row one leaves, unless it is the last.
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
@@ -31,7 +32,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 from collections import defaultdict
@@ -72,24 +72,28 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        least = dict(port=0, max_attempts=1, unhealthy_after=1, queue_timeout=0, max_waiting=0,
-                     max_body_mib=1, health_interval=0.01, request_timeout=0.01, connect_timeout=0.01)
-        problems = [(not lowest <= getattr(self, name) < math.inf, name, f"must be at least {lowest}")
-                    for name, lowest in least.items()]
-        for wrong, name, remedy in problems + [
-                (self.port > 65535, "port", "must be at most 65535"),
-                (not (self.workers or self.allow_empty), "workers", "name a server, or pass --allow-empty"),
-                ({path[:1] for path in self.forward} != {"/"}, "forward", "name paths such as /v1")]:
-            if wrong:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
+        for name in ("max_attempts", "unhealthy_after", "max_body_mib",
+                     "health_interval", "request_timeout", "connect_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                self.refuse(name, "must be above 0")
+        if not 0 <= self.port <= 65535:
+            self.refuse("port", "must be from 0 to 65535")
+        if not (self.workers or self.allow_empty):
+            self.refuse("workers", "name a server, or pass --allow-empty")
+        if {path[:1] for path in self.forward} != {"/"}:
+            self.refuse("forward", "name paths such as /v1")
+
+    def refuse(self, name: str, remedy: str) -> None:
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
 
 
 def clean_url(text) -> str:
     """A server's base URL without the slash at its end. ValueError if it is not one."""
     with contextlib.suppress(ValueError):  # such as a port above 65535
-        url = re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII) and URL(text)
-        if url and url.host and url.port:
-            return str(url).rstrip("/")
+        if re.fullmatch(r"https?://[\w.:/\[\]%~-]+", str(text), re.ASCII):
+            url = URL(text)
+            if url.host and url.port:
+                return str(url).rstrip("/")
     raise ValueError(f"server URL {text!r}: needs http:// or https:// and a host: http://10.0.0.2:8000")
 
 
@@ -108,7 +112,7 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 
 FAILED = {500, 502, 503, 504}
-NO_FILES = {errno.EMFILE, errno.ENFILE}  # this process or machine has too many files open: no server's doing
+NO_FILES = {errno.EMFILE, errno.ENFILE}  # too many files are open here: no server's doing
 IN_LINE = 128  # a server with so many requests takes none from the line: the first one back must not get all
 BUFFERED = 1 << 20  # bytes; an answer that is longer, or of unknown length, is streamed and cannot be retried
 BODY_SECONDS = 120  # for a request's body to arrive
@@ -153,25 +157,24 @@ def error_response(status: int, message: str, **headers: str) -> web.Response:
 
 def end_to_end(headers, dropped: set[str]) -> CIMultiDict:
     """The headers that go on: all but those about this one connection."""
-    dropped = dropped | {name.strip() for name in headers.get("Connection", "").lower().split(",")}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    kept = CIMultiDict(headers)
+    for name in [*dropped, *headers.get("Connection", "").split(",")]:
+        kept.popall(name.strip(), None)
+    return kept
 
 
-def watched_socket(address_info) -> socket.socket:
-    """A socket on which the loss of a machine shows within a minute, however long an answer may take."""
-    sock = socket.socket(*address_info[:3])
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("KEEPIDLE", 20), ("KEEPINTVL", 10), ("USER_TIMEOUT", 50_000)):  # s, s, ms
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-    return sock
+def describe(error: Exception) -> str:
+    return str(error) or repr(error)
 
 
 class Connector(aiohttp.TCPConnector):
     async def connect(self, *args, **options):
         """A connection on which no bytes came that nobody asked for: they would be the next answer."""
-        while (connection := await super().connect(*args, **options)).protocol.should_close:
+        while True:
+            connection = await super().connect(*args, **options)
+            if not connection.protocol.should_close:
+                return connection
             connection.close()
-        return connection
 
 
 class Router:
@@ -192,17 +195,30 @@ class Router:
 
     async def start(self) -> int:
         """Looks at every server once, opens the port and returns it. OSError if it cannot be had."""
-        config, loop = self.config, asyncio.get_running_loop()
+        config = self.config
+        loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=Connector(limit=0, socket_factory=watched_socket, keepalive_timeout=1),  # vLLM: 5 s
-            cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "Content-Type"),
-            timeout=aiohttp.ClientTimeout(connect=config.connect_timeout), **PARSING)
-        server = web.Server(  # without a URL dispatcher; when a client goes away the server's work ends
-            self.handle, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_SECONDS, **PARSING, request_factory=lambda *parts:
-            web.BaseRequest(*parts, loop, client_max_size=config.max_body_mib << 20))
+            connector=Connector(limit=0, keepalive_timeout=1),  # uvicorn's is 5 s, and it may look late
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept-Encoding", "Content-Type"),
+            timeout=aiohttp.ClientTimeout(connect=config.connect_timeout),
+            **PARSING,
+        )
+
+        def as_request(*parts) -> web.BaseRequest:
+            return web.BaseRequest(*parts, loop, client_max_size=config.max_body_mib << 20)
+
+        server = web.Server(  # without a URL dispatcher
+            self.handle,
+            request_factory=as_request,
+            handler_cancellation=True,  # when a client goes away its server's work ends
+            keepalive_timeout=IDLE_SECONDS,
+            access_log=None,
+            **PARSING,
+        )
         self.runner = web.ServerRunner(server, shutdown_timeout=DRAIN_SECONDS / 2)  # aiohttp waits twice
         await self.runner.setup()
-        await asyncio.gather(*map(self.look_at, self.workers.values()))
+        await self.look_at_all()
         self.poller = asyncio.create_task(self.poll_forever())
         await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
         warn_if_open(config.host, self.api_key, say)
@@ -217,36 +233,46 @@ class Router:
     async def poll_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.health_interval)
-            await asyncio.gather(*map(self.look_at, self.workers.values()))
+            await self.look_at_all()
 
-    async def ask_health(self, worker: Worker) -> str | None:
-        """What is wrong with a server: nothing if "", not known if None."""
+    async def look_at_all(self) -> None:
+        await asyncio.gather(*map(self.look_at, self.workers.values()))
+
+    async def ask_health(self, worker: Worker) -> str:
+        """What is wrong with a server; nothing if it is healthy."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
-                    return "" if answer.status < 500 else f"/health answers {answer.status}"
+                    if answer.status < 500:
+                        return ""
+                    return f"/health answers {answer.status}"
         except Exception as error:  # whatever it is, it is not health; and the poller must never die
-            if getattr(error, "errno", 0) in NO_FILES:
-                return None
-            return f"/health: {str(error) or repr(error)}"
+            if worker.healthy and getattr(error, "errno", 0) in NO_FILES:
+                return ""  # as far as is known
+            return f"/health: {describe(error)}"
 
     async def look_at(self, worker: Worker) -> None:
         """Asks one server for its health and draws the consequence."""
         problem = await self.ask_health(worker)
-        if problem is None:
+        if not problem:
+            worker.polls_failed = 0
+            self.set_health(worker, True, "/health is good")
             return
-        worker.polls_failed = worker.polls_failed + 1 if problem else 0
-        expelled = worker.polls_failed >= self.config.unhealthy_after
-        if not problem or expelled or not worker.why:
-            self.set_health(worker, not problem, problem or "/health is good")
-        while expelled and self.limits[worker]:  # what hangs there is asked elsewhere
-            self.limits[worker].pop().reschedule(0)
+        worker.polls_failed += 1
+        if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
+            self.set_health(worker, False, problem)
+            while self.limits[worker]:  # what hangs there is asked elsewhere
+                self.limits[worker].pop().reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
-        if worker.healthy != healthy or not worker.why:
-            worker.healthy, worker.why, worker.failed_in_a_row = healthy, why, 0
-            self.news.set()
-            say(f"{worker.url} is {'' if healthy else 'not '}in the rotation ({why})")
+        if worker.healthy == healthy and worker.why:
+            return
+        worker.healthy = healthy
+        worker.why = why
+        worker.failed_in_a_row = 0
+        self.news.set()
+        state = "in" if healthy else "not in"
+        say(f"{worker.url} is {state} the rotation ({why})")
 
     def blame(self, worker: Worker, why: str) -> None:
         """A failure that the request may have brought about: for that the last server does not leave."""
@@ -258,29 +284,30 @@ class Router:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Every request comes through here."""
         response = await self.respond(request)
-        if response.status >= 400 and request.path.rstrip("/") == "/generate":
+        if response.status >= 400 and request.path == "/generate":
             # Functions written for SGLang look for keys of a dict, whatever the status: this is none.
-            response.text = json.dumps(response.body.decode("utf-8", "replace"))
+            response.text = json.dumps(response.text)
             response.content_type = "text/plain"
         return response
 
-    async def respond(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Key, own endpoints, or on to a server."""
+    async def respond(self, request) -> web.StreamResponse:
+        """Checks the key; then one of our own endpoints answers, or a server."""
         path = request.rel_url.raw_path
         if path == "/health":
             healthy = sum(worker.healthy for worker in self.workers.values())
-            state = dict(healthy=healthy, servers=len(self.workers), waiting=self.waiting)
+            state = {"healthy": healthy, "servers": len(self.workers), "waiting": self.waiting}
             return web.json_response(state, status=200 if healthy else 503)
-        # Who may name a server may have the servers' key sent there.
-        key = (path == "/workers" and request.method != "GET" and self.server_key) or self.api_key
+        key = self.api_key
+        if path == "/workers" and request.method != "GET" and self.server_key:
+            key = self.server_key  # who may name a server may have that key sent there
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if key and not hmac.compare_digest(given, b"Bearer " + key.encode()):
-            return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'",
-                                  **{"WWW-Authenticate": "Bearer"})
+            return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'")
         if path == "/metrics":
             return web.Response(text=self.metrics())
-        full = unquote(path) + "/"
-        if path != "/workers" and (path[:1] != "/" or "/../" in full or not full.startswith(self.forwarded)):
+        whole = unquote(path) + "/"
+        is_forwarded = path[:1] == "/" and whole.startswith(self.forwarded) and "/../" not in whole
+        if path != "/workers" and not is_forwarded:
             return error_response(404, f"{path}: not forwarded (--forward {' '.join(self.config.forward)})")
         try:
             if "Expect" in request.headers:  # curl waits for it with large bodies
@@ -291,43 +318,47 @@ class Router:
             return error_response(408, f"the request body did not arrive within {BODY_SECONDS} s")
         except web.HTTPRequestEntityTooLarge:
             return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
-        return await (self.serve_workers if path == "/workers" else self.forward)(request, body)
+        if path == "/workers":
+            return await self.serve_workers(request, body)
+        return await self.forward(request, body)
 
     def metrics(self) -> str:
         """Prometheus' text. failures: attempts without an answer, or with one of FAILED."""
         lines = ["# TYPE router_waiting gauge", f"router_waiting {self.waiting}"]
-        for name in ("requests_total", "failures_total", "retries_total", "seconds_total", "in_flight", "healthy"):
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines.append(f"# TYPE router_{name} {kind}")
+        for name in ("requests_total", "failures_total", "retries_total", "seconds_total",
+                     "in_flight", "healthy"):
+            lines.append(f"# TYPE router_{name} {'counter' if name.endswith('_total') else 'gauge'}")
             for worker in self.workers.values():
                 value = float(getattr(worker, name.removesuffix("_total")))
                 lines.append(f'router_{name}{{worker="{worker.url}"}} {value}')
         return "\n".join(lines) + "\n"
 
     def take(self, tried=(), room: float = math.inf) -> Worker | None:
-        """A place on the next healthy server that was not tried; for those in line on one with `room`."""
+        """A place on the next healthy server that was not tried and has fewer than `room` requests."""
         ready = [one for one in self.workers.values()
                  if one.healthy and one.in_flight < room and one not in tried]
         if not ready:
             return None
 
         def order(one: Worker) -> tuple:
-            doubts = one.doubts if tried else 0  # where one failed another one shall not fail too
+            doubts = one.doubts if tried else 0  # who asks again shall not meet another one that fails
             load = one.in_flight if self.config.policy == "least_loaded" else 0
             return doubts, load, one.turn
+
         worker = min(ready, key=order)
         worker.turn = time.monotonic()
         worker.in_flight += 1
         return worker
 
     async def choose(self, tried: list[Worker], suspect: bool, deadline: float) -> Worker | None:
-        """A place on a server; what no living one has seen waits in line for it, up to queue_timeout.
+        """A place on a server. What no living one has seen may wait in line for it.
 
-        Those whose server has died have a line of their own, which lets in one every ALONE_SECONDS."""
+        Suspects, whose server has died, have a line that lets in one every ALONE_SECONDS."""
         patience = min(self.config.queue_timeout, deadline - time.monotonic())
         if tried or patience <= 0:
             return self.take(tried)
-        if not suspect and not self.line.locked():
+        line = self.suspects if suspect else self.line
+        if not suspect and not line.locked():
             worker = self.take()
             if worker:
                 return worker
@@ -335,7 +366,7 @@ class Router:
             return None
         self.waiting += 1
         try:
-            async with asyncio.timeout(patience), self.suspects if suspect else self.line:
+            async with asyncio.timeout(patience), line:
                 if suspect:
                     await asyncio.sleep(ALONE_SECONDS)
                 while True:
@@ -349,25 +380,26 @@ class Router:
         finally:
             self.waiting -= 1
 
-    async def forward(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+    async def forward(self, request, body: bytes) -> web.StreamResponse:
         """Asks servers until one answers."""
-        deadline = time.monotonic() + self.config.request_timeout
+        config = self.config
+        deadline = time.monotonic() + config.request_timeout
         headers = end_to_end(request.headers, NEW_BODY)
         if self.server_key:
             headers["Authorization"] = f"Bearer {self.server_key}"
-        tried = []  # servers that have seen the request, and live
-        doubted = {}  # those among them whose failure the request may have brought about: why
-        deaths = 0  # of servers, which the request may have brought about
+        tried = []  # living servers that have seen the request
+        doubted = {}  # those of them that may have failed because of it, and how
+        deaths = 0  # of servers that may have died of it
         attempts = 0
         answer, status, problem = None, 503, ""
-        while attempts < self.config.max_attempts and len(doubted) + deaths < 2:
+        while attempts < config.max_attempts and len(doubted) + deaths < 2:
             worker = await self.choose(tried, deaths > 0, deadline)
             if not worker:
                 break
             if problem:
                 worker.retries += 1
-            seen = True
             begun = time.monotonic()
+            doubt = True
             try:
                 answer = await self.ask(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:
@@ -375,33 +407,30 @@ class Router:
                     for other, why in doubted.items():
                         self.blame(other, why)
                     return answer
-                doubt = answer.status == 500
                 problem = f"{worker.url} answers {answer.status}"
+                doubt = answer.status == 500
             except (aiohttp.ClientError, OSError) as error:
+                problem = f"{worker.url}: {describe(error)}"
                 if getattr(error, "errno", 0) in NO_FILES:
-                    problem = f"the router cannot open more connections ({error})"
                     break
                 status = 504 if isinstance(error, TimeoutError) else 503
-                if time.monotonic() >= deadline:  # no server's fault: one that hangs leaves by its health
-                    problem = f"no answer within {self.config.request_timeout:g} s (--request-timeout)"
+                if time.monotonic() >= deadline:  # nobody's fault: one that hangs leaves by its health
+                    problem = f"no answer within {config.request_timeout:g} s (--request-timeout)"
                     break
-                seen = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
-                doubt = True
-                problem = f"{worker.url}: {str(error) or repr(error)}"
-            worker.failures += 1
-            if not seen:
-                self.set_health(worker, False, problem)
-                continue
-            attempts += 1
+                if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+                    worker.failures += 1
+                    self.set_health(worker, False, problem)
+                    continue  # no server has seen the request
             lasted = time.monotonic() - begun
+            attempts += 1
+            worker.failures += 1
             if not doubt:
                 tried.append(worker)
                 self.blame(worker, problem)
                 continue
             worker.doubts += 1
-            ill = await self.ask_health(worker) if worker.healthy else problem
-            if ill:
-                self.set_health(worker, False, ill)
+            if worker.polls_failed or await self.ask_health(worker):
+                self.set_health(worker, False, f"{problem}, and /health fails")
                 if not deaths or lasted < ALONE_SECONDS:
                     deaths += 1
             else:
@@ -409,20 +438,22 @@ class Router:
                 doubted[worker] = problem
         if answer:
             return answer
-        why, later = problem or "no healthy server", str(math.ceil(self.config.health_interval))
-        return error_response(status, f"no server could answer: {why}", **{"Retry-After": later})
+        why = f"no server could answer: {problem or 'no healthy server'}"
+        return error_response(status, why, **{"Retry-After": str(math.ceil(config.health_interval))})
 
     async def ask(self, worker: Worker, request, headers, body: bytes, deadline: float):
         """One server's answer; a long one has been passed on already. Raises aiohttp's errors and OSError."""
         worker.requests += 1
-        begun, response = time.monotonic(), None
+        begun = time.monotonic()
+        response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
-        options = dict(headers=headers, data=body or None, allow_redirects=False)
         limit = asyncio.timeout(deadline - begun)  # and the end when the server leaves by its health
         self.limits[worker].add(limit)
+        asked = self.session.request(
+            request.method, url, headers=headers, data=body or None, allow_redirects=False)
         try:
-            async with limit, self.session.request(request.method, url, **options) as answer:
-                start = dict(status=answer.status, reason=answer.reason)
+            async with limit, asked as answer:
+                start = {"status": answer.status, "reason": answer.reason}
                 short = (answer.content_length or math.inf) <= BUFFERED and request.method != "HEAD"
                 if short or answer.status >= 400:
                     content = await (answer.read() if short else answer.content.read(BUFFERED))
@@ -439,7 +470,7 @@ class Router:
             if request.transport and not request.transport.is_closing():  # the client has not gone away
                 if time.monotonic() < deadline:
                     worker.failures += 1
-                    self.blame(worker, f"{worker.url}: {str(error) or repr(error)}")
+                    self.blame(worker, f"{worker.url}: {describe(error)}")
                 request.transport.abort()
             raise asyncio.CancelledError from error
         finally:
@@ -448,20 +479,23 @@ class Router:
             worker.seconds += time.monotonic() - begun
             self.news.set()
 
-    async def serve_workers(self, request: web.BaseRequest, body: bytes) -> web.Response:
+    async def serve_workers(self, request, body: bytes) -> web.Response:
         if request.method == "GET":
             return web.json_response({"workers": [vars(worker) for worker in self.workers.values()]})
         if request.method not in ("POST", "DELETE"):
             return error_response(405, f"{request.method} /workers: use GET, POST or DELETE")
         try:
-            url = clean_url((json.loads(body) if request.method == "POST" else request.rel_url.query)["url"])
+            asked = json.loads(body) if request.method == "POST" else request.rel_url.query
+            url = clean_url(asked["url"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # broken UTF-8 is a ValueError
             usage = 'write POST /workers {"url": "http://host:port"} or DELETE /workers?url=http://host:port'
-            return error_response(400, f"{usage} ({str(error) or repr(error)})")
+            return error_response(400, f"{usage} ({describe(error)})")
         if request.method == "POST":
             worker = self.workers.setdefault(url, Worker(url))
             await self.look_at(worker)
-        elif not (worker := self.workers.pop(url, None)):
+        elif url in self.workers:
+            worker = self.workers.pop(url)
+        else:
             return error_response(404, f"DELETE /workers: {url} is not one of the servers")
         return web.json_response(vars(worker))
 

@@ -622,7 +622,15 @@ class Engine(Upstream):
         await self.die()
         await asyncio.sleep(0.5)
         self.dead, self.health, self.died = False, 200, asyncio.Event()
-        await self.open(self.port)
+        while True:
+            with contextlib.suppress(OSError):  # some client has its port for a moment
+                return await self.open(self.port)
+            await asyncio.sleep(0.1)
+
+    async def __aexit__(self, *exception):
+        if self.deaths:
+            self.restart.cancel()
+        await super().__aexit__(*exception)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
@@ -839,10 +847,9 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
 
 
 def test_a_machine_that_is_lost_shows_within_a_minute():
-    with router.watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0)) as sock:
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 50_000  # ms
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+    """As any server that hangs does (above)."""
+    config = Config(allow_empty=True)
+    assert config.unhealthy_after * (config.health_interval + router.HEALTH_SECONDS) < 50
 
 
 @in_a_loop
