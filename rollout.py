@@ -21,8 +21,19 @@ from policy import Policy, Sample, left_padded, next_logits, precision
 # ---- in this process
 
 
-def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids, seed,
-               rollout_batch_size, on_finished=lambda sample: None, remote_code=False):  # fmt: skip
+def rollout_hf(
+    model,
+    samples: list[Sample],
+    *,
+    max_response_length,
+    temperature,
+    top_p=1.0,
+    eos_ids,
+    seed,
+    rollout_batch_size,
+    on_finished=lambda sample: None,
+    remote_code=False,
+):
     """Samples the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
     samples: those of one prompt one after the other; the prompt is read once for all of them. temperature 0
@@ -35,7 +46,11 @@ def rollout_hf(model, samples: list[Sample], *, max_response_length, temperature
     generator = torch.Generator(device).manual_seed(seed % 2**64)
     # Inference mode is a tenth faster on CPU. But what a model's own code may keep of it (tables, say) could
     # not be trained with, and on a GPU it would turn off the cache of weights cast to bf16.
-    with torch.inference_mode() if device.type == "cpu" and not remote_code else torch.no_grad():
+    if device.type == "cpu" and not remote_code:
+        without_gradients = torch.inference_mode()
+    else:
+        without_gradients = torch.no_grad()
+    with without_gradients:
         for first in range(0, len(samples), rollout_batch_size):
             batch = samples[first : first + rollout_batch_size]
             generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished)
@@ -45,9 +60,8 @@ def generate(model, samples, max_response_length, temperature, top_p, stop_ids, 
     """The samples of one batch, all at once, token by token."""
     device = stop_ids.device
     numbers = {}  # of the distinct prompts
-    for sample in samples:
-        numbers.setdefault(tuple(sample.prompt_ids), len(numbers))
-    prompt_of_row = torch.tensor([numbers[tuple(sample.prompt_ids)] for sample in samples], device=device)
+    prompt_of_row = [numbers.setdefault(tuple(sample.prompt_ids), len(numbers)) for sample in samples]
+    prompt_of_row = torch.tensor(prompt_of_row, device=device)
     ids, attended, positions = left_padded(list(numbers), device)
     with precision(device, keep_casts=True):  # one context for all tokens of the batch
         logits, cache = next_logits(model, ids, attended, positions)
@@ -111,29 +125,50 @@ def check_sampling(policy: Policy) -> None:
 
     Families differ in their caches: some take none of this kind, some lose a response's prompt.
     """
-    config, name = policy.config, type(policy.model).__name__
-    size = policy.model.config.get_text_config().vocab_size
-    prompts = [[number * 7919 % size for number in range(1, length)] for length in (4, 9)]
-    samples = [Sample({}, prompt) for prompt in prompts for _ in range(2)]
-    settings = dict(max_response_length=4, eos_ids=(), rollout_batch_size=4, seed=0)
-    settings |= dict(temperature=config.temperature, remote_code=config.trust_remote_code)
+    name = type(policy.model).__name__
+    samples = []
+    for prompt in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]):
+        samples += [Sample({}, prompt), Sample({}, prompt)]
+    differences = []
     try:
-        rollout_hf(policy.model, samples, **settings)
-        differences = [logprobs.cpu() - torch.tensor(sample.rollout_logprobs)
-                       for sample, logprobs in policy.score(samples)]  # fmt: skip
-    except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError) as error:
+        rollout_hf(
+            policy.model,
+            samples,
+            max_response_length=4,
+            temperature=policy.config.temperature,
+            eos_ids=(),
+            seed=0,
+            rollout_batch_size=4,
+            remote_code=policy.config.trust_remote_code,
+        )
+        for sample, logprobs in policy.score(samples):
+            differences.append(logprobs.cpu() - torch.tensor(sample.rollout_logprobs))
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"rollout: hf cannot sample from a {name} ({reason}); take vllm") from error
     difference = torch.cat(differences).abs().mean().item()
-    if not difference <= (0.2 if policy.device.type == "cuda" else 0.01):
+    limit = 0.01
+    if policy.device.type == "cuda":
+        limit = 0.2
+    if not difference <= limit:  # a NaN is no agreement
         raise ValueError(f"rollout: hf samples wrongly from a {name} (off by {difference:.2g}); take vllm")
 
 
 # ---- on vLLM servers
 
 
-def rollout_vllm(servers, samples: list[Sample], *, max_response_length, temperature, top_p=1.0, eos_ids,
-                 rollout_batch_size, on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
+def rollout_vllm(
+    servers,
+    samples: list[Sample],
+    *,
+    max_response_length,
+    temperature,
+    top_p=1.0,
+    eos_ids,
+    rollout_batch_size,
+    on_finished=lambda sample: None,
+    stop=threading.Event(),
+):
     """As rollout_hf, on a PolicyServers: a request per sample, ids in, ids and log-probabilities out.
 
     rollout_batch_size: requests at once per server. With top_p the log-probabilities are those within the
@@ -141,42 +176,64 @@ def rollout_vllm(servers, samples: list[Sample], *, max_response_length, tempera
     different samples. A server that dies takes its requests along: they are sent again, and the router holds
     them until one is back. RuntimeError where a request fails all the same, and when a thread sets `stop`.
     """
-    address, config = servers.service.router_address, servers.service.config
-    body = dict(max_tokens=max_response_length, temperature=temperature, top_p=top_p, logprobs=0)
-    # The trainer's end tokens, and no others.
-    body |= dict(return_token_ids=True, stop_token_ids=sorted(eos_ids), ignore_eos=True)
+    address = servers.service.router_address
+    config = servers.service.config
+    settings = {
+        "max_tokens": max_response_length,
+        "temperature": temperature,
+        "top_p": top_p,
+        "logprobs": 0,  # the sampled token's alone
+        "return_token_ids": True,
+        "stop_token_ids": sorted(eos_ids),
+        "ignore_eos": True,  # no end tokens but the trainer's
+    }
+    headers = {}
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}"
 
-    async def generate_one(session, sample):
-        for pause in (1, 2, 4, 8, 16, None):
-            try:
-                async with session.post("/v1/completions", json=body | {"prompt": sample.prompt_ids}) as got:
-                    status, text = got.status, await got.text()
-            except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died
-                status, text = 502, f"{type(error).__name__}: {error}"
-            if status < 500 or pause is None:
-                break
-            await asyncio.sleep(pause)
-        if status != 200:
-            raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
-        choice = json.loads(text)["choices"][0]
-        if (reason := choice["finish_reason"]) not in ("stop", "length"):
-            raise RuntimeError(f"policy servers at {address}: a response ended with {reason!r}")
+    async def roll_out(session, sample):
+        choice = await complete(session, address, settings | {"prompt": sample.prompt_ids})
         sample.response_ids = choice["token_ids"]
         sample.rollout_logprobs = choice["logprobs"]["token_logprobs"]
         on_finished(sample)
 
-    async def generate_all():
-        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        # What waits for a connection here is under no time limit of the router.
-        connector = aiohttp.TCPConnector(limit=rollout_batch_size * config.num_servers)
-        options = dict(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
-        async with aiohttp.ClientSession(f"http://{address}", **options) as session:
-            everything = asyncio.gather(*(generate_one(session, sample) for sample in samples))
-            everything.add_done_callback(lambda all: all.exception())  # or asyncio complains of a failure
-            while not everything.done():
-                await asyncio.wait({everything}, timeout=1.0)
+    async def roll_out_all():
+        async with aiohttp.ClientSession(
+            f"http://{address}",
+            headers=headers,
+            # What waits for a connection here is under no time limit of the router.
+            connector=aiohttp.TCPConnector(limit=rollout_batch_size * config.num_servers),
+            timeout=aiohttp.ClientTimeout(),
+        ) as session:
+            rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
+            rollouts.add_done_callback(lambda rollouts: rollouts.exception())  # else asyncio says it, too
+            while not rollouts.done():
+                await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()
                 if stop.is_set():
                     raise RuntimeError("the rollouts were given up")
-            everything.result()
-    asyncio.run(generate_all())
+            rollouts.result()
+
+    asyncio.run(roll_out_all())
+
+
+async def complete(session, address, request: dict) -> dict:
+    """The servers' answer to one request. RuntimeError where there is none after six attempts."""
+    for pause in (0, 1, 2, 4, 8, 16):
+        await asyncio.sleep(pause)
+        try:
+            async with session.post("/v1/completions", json=request) as answer:
+                status = answer.status
+                text = await answer.text()
+        except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died
+            status = 502
+            text = f"{type(error).__name__}: {error}"
+        if status < 500:
+            break
+    if status != 200:
+        raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
+    choice = json.loads(text)["choices"][0]
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"policy servers at {address}: a response ended with {reason!r}")
+    return choice

@@ -10,6 +10,7 @@ is tried when it is loaded. Left out: compilation, attention kernels of our own,
 """
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -27,68 +28,88 @@ def shared_states(model, body, sequences, counts):
 
     Keys and values of a prompt, and so their gradients, are shared by its responses.
     """
-    prompts, responses = [], []
+    prompts = []
+    responses = []
     for sequence, count in zip(sequences, counts):
-        split = len(sequence) - count
-        prompts.append(tuple(sequence[:split]))
-        responses.append(sequence[split:])
+        start = len(sequence) - count
+        prompts.append(tuple(sequence[:start]))
+        responses.append(sequence[start:])
     if not getattr(model, "shares_prompts", False) or not worth_sharing(prompts, counts):
         return None
     device = next(model.parameters()).device
     numbers = {}  # of the distinct prompts
-    for prompt in prompts:
-        numbers.setdefault(prompt, len(numbers))
-    prompt_of_row = torch.tensor([numbers[prompt] for prompt in prompts], device=device)
-
-    ids = padded(numbers, "left").to(device)  # so that all responses start in the same column
-    attended = padded([[1] * len(prompt) for prompt in numbers], "left").to(device)
-    positions = (attended.cumsum(1) - 1).clamp(min=0)
+    prompt_of_row = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+    prompt_of_row = torch.tensor(prompt_of_row, device=device)
     cache = DynamicCache(config=model.config)
     cached = dict(past_key_values=cache, use_cache=True)
-    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **cached)
+
+    # All prompts end in the same column, so that all responses can start in the next one.
+    ids = padded(numbers, "left", device)
+    attended = padded([[1] * len(prompt) for prompt in numbers], "left", device)
+    positions = (attended.cumsum(1) - 1).clamp(min=0)
+    output = body(
+        input_ids=ids,
+        attention_mask=attended,
+        position_ids=positions,
+        **cached,
+    )
     first = output.last_hidden_state[prompt_of_row, -1:]  # predicts the first token
     cache.reorder_cache(prompt_of_row)
 
-    ids = padded(responses, "right").to(device)
-    mask = padded([[True] * count for count in counts], "right").to(device)
+    ids = padded(responses, "right", device)
+    columns = torch.arange(ids.shape[1], device=device)
+    mask = columns < torch.tensor(counts, device=device)[:, None]
     attended = torch.cat([attended[prompt_of_row], mask[:, :-1]], 1)
-    positions = positions[prompt_of_row, -1:] + torch.arange(1, ids.shape[1], device=device)
-    later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **cached)
-    return output, torch.cat([first, later.last_hidden_state], 1)[mask], ids[mask]
+    positions = positions[prompt_of_row, -1:] + columns[1:]
+    later = body(
+        input_ids=ids[:, :-1],
+        attention_mask=attended,
+        position_ids=positions,
+        **cached,
+    )
+    hidden = torch.cat([first, later.last_hidden_state], 1)
+    return output, hidden[mask], ids[mask]
 
 
-def padded(rows, side):
-    tensors = [torch.tensor(row) for row in rows]
+def padded(rows, side, device):
+    tensors = [torch.tensor(row, device=device) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
 def worth_sharing(prompts, counts) -> bool:
     """Whether enough tokens repeat other samples' prompts, and there is something behind the first token."""
+    if max(counts) == 1:
+        return False
     in_prompts = sum(map(len, prompts))
     repeated = in_prompts - sum(map(len, set(prompts)))
-    return repeated > SHARE_FROM * (in_prompts + sum(counts)) and max(counts) > 1
+    return repeated > SHARE_FROM * (in_prompts + sum(counts))
 
 
 @torch.no_grad()
 def can_share_prompts(model, logprobs_and_entropy) -> bool:
     """Whether sharing leaves this model's log-probabilities as they are: it is tried."""
-    layers = DynamicCache(config=model.config).layers
-    if any(type(layer) is not DynamicLayer for layer in layers):
-        return False
-    size = model.config.get_text_config().vocab_size
-    ids = [number * 7919 % size for number in range(1, 20)]
-    sequences = [ids[:11], ids[:8] + ids[12:], ids[:8] + ids[11:13], ids[4:9]]
+    for layer in DynamicCache(config=model.config).layers:
+        if type(layer) is not DynamicLayer:
+            return False
+    ids = list(range(1, 20))
     counts = [3, 7, 2, 1]
+    sequences = [
+        ids[:11],
+        ids[:8] + ids[12:],
+        ids[:8] + ids[11:13],
+        ids[4:9],
+    ]
+    alone, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
+    model.shares_prompts = True
     try:
-        alone, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
-        model.shares_prompts = True
         shared, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
-    # a cache of its own kind, say
-    except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError):
+    except (TypeError, AttributeError, ValueError, RuntimeError):  # a cache of its own kind, say
         return False
     finally:
         model.shares_prompts = False
-    limit = 1e-4 if alone.device.type == "cpu" else 0.05
+    limit = 0.05
+    if alone.device.type == "cpu":
+        limit = 1e-4
     return (shared - alone).abs().mean().item() < limit
 
 
@@ -105,30 +126,28 @@ def make_roomy(cache) -> None:
 class RoomyLayer(DynamicLayer):
     """Keys and values of one layer in buffers with room: new ones are written there, nothing is copied."""
 
-    room = 16
-    buffers = None
+    room = 32
+    key_buffer = None
+    value_buffer = None
 
     def update(self, keys, values, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+        keys = keys.to(values.dtype)  # on a GPU rotary positions leave them in float32
         start = self.get_seq_length()
         end = start + keys.shape[-2]
-        # After a selection of rows `self.keys` is a tensor of its own, no longer the front of the buffer.
-        stale = self.buffers is None or self.keys.data_ptr() != self.buffers[0].data_ptr()
-        if stale or end > self.buffers[0].shape[-2]:
-            self.buffers = []
-            for new, old in ((keys, self.keys), (values, self.values)):
-                # On a GPU keys come in float32 (rotary positions), values in bf16; attention takes bf16.
-                buffer = values.new_empty(*new.shape[:-2], end + self.room, new.shape[-1])
-                if start:
-                    buffer[..., :start, :] = old
-                self.buffers.append(buffer)
-        key_buffer, value_buffer = self.buffers
-        key_buffer[..., start:end, :] = keys
-        value_buffer[..., start:end, :] = values
-        self.keys = key_buffer[..., :end, :]
-        self.values = value_buffer[..., :end, :]
+        if self.key_buffer is None or end > self.key_buffer.shape[-2]:
+            super().update(keys, values)
+            self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
+            self.value_buffer = pad(self.values, (0, 0, 0, self.room))
+        else:
+            self.key_buffer[..., start:end, :] = keys
+            self.value_buffer[..., start:end, :] = values
+        self.keys = self.key_buffer[..., :end, :]
+        self.values = self.value_buffer[..., :end, :]
         return self.keys, self.values
+
+    def reorder_cache(self, rows):
+        super().reorder_cache(rows)  # copies keys and values
+        self.key_buffer = None
 
 
 # ---- in attention
