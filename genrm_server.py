@@ -62,7 +62,7 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, startup_timeout=0.01, ray_cpus=0)
+        least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, ray_cpus=0, startup_timeout=0.01)
         for name, lowest in least.items():
             if not getattr(self, name) >= lowest:
                 self.refuse(name, f"must be at least {lowest}")
@@ -75,7 +75,8 @@ class Config:
         if not 0 < self.gpu_share <= 1:
             self.refuse("gpu_share", "must be above 0 and at most 1")
         if self.gpu_share < 1 < self.tensor_parallel_size:
-            self.refuse("gpu_share", f"a server takes its {self.tensor_parallel_size} GPUs whole; leave it at 1")
+            gpus = self.tensor_parallel_size
+            self.refuse("gpu_share", f"a server takes its {gpus} GPUs whole; leave it at 1")
         if self.cpus and not self.cpus.replace(",", "").isdigit():
             self.refuse("cpus", "write numbers such as 0,1")
         router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
@@ -104,8 +105,8 @@ MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
 CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
 SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
-# For each GPU of each machine: held by the server that starts there, of whichever model. vLLM measures what it
-# takes of the memory, and would count in a neighbour that starts meanwhile.
+# Of each GPU of each machine: held by the server that starts on it, of whichever model. vLLM measures what
+# it takes of the memory, and would count in a neighbour that starts meanwhile.
 STARTING = defaultdict(threading.Lock)
 
 
@@ -261,6 +262,7 @@ class ModelServers:
         while not self.stopping.wait(WATCH_EVERY):
             status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
             silent = time.monotonic() - answered
+            hangs_after = ROUTER_HANG_SECONDS if slot is self.router else HANG_SECONDS
             if slot is self.router and status:  # 503 while it has no server
                 answered = time.monotonic()
                 slot.ready = True
@@ -272,7 +274,7 @@ class ModelServers:
                 return "died"
             elif not slot.ready and silent > self.config.startup_timeout:
                 return f"was not ready after {silent:.1f} s (--startup-timeout)"
-            elif slot.ready and silent > (ROUTER_HANG_SECONDS if slot is self.router else HANG_SECONDS):
+            elif slot.ready and silent > hangs_after:
                 return f"hangs: no answer of /health for {silent:.0f} s"
             if slot.ready:
                 turn.close()
@@ -320,7 +322,8 @@ class ModelServers:
         One that dies of it, or fails where others do not, is restarted and joins as they are then.
         RuntimeError where all refuse, or none is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
-            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
+            joined = [slot for slot in self.slots if slot.joined]
+            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in joined}
         failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
         if len(failed) == len(asked):
             for slot, error in failed.items():
@@ -382,8 +385,10 @@ def choose_device() -> str:
         return "cuda"
     with contextlib.suppress(OSError):  # no such program
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
-            raise ValueError(f"--device auto: nvidia-smi shows a GPU, torch {torch.__version__} uses none; "
-                             "take the vllm that fits the driver (see requirements.txt), or say --device cpu")
+            raise ValueError(
+                f"--device auto: nvidia-smi shows a GPU, torch {torch.__version__} uses none; take the vllm "
+                "that fits the driver (see requirements.txt), or say --device cpu"
+            )
     return "cpu"
 
 
@@ -401,7 +406,8 @@ def deal_gpus(config: Config, part: int) -> str:
     sharing = int(1 / config.gpu_share)  # so many servers are on one GPU
     first = part // sharing * size
     if len(gpus) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(gpus)}; lower it")
+        there = ",".join(gpus)
+        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {there}; lower it")
     return ",".join(gpus[first:first + size])
 
 

@@ -86,7 +86,7 @@ def end_group(group: int, folder: str, memory: list[str]) -> None:
 
 
 def temporary_folder() -> str:
-    """The name of a folder for a child's sockets: vLLM appends 37 characters, and a path of 107 is the limit."""
+    """The name of a folder for a child's sockets. vLLM appends 37 characters; a path of 107 is the limit."""
     base = tempfile.gettempdir()
     if len(base) > 56:
         base = "/tmp"
@@ -146,13 +146,9 @@ class Process:
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
 
-    def said(self, text: str) -> str:
-        """The last line of the child's that has this in it, or nothing."""
-        return self.last_lines(text, 1)
-
 
 def refusal(text: str, status: int):
-    """An error as one quoted text: functions that ignore the status look for keys of a dict, and this is none."""
+    """An error as one quoted text: functions that ignore the status look for keys, and find none."""
     from starlette.responses import Response
     return Response(json.dumps(text), status, media_type="text/plain")
 
@@ -292,7 +288,8 @@ class VllmServer(Process):
         if config.max_model_len:
             command += ["--max-model-len", str(config.max_model_len)]
         command += config.vllm_args
-        super().__init__(config.log_dir / f"server_{index}.log", command, env, f"http://{self.host}:{port}")
+        log = config.log_dir / f"server_{index}.log"
+        super().__init__(log, command, env, f"http://{self.host}:{port}")
 
     def node(self) -> str:
         """Where this actor is."""
@@ -310,5 +307,6 @@ def deal_cores(config, part: int, parts: int) -> list[list[str]]:
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:
         if core not in here:
-            raise ValueError(f"--cpus {config.cpus}: there is no core {core} here; the cores are {','.join(here)}")
+            there = ",".join(here)
+            raise ValueError(f"--cpus {config.cpus}: there is no core {core} here; the cores are {there}")
     return share(share(cores, parts)[part], config.tensor_parallel_size)

@@ -99,16 +99,18 @@ class Cell:
         return self.taken(part) < 1.001
 
     def __str__(self):
-        held = self.held.items()
-        return ", ".join(f"{name} {number} ({part.awake or part.gpus:g})" for (name, number), part in held)
+        told = []
+        for (name, number), part in self.held.items():
+            told.append(f"{name} {number} ({part.awake or part.gpus:g})")
+        return ", ".join(told)
 
 
 def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bool) -> list[Cell]:
     """Deals the processes of these parts, one part after the other, to so many GPUs.
 
-    spread: each goes to the GPU with room where fewest of its own kind are, then least is taken, and a new one
-    is opened rather than two of a kind put together. Else each goes where most is taken. ValueError with the
-    placement that was tried where one has no room.
+    spread: each goes to the GPU with room where fewest of its own kind are, then least is taken, and a new
+    one is opened rather than two of a kind put together. Else each goes where most is taken. ValueError with
+    the placement that was tried where one has no room.
     """
     cells = []
     for name in names:
@@ -126,17 +128,23 @@ def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bo
                     cells.append(cell)
             if cell is None:
                 beside = "; ".join(map(str, cells)) or "nothing"
-                raise ValueError(f"no room for {name} {number}, which takes {part.awake or part.gpus:g} of "
-                                 f"{gpus:g} GPUs, beside {beside}; lower a share or a number")
+                raise ValueError(
+                    f"no room for {name} {number}, which takes {part.awake or part.gpus:g} of {gpus:g} GPUs, "
+                    f"beside {beside}; lower a share or a number"
+                )
             cell.held[name, number] = part
     return cells
 
 
 def find_room(parts: dict[str, Part], gpus: float) -> list[Cell]:
-    """Spread, first the parts that need a GPU to themselves, then the largest; where they do not fit that way
-    packed, in any order. ValueError with the first placement that was tried where nothing fits."""
-    names = sorted(parts, key=lambda name: -parts[name].gpus)
-    names.sort(key=lambda name: not (parts[name].apart or parts[name].gpus >= 1))
+    """Spread, first what needs GPUs to itself or apart, then by size; where that does not fit packed, in any
+    order. ValueError with the first placement that was tried where nothing fits."""
+
+    def need(name):
+        part = parts[name]
+        return part.apart or part.gpus >= 1, part.gpus
+
+    names = sorted(parts, key=need, reverse=True)
     try:
         return deal(parts, names, gpus, spread=True)
     except ValueError as error:
@@ -162,7 +170,7 @@ def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
         is_full = cell.gpus == 1 < sum(part.gpus for part in cell.held.values())
         for who, part in cell.held.items():
             share = part.gpus
-            if is_full:  # Ray shows a process only GPUs that it has a part of: a little is left for who sleeps
+            if is_full:  # Ray shows a process only GPUs that it has a part of: a little is for who sleeps
                 share = max(share - 0.001, ASLEEP)
             where[who] = index, share
     return bundles, where
@@ -193,15 +201,20 @@ class Places:
             free = ray.available_resources()
             counts = Counter(map(str, self.bundles))
             wanted = " + ".join(f"{number} x {bundle}" for bundle, number in counts.items())
+            cpus, gpus = free.get("CPU", 0), free.get("GPU", 0)
             raise RuntimeError(
-                f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; free: {free.get('CPU', 0):g} "
-                f"CPUs and {free.get('GPU', 0):g} GPUs; ask for less or add nodes"
+                f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; "
+                f"free: {cpus:g} CPUs and {gpus:g} GPUs; ask for less or add nodes"
             )
 
     def nodes(self, name: str) -> list[str]:
         """The node of each process of this part."""
-        nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        return [nodes[self.where[name, number][0]] for number in range(self.parts[name].count)]
+        node_of = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        nodes = []
+        for number in range(self.parts[name].count):
+            bundle, _ = self.where[name, number]
+            nodes.append(node_of[bundle])
+        return nodes
 
     def options(self, name: str, number: int) -> dict:
         """For ray.remote(...).options() of this process."""
@@ -218,12 +231,13 @@ class Places:
 def start_servers(models: dict[str, Config], places: Places) -> dict[str, list]:
     """An actor for each server of these models (complete()), which may be restarted on another node."""
     driver = ray.get_runtime_context().get_node_id()
-    nodes = {name: places.nodes(name) for name in models}
-    parts = Counter(sum(nodes.values(), []))  # of each node's cores
+    parts = Counter()  # of each node's cores
+    for name in models:
+        parts.update(places.nodes(name))
     dealt = Counter()
     actors = defaultdict(list)
     for name, config in models.items():
-        for index, node in enumerate(nodes[name]):
+        for index, node in enumerate(places.nodes(name)):
             actor = ray.remote(VllmServer).options(max_restarts=-1, **places.options(name, index))
             actors[name].append(actor.remote(config, index, dealt[node], parts[node], "", driver))
             dealt[node] += 1
@@ -250,9 +264,11 @@ class RewardModelManager:
 
     def __init__(self, models: dict[str, Config], places: Places | None = None):
         self.models: dict[str, ModelServers] = {}
+        self.router_addresses = {}
         self.actors = []
         self.own = None
         configs = {}
+        parts = {}
         several = sum(node["Alive"] for node in ray.nodes()) > 1
         for name, config in models.items():
             config = with_device(config)
@@ -260,23 +276,25 @@ class RewardModelManager:
                 config = replace(config, host=ray.util.get_node_ip_address())
             config = complete(config)
             configs[name] = replace(config, log_dir=config.log_dir / name)
+            parts[name] = part_of(config)
         try:
             if places is None:
-                places = self.own = Places({name: part_of(config) for name, config in configs.items()})
+                places = self.own = Places(parts)
             actors = start_servers(configs, places)
             self.actors = sum(actors.values(), [])
             for name, config in configs.items():  # all start at the same time
                 self.models[name] = ModelServers(config, name, actors[name], wait=False)
-            for servers in self.models.values():
+            for name, servers in self.models.items():
                 servers.wait_ready()
+                self.router_addresses[name] = servers.router_address
         except BaseException:
             self.shutdown()
             raise
-        self.router_addresses = {name: servers.router_address for name, servers in self.models.items()}
 
     def sleep(self, asleep: bool = True) -> bool:
         """Frees the GPU memory of all models, or takes it again. False where some cannot."""
-        return all([servers.sleep(asleep) for servers in self.models.values()])
+        can = [servers.sleep(asleep) for servers in self.models.values()]
+        return all(can)
 
     def wake_up(self) -> bool:
         return self.sleep(False)

@@ -99,7 +99,7 @@ class PolicyServers:
             self.is_checked = True
             for slot in self.service.slots:
                 if slot.joined:
-                    self.warn(self.service.call(slot, "said", "weights were not loaded"))
+                    self.warn(self.service.call(slot, "last_lines", "weights were not loaded", 1))
 
     def warn(self, text: str) -> None:
         if text:
@@ -194,7 +194,7 @@ class ClusterServers(PolicyServers):
         if not ray.is_initialized():
             return
         for folder in self.folders.values():
-            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone; else the next run removes it
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone, or the next run removes it
                 ray.get(folder.close.remote(), timeout=10)
             ray.kill(folder)
 
@@ -245,8 +245,10 @@ class WeightFolder:
         free = shutil.disk_usage(base).free
         if free < 1.1 * size:
             base = tempfile.gettempdir()
-            self.warning = (f"weights go through {base}, which may be a slow disk: old and new ones are "
-                            f"{size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it")
+            self.warning = (
+                f"weights go through {base}, which may be a slow disk: old and new ones are "
+                f"{size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it"
+            )
         self.path = Path(path)
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
         self.lock = lock(self.folder)

@@ -390,7 +390,10 @@ def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
         assert time.monotonic() < end, started
         return {"server 0", "server 1"} & set(started) and {"server 2", "server 3"} & set(started)
 
-    hooks = dict(before_starting=lambda slot: started.append(slot.name), before_joining=wait_for_the_other_gpus)
+    def before_starting(slot):
+        started.append(slot.name)
+
+    hooks = dict(before_starting=before_starting, before_joining=wait_for_the_other_gpus)
     with running(four_on_two_gpus, **hooks):
         assert len(started) == 4
 
@@ -819,7 +822,8 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     child = vllm_server.Process(log, command, dict(os.environ))
     child.start()
     until(lambda: not child.alive())
-    assert child.said("WARNING") == "WARNING: of this one" == child.last_lines() and not child.said("earlier")
+    assert child.last_lines("WARNING", 1) == "WARNING: of this one" == child.last_lines()
+    assert not child.last_lines("earlier")
     child.stop()
 
 
