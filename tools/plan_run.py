@@ -10,9 +10,11 @@ benchmarks/simulate.py is about time.
 """
 
 import dataclasses
+import math
 import os
 import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 
 import ray
@@ -21,6 +23,7 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lora
+import genrm_server
 import grpo_trainer
 import reward_loop
 from cluster.placement import Places, layout, parts_of
@@ -44,22 +47,32 @@ class Config(grpo_trainer.Config):
         return configs
 
 
+def shape_of(config, model: str):
+    shape = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    return shape.get_text_config()
+
+
 def count_parameters(config, device: str = "cpu") -> tuple:
     """Parameters, in units of 4 bytes: of the model, those that learn, of its largest layer, and outside of
-    layers; None: not known."""
+    layers; NaN: not known."""
+    remote = dict(trust_remote_code=config.trust_remote_code)
     try:
         with torch.device("meta"):
-            shape = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+            shape = AutoConfig.from_pretrained(config.model, **remote)
+            model = AutoModelForCausalLM.from_config(shape, **remote)
             if config.lora_rank:
                 lora.add(model, config, "")
             set_dtypes(model, config, device)
-        size = {parameter: parameter.nbytes / 4 for parameter in model.parameters()}
-        of_layers = [sum(map(size.get, layer.parameters())) for layer in layers_of(model, "")]
+        layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
+        whole = sum_of_sizes(model)
     except Exception:  # families' own code, which need not be able to build a model without data
-        return [None] * 4
+        return math.nan, math.nan, math.nan, math.nan
     learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return sum(size.values()), learning, max(of_layers), sum(size.values()) - sum(of_layers)
+    return whole, learning, max(layers), whole - sum(layers)
+
+
+def sum_of_sizes(module) -> float:
+    return sum(parameter.nbytes / 4 for parameter in module.parameters())
 
 
 def cache_of(text) -> int:
@@ -69,134 +82,176 @@ def cache_of(text) -> int:
     return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size
 
 
+def activations_of(config, text, tokens: int, device: str) -> int:
+    """What the backward pass of a micro-batch needs, in numbers."""
+    layers = text.num_hidden_layers
+    hidden = text.hidden_size
+    layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))
+    logits = 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
+    if config.gradient_checkpointing:
+        return tokens * hidden * layers + layer + logits
+    return layer * layers + logits
+
+
 def estimate_memory(config, device: str) -> dict[str, float | None]:
     """Rough GB by use on the policy's device, or each of its ranks', from config.json alone; None: unknown.
 
     A step holds the update's part or the rollout's, not both.
     """
-    text = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    text = text.get_text_config()
+    text = shape_of(config, config.model)
     weights, learning, of_layer, outside = count_parameters(config, device)
-    part, learning = (count and count / config.policy_ranks for count in (weights, learning))
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or 16384, longest)
     sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
     try:
-        layers, hidden = text.num_hidden_layers, text.hidden_size
-        # what its backward pass needs
-        layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))
-        kept = tokens * hidden * layers + layer if config.gradient_checkpointing else layer * layers
-        kept += 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
+        activations = activations_of(config, text, tokens, device)
         cache = cache_of(text) * longest * sequences
     except Exception:  # other names, or one number a layer: configurations raise errors of their own kinds
-        kept = cache = None
-    numbers = {"weights": part, "gradients": learning, "Adam": learning and 2 * learning}
-    numbers |= {"reference model": part} if config.kl_coef and not config.lora_rank else {}
+        activations = math.nan
+        cache = math.nan
+    where = ""
     if config.policy_offload and device == "cuda":
-        numbers = {f"in the host's memory, of each rank: {name}": number for name, number in numbers.items()}
-    numbers["update: activations of a micro-batch"] = kept
-    numbers |= {"rollout: key-value cache": cache} if config.rollout == "hf" else {}
+        where = "in the host's memory, of each rank: "
+    numbers = {
+        f"{where}weights": weights / config.policy_ranks,
+        f"{where}gradients": learning / config.policy_ranks,
+        f"{where}Adam": 2 * learning / config.policy_ranks,
+    }
+    if config.kl_coef and not config.lora_rank:
+        numbers[f"{where}reference model"] = weights / config.policy_ranks
+    numbers["update: activations of a micro-batch"] = activations
+    if config.rollout == "hf":
+        numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1:  # two layers at a time, and embedding and head, with gradients twice
-        numbers["update: gathered weights"] = weights and 3 * outside + 3 * of_layer
+        numbers["update: gathered weights"] = 3 * outside + 3 * of_layer
     elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
-        numbers["update: weights in bf16"] = weights and weights / 2  # kept for the backward pass
-    return {name: count and 4e-9 * count for name, count in numbers.items()}  # float32
+        numbers["update: weights in bf16"] = weights / 2  # kept for the backward pass
+    gigabytes = {}
+    for name, number in numbers.items():
+        gigabytes[name] = None if math.isnan(number) else 4e-9 * number  # float32
+    return gigabytes
 
 
 def report(config, num_rows: int) -> str:
     """The plan as text. config: `settled`."""
-    prompts, lines = config.total_steps * config.train_batch_size, []
+    prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows}"
-    lines.append(f"{config.total_steps} steps take {prompts} prompts, {epochs}")
-    where, have = config.device, 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = [f"{config.total_steps} steps take {prompts} prompts, {epochs}"]
+    where = config.device
+    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.device == "cuda" or config.policy_ranks > 1:
-        lines += [f"{node}: {', '.join(held)}" for node, held in placement(config).items()]
         where = f"each of {config.policy_ranks} ranks, {config.device}"
+        for node, held in placement(config).items():
+            lines.append(f"{node}: {', '.join(held)}")
     if config.device == "cuda":
-        have = (gpu := gpu_memory(config)) * config.policy_gpu_share
-        lines += [server_memory(config, *server, gpu) for server in servers_of(config)]
+        gpu = gpu_memory(config)
+        have = gpu * config.policy_gpu_share
+        for name, server in servers_of(config).items():
+            lines.append(server_memory(config, name, server, gpu))
     estimate = estimate_memory(config, config.device)
+    always = 0.0
+    phases = {"update": 0.0, "rollout": 0.0}
     for name, gb in estimate.items():
-        lines.append(f"{gb:9.2f} GB  {name}" if gb is not None else f"  unknown     {name}")
-    known = {name: gb or 0.0 for name, gb in estimate.items()}
-    phases = [sum(gb for name, gb in known.items() if name.startswith(p)) for p in ("update", "rollout")]
-    always = sum(gb for name, gb in known.items() if ":" not in name)
-    peak = always + max(phases)
+        if gb is None:
+            lines.append(f"  unknown     {name}")
+            continue
+        lines.append(f"{gb:9.2f} GB  {name}")
+        phase, of_phase, _ = name.partition(":")
+        if not of_phase:
+            always += gb
+        elif phase in phases:
+            phases[phase] += gb
+    peak = always + max(phases.values())
     if peak <= have:
         fits = "it fits"
     elif always > have and not config.lora_rank:
         fits = "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"
     else:
-        fits = ("too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
-                "--gradient-checkpointing or more --policy-ranks")  # fmt: skip
-    what = "at the peak, roughly" if None not in estimate.values() else "of what is known, at the peak"
+        fits = (
+            "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
+            "--gradient-checkpointing or more --policy-ranks"
+        )
+    what = "of what is known, at the peak" if None in estimate.values() else "at the peak, roughly"
     lines.append(f"{peak:9.2f} GB  {what}, of {have:.1f} GB on {where}: {fits}")
     return "\n".join(lines)
 
 
-def servers_of(config) -> list[tuple[str, str, float, int, int]]:
-    """Name, model, share of a GPU, GPUs and longest sequence (0: the model's) of the kinds of servers."""
-    longest = config.max_prompt_length + config.max_response_length
-    tensor_parallel = config.rollout_tensor_parallel
-    servers = [("policy server", config.model, config.rollout_gpu_share, tensor_parallel, longest)]
-    for name, judge in config.server_configs().items():
-        longest = re.search(r"--max-model-len[ =](\d+)", " ".join(judge.vllm_args))
-        servers.append((name, judge.model, judge.gpu_share, judge.tensor_parallel_size,
-                        int(longest[1]) if longest else 0))  # fmt: skip
-    return servers
+def servers_of(config) -> dict:
+    """{name: genrm_server.Config} of the policy's servers and the judges'."""
+    policy_server = genrm_server.Config(
+        config.model,
+        gpu_share=config.rollout_gpu_share,
+        tensor_parallel_size=config.rollout_tensor_parallel,
+        max_model_len=config.max_prompt_length + config.max_response_length,
+    )
+    return {"policy server": policy_server} | config.server_configs()
 
 
-def server_memory(config, name: str, model: str, share: float, gpus: int, longest: int, gpu: float) -> str:
-    """What a server of this model does with its share of so many GPUs of so many GB, in bf16."""
-    config = dataclasses.replace(config, model=model, lora_rank=0)
-    have = gpus * gpu * (share if share < 1 else VLLM_SHARE)
+def server_memory(config, name: str, server, gpu: float) -> str:
+    """What such a server does with its share of GPUs of so many GB, in bf16."""
+    gpus = server.tensor_parallel_size
+    share = server.gpu_share
+    if share == 1:
+        share = VLLM_SHARE
+    have = gpus * gpu * share
     try:
-        text = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code).get_text_config()
-        weights, per_token = 2e-9 * count_parameters(config)[0], 2e-9 * cache_of(text)
+        text = shape_of(config, server.model)
+        served = dataclasses.replace(config, model=server.model, lora_rank=0)
+        weights = 2e-9 * count_parameters(served)[0]
         if name == "policy server" and text.tie_word_embeddings:  # it is served untied
             weights += 2e-9 * text.vocab_size * text.hidden_size
-        longest = longest or text.max_position_embeddings
+        tokens = max(have - weights - VLLM_GB * gpus, 0) / (2e-9 * cache_of(text))
+        longest = server.max_model_len or text.max_position_embeddings
+        told = re.search(r"--max-model-len[ =](\d+)", " ".join(server.vllm_args))
+        if told:
+            longest = int(told[1])
     except Exception:  # no such file here, or a family of another kind
         return f"{have:9.2f} GB  {name}: what it takes is unknown"
-    tokens = max(have - weights - VLLM_GB * gpus, 0) / per_token
+    room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,})"
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
-    return (f"{have:9.2f} GB  {name}: {weights:.2f} of weights, room for {tokens:,.0f} tokens "
-            f"(a sequence: {longest:,}): {fits}")  # fmt: skip
+    return f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
 
 
 def placement(config) -> dict[str, list[str]]:
-    """What Ray would place on which node: it is reserved and given back at once. "a + b" share a GPU."""
-    parts, held = parts_of(config), {}
+    """What would be on which node; "a + b" share a GPU. In Ray it is reserved, and given back at once."""
+    parts = parts_of(config)
+    bundles = defaultdict(list)  # (node, number) -> who is in it
     if config.gpus:
-        bundles, where = layout(parts, config.gpus)
-        shared = [[] for _ in bundles]
-        for (name, number), (index, gpus) in where.items():
-            shared[index].append(f"{name} {number}" + (f" ({gpus:g} GPUs)" if gpus != 1 else ""))
-        count = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
-        return {count: [" + ".join(members) for members in shared]}
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    for together in [parts] if config.device == "cuda" else [{name: part} for name, part in parts.items()]:
-        places, bundles = Places(together), {}
-        for name in together:
+        _, where = layout(parts, config.gpus)
+        for (name, number), (bundle, share) in where.items():
+            bundles[f"{config.gpus} GPUs", bundle].append(described(name, number, share))
+    else:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        places = Places(parts)
+        for name in parts:
             for number, node in enumerate(places.nodes(name)):
-                index, gpus = places.where[name, number]
-                told = f"{name} {number}" + (f" ({gpus:g} GPUs)" if gpus not in (0, 1) else "")
-                bundles.setdefault((addresses[node], index), []).append(told)
+                bundle, share = places.where[name, number]
+                bundles[addresses[node], bundle].append(described(name, number, share))
         places.close()
-        for (address, _), members in sorted(bundles.items()):
-            held.setdefault(address, []).append(" + ".join(members))
+    held = defaultdict(list)
+    for node, bundle in sorted(bundles):
+        held[node].append(" + ".join(bundles[node, bundle]))
     return held
+
+
+def described(name: str, number: int, gpus: float) -> str:
+    if gpus in (0, 1):
+        return f"{name} {number}"
+    return f"{name} {number} ({gpus:g} GPUs)"
 
 
 def gpu_memory(config) -> float:
     """GB of a GPU, of the cluster or as the config has it."""
-    if config.gpu_gb:
-        return config.gpu_gb
 
     def ask():
-        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_properties(0).total_memory
 
-    found = None if config.gpus else ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
+    if config.gpu_gb:
+        return config.gpu_gb
+    found = None
+    if not config.gpus:
+        found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
     if not found:
         print("the memory of the GPUs cannot be asked for: taken as 80 GB; --gpu-gb says another")
     return 1e-9 * (found or 80e9)

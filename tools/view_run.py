@@ -12,7 +12,6 @@ Needs view_run.html, run_folder.py, and toy/toy_world.py (with compute_score.py)
 Left out: comparing runs statistically, live updates (write it again), all turns of a prompt but the last.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -30,14 +29,38 @@ from toy.toy_world import first_wrong_paragraph
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # In the order of the runs' names, so that the demo's baseline and fapo are as in its figure.
-COLOURS = ("#d62728", "#2ca02c", "#1f77b4", "#9467bd", "#ff7f0e", "#17becf", "#e377c2", "#8c564b", "#bcbd22")
+COLOURS = (
+    "#d62728",
+    "#2ca02c",
+    "#1f77b4",
+    "#9467bd",
+    "#ff7f0e",
+    "#17becf",
+    "#e377c2",
+    "#8c564b",
+    "#bcbd22",
+)
 MAX_POINTS = 1000  # of a curve
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
 # Of config.json, what the page shows.
-SETTINGS = ("model", "lora_rank", "reward_fn", "reward_kwargs", "genrm", "router_address", "advantage",
-            "reward_terms", "credit", "loss", "lr", "train_batch_size", "group_size", "total_steps",
-            "seed")  # fmt: skip
+SETTINGS = (
+    "model",
+    "lora_rank",
+    "reward_fn",
+    "reward_kwargs",
+    "genrm",
+    "router_address",
+    "advantage",
+    "reward_terms",
+    "credit",
+    "loss",
+    "lr",
+    "train_batch_size",
+    "group_size",
+    "total_steps",
+    "seed",
+)
 
 
 @dataclass
@@ -51,11 +74,12 @@ class Config:
 
 
 def find_runs(folders) -> dict[str, Path]:
-    """The runs in these folders by their path below what they share. ValueError for a folder without any."""
+    """The runs in these folders by their path below what they share. ValueError: a folder without any."""
     found = []
     for folder in map(Path, folders):
-        is_run = (folder / "metrics.jsonl").is_file()
-        runs = [folder] if is_run else sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        if (folder / "metrics.jsonl").is_file():
+            runs = [folder]
         if not runs:
             text = f"{folder} holds no run (no metrics.jsonl, nor folders with one)"
             raise ValueError(f"folders: {text}; give the --out-dir of a run")
@@ -65,8 +89,9 @@ def find_runs(folders) -> dict[str, Path]:
 
 
 def curves_of(lines: list[dict]) -> dict[str, list]:
-    """Metric -> [[step, value], ...], of at most about MAX_POINTS lines and all that hold an evaluation."""
-    every, curves = math.ceil(len(lines) / MAX_POINTS), {}
+    """Metric -> [[step, value], ...], of about MAX_POINTS lines and all that hold an evaluation."""
+    every = math.ceil(len(lines) / MAX_POINTS)
+    curves = {}
     for index, line in enumerate(lines):
         if index % every == 0 or line is lines[-1] or has_evaluation(line):
             for key, value in line.items():
@@ -77,23 +102,29 @@ def curves_of(lines: list[dict]) -> dict[str, list]:
 
 def sample_of(line: dict) -> dict:
     """The sample's own part of a line of samples.jsonl, and the first error by the toy world's oracle."""
+    sample = {key: value for key, value in line.items() if key not in OF_GROUP}
     if "oracle_flawed_positive" in line["reward_extra_info"]:
-        with contextlib.suppress(ValueError):  # a world of the user's own, with an oracle of its own
-            line["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
-    return {key: value for key, value in line.items() if key not in OF_GROUP}
+        try:
+            sample["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
+        except ValueError:
+            pass  # a world of the user's own, with an oracle of its own
+    return sample
 
 
 def group_of(lines: list[dict]) -> dict:
     """One prompt with its samples. What a function of groups says of all of them alike (its keys begin with
     group_) is the group's `verdict`, once."""
-    samples, shared = list(map(sample_of, lines)), {key: lines[0][key] for key in OF_GROUP}
-    infos = [sample["reward_extra_info"] for sample in samples]
-    verdict = {key: value for key, value in infos[0].items() if key.startswith("group_")
-               and all(info.get(key) == value for info in infos)}  # fmt: skip
-    for info, key in itertools.product(infos, verdict):
-        del info[key]
-    verdict = {key[6:]: value for key, value in verdict.items() if value is not None}
-    return shared | {"verdict": verdict, "samples": samples}
+    group = {key: lines[0][key] for key in OF_GROUP}
+    group["verdict"] = {}
+    group["samples"] = [sample_of(line) for line in lines]
+    infos = [sample["reward_extra_info"] for sample in group["samples"]]
+    for key, value in list(infos[0].items()):
+        if key.startswith("group_") and all(info.get(key) == value for info in infos):
+            if value is not None:
+                group["verdict"][key.removeprefix("group_")] = value
+            for info in infos:
+                del info[key]
+    return group
 
 
 def groups_of(lines: list[dict]) -> list[dict]:
@@ -110,36 +141,47 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], float]:
     """
     steps = sorted({group["step"] for group in groups})
     spread = {step: f"{index:032b}"[::-1] for index, step in enumerate(steps)}
-    sizes = [len(json.dumps(group, ensure_ascii=False).encode(errors="replace")) for group in groups]
-    ranks, places = [], Counter()
-    for group in groups:
-        at = itemgetter("step", "split", "data_source")(group)
-        ranks.append((places[at], group["split"] == "train", spread[group["step"]]))
-        places[at] += 1
-    order = sorted(range(len(groups)), key=ranks.__getitem__)
-    totals = itertools.accumulate(sizes[i] for i in order)
-    return [groups[i] for i in sorted(i for i, total in zip(order, totals) if total <= limit)], sum(sizes)
+    earlier = Counter()  # groups of the same step and data
+    ranked = []
+    for index, group in enumerate(groups):
+        alike = (group["step"], group["split"], group["data_source"])
+        rank = (earlier[alike], group["split"] == "train", spread[group["step"]], index)
+        earlier[alike] += 1
+        ranked.append((rank, len(json.dumps(group, ensure_ascii=False).encode(errors="replace"))))
+    kept = []
+    total = 0
+    for rank, size in sorted(ranked):
+        total += size
+        if total <= limit:
+            kept.append(rank[-1])
+    return [groups[index] for index in sorted(kept)], total
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
     """All that the page knows of a run, and notes on what it does not show."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
-    groups, torn = groups_of(samples), torn_metrics + torn_samples
-    path = folder / "config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
+    groups = groups_of(samples)
     kept, size = thin(groups, limit)
-    notes = {
-        f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take {1e-6 * size:.1f} MB "
-        f"(--max-mb shows more, and {folder.name}/samples.jsonl has them all)": len(kept) < len(groups),
-        f"curves have about {MAX_POINTS} of {len(metrics)} steps": len(metrics) > MAX_POINTS,
-        f"{torn} torn lines were left out (the run goes on, or was killed)": torn,
-        "no samples (samples.jsonl is empty or missing)": not groups,
-    }
+    torn = torn_metrics + torn_samples
+    notes = []
+    if len(kept) < len(groups):
+        notes.append(
+            f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take {1e-6 * size:.1f} MB "
+            f"(--max-mb shows more, and {folder.name}/samples.jsonl has them all)"
+        )
+    if len(metrics) > MAX_POINTS:
+        notes.append(f"curves have about {MAX_POINTS} of {len(metrics)} steps")
+    if torn:
+        notes.append(f"{torn} torn lines were left out (the run goes on, or was killed)")
+    if not groups:
+        notes.append("no samples (samples.jsonl is empty or missing)")
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
     return {
         "name": name,
-        "notes": [f"{name}: {note}" for note, applies in notes.items() if applies],
-        "settings": {key: settings[key] for key in SETTINGS if key in settings},
+        "notes": [f"{name}: {note}" for note in notes],
+        "settings": {key: config[key] for key in SETTINGS if key in config},
         "metrics": curves_of(metrics),
         "groups": kept,
     }
@@ -148,14 +190,15 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
 def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
     """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
     runs = find_runs(folders)
-    data = [read_run(name, folder, 1e6 * max_mb / len(runs)) for name, folder in runs.items()]
-    for run, colour in zip(data, itertools.cycle(COLOURS)):
-        run["colour"] = colour
+    data = []
+    for (name, folder), colour in zip(runs.items(), itertools.cycle(COLOURS)):
+        run = read_run(name, folder, 1e6 * max_mb / len(runs))
+        data.append(run | {"colour": colour})
     text = json.dumps({"title": ", ".join(map(str, folders)), "runs": data})
     valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
-    text = json.dumps(valid, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
+    page = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text.replace("<", "\\u003c"))
     out = out or Path(folders[0], "report.html")
-    page = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
     out.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair becomes "?"
     return out
 
