@@ -163,7 +163,7 @@ class Policy:
         """Any whose state are tensors will do: it is saved and loaded as it is."""
         options = self.config
         decay = dict(betas=options.adam_betas, weight_decay=options.weight_decay)
-        return torch.optim.AdamW(self.learning(), lr=options.lr, fused=True, **decay)
+        return torch.optim.AdamW(self.trainable(), lr=options.lr, fused=True, **decay)
 
     def load(self, source: str, check: bool = False):
         """The model, ready to be computed with and to be saved."""
@@ -233,20 +233,18 @@ class Policy:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        mini_batches = []
+        learning = []  # of each mini-batch this process's samples, and the lengths of all with a verdict
         for batch in deal(groups, self.config.mini_batch_size):
-            if any(self.has_gradient(sample) for sample in batch):  # else every group is all right or all wrong
-                mini_batches.append(batch)
-        learning = []
-        for batch in mini_batches:
-            learning.append(self.mine([sample for sample in batch if self.has_gradient(sample)]))
-        sums = self.look_before(learning)
+            teaching = list(filter(self.has_gradient, batch))
+            if teaching:  # else every group is all right or all wrong
+                judged = [sample for sample in batch if sample.advantage is not None]
+                learning.append((self.mine(teaching), [len(sample.response_ids) for sample in judged]))
+        sums = self.look_before([samples for samples, _ in learning])
         if not learning:
             sums = self.compare(self.mine(groups[0]))
             check_sampler(sums, max_logprob_diff)
         norms = []
-        for batch, samples in zip(mini_batches, learning):
-            lengths = [len(sample.response_ids) for sample in batch if sample.advantage is not None]
+        for samples, lengths in learning:
             self.optimizer.zero_grad(set_to_none=True)
             found = self.total(self.accumulate_gradients(samples, lengths))
             sums.update(found)
@@ -385,7 +383,7 @@ class Policy:
             "config": self.model.config,
             "architecture": type(self.model).__name__.removeprefix("FSDP"),
             "eos_token_id": self.model.generation_config.eos_token_id,
-            "numel": sum(tensor.numel() for tensor in self.model.state_dict().values()),
+            "numel": sum(map(torch.numel, self.model.state_dict().values())),
             "adapters": self.adapters.describe(self.model) if self.adapters else "",
         }
 
@@ -398,7 +396,7 @@ class Policy:
         for name, tensor in named:
             yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
 
-    def learning(self):
+    def trainable(self):
         """Name and parameter of what is trained: everything, or adapters."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -406,12 +404,10 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Writes a Hugging Face folder (or adapters), the optimizer. RuntimeError: a weight is not finite."""
-        if self.adapters:
-            named = ((name, whole(parameter.detach())) for name, parameter in self.learning())
-        else:
-            named = self.weights()
+        named = self.trainable() if self.adapters else self.weights()
         weights = {}
-        for name, tensor in named:  # gathered by all ranks together
+        for name, tensor in named:
+            tensor = whole(tensor.detach())  # gathered by all ranks together
             if self.is_first:
                 weights[name] = tensor.cpu()
         for name, tensor in weights.items():
@@ -424,7 +420,7 @@ class Policy:
     def load_optimizer(self, folder: Path) -> None:
         """Reads what `save` wrote, with however many ranks."""
         saved = dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata
-        parameters = dict(self.learning())
+        parameters = dict(self.trainable())
         for key, about in saved.items():
             name, _, part = key.rpartition("/")
             parameter = parameters[name]
@@ -438,7 +434,7 @@ class Policy:
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors by the names of the parameters."""
         tensors = {}
-        for name, parameter in self.learning():
+        for name, parameter in self.trainable():
             for part, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}/{part}"] = value
@@ -447,11 +443,12 @@ class Policy:
 
 def set_dtypes(model, options: PolicyOptions, device: str) -> None:
     """Everything is float32; for a GPU the layers that adapters leave as they are become bf16."""
-    frozen = set()
+    dtypes = dict.fromkeys(model.parameters(), torch.float32)
     if options.lora_rank and device == "cuda":
         for layer in layers_of(model, "lora_rank"):
-            frozen |= {parameter for parameter in layer.parameters() if not parameter.requires_grad}
-    dtypes = {p: torch.bfloat16 if p in frozen else torch.float32 for p in model.parameters()}
+            for parameter in layer.parameters():
+                if not parameter.requires_grad:
+                    dtypes[parameter] = torch.bfloat16
     model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))  # split ones, too
 
 
@@ -466,8 +463,12 @@ def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]
     A mini-batch is an optimizer update: a rest of one group must not weigh as much as the others.
     """
     count = math.ceil(len(groups) / mini_batch_size)
-    bounds = [len(groups) * number // count for number in range(count + 1)]
-    return [sum(groups[start:end], []) for start, end in zip(bounds, bounds[1:])]
+    batches = []
+    for number in range(count):
+        start = len(groups) * number // count
+        end = len(groups) * (number + 1) // count
+        batches.append(sum(groups[start:end], []))
+    return batches
 
 
 def difference(logprobs, rollout_logprobs) -> dict:
@@ -514,7 +515,10 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
     output, hidden_N_H, targets_N = states
 
     def of_chunk(hidden_n_H, targets_n):
-        logp_n_V = temper(logits_of(model, output, hidden_n_H), temperature).log_softmax(-1)
+        logits_n_V = logits_of(model, output, hidden_n_H)
+        if temperature != 1:  # else without a copy
+            logits_n_V = logits_n_V / temperature
+        logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
         if not with_entropy:
             return logprobs_n, torch.zeros_like(logprobs_n)
@@ -539,11 +543,14 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
 def response_states(model, sequences, counts, device):
     """The body's output, the states that predict each response token (N x H), and those tokens (N)."""
     ids = padded(sequences, device, torch.long)  # on the right, unseen by a causal model: no mask needed
-    rows = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(counts)).to(device)
-    ends = zip(map(len, sequences), counts)
-    columns = torch.cat([torch.arange(end - count - 1, end - 1) for end, count in ends]).to(device)
+    rows, columns = [], []  # of the states, each of which predicts the token after it
+    for row, (sequence, count) in enumerate(zip(sequences, counts)):
+        rows += [row] * count
+        columns += range(len(sequence) - count - 1, len(sequence) - 1)
+    rows = torch.tensor(rows, device=device)
+    columns = torch.tensor(columns, device=device)
     output = body_of(model)(input_ids=ids, use_cache=False)
-    return output, output.last_hidden_state[rows, columns], ids[rows, columns + 1]  # t predicts t + 1
+    return output, output.last_hidden_state[rows, columns], ids[rows, columns + 1]
 
 
 def next_logits(model, ids, attended, positions, cache=None):
@@ -566,13 +573,11 @@ def precision(device, keep_casts=False):
     return torch.autocast(device.type, torch.bfloat16, device.type == "cuda", keep_casts)
 
 
-def temper(logits, temperature):
-    return logits if temperature == 1 else logits / temperature
-
-
 def body_of(model):
     """The module that the model's own forward asks for hidden states: all layers, without the head."""
-    body = model.base_model if model.base_model is not model else model.model  # Llama-4 misnames its own
+    body = model.base_model
+    if body is model:
+        body = model.model  # Llama-4 misnames its own
     return getattr(body, "decoder", body)  # OPT's has one inside
 
 
@@ -596,16 +601,17 @@ def logits_of(model, output, hidden_N_H):
 @torch.no_grad()
 def check_logprobs(compute, model, name: str) -> None:
     """ValueError where log-probabilities made here differ from the model's own, on one short text."""
-    size, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    ids = [number * 7919 % size for number in range(1, 10)]
+    device = next(model.parameters()).device
+    ids = [number * 7919 % model.config.get_text_config().vocab_size for number in range(1, 10)]
     logprobs, _ = compute(model, [ids], [len(ids) - 1], 1.0)
     with precision(device):
         logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1].float()
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
     difference = (logprobs[0] - expected).abs().mean().item()
-    if not difference < (1e-3 if device.type == "cpu" else 0.1):
-        name += f" ({type(model).__name__}) cannot be trained here: log-probabilities"
-        raise ValueError(f"model: {name} differ from its own by {difference:.2g}; see policy.logits_of")
+    allowed = {"cpu": 1e-3, "cuda": 0.1}[device.type]
+    if not difference < allowed:
+        raise ValueError(f"model: {name} ({type(model).__name__}) cannot be trained here: log-probabilities "
+                         f"differ from its own by {difference:.2g}; see policy.logits_of")  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class WithMomentum(Policy):
 
     def new_optimizer(self):
         head, body = [], []
-        for name, parameter in self.learning():
+        for name, parameter in self.trainable():
             (head if "lm_head" in name else body).append((name, parameter))
         groups = [dict(params=head), dict(params=body)]
         return torch.optim.SGD(groups, lr=self.config.lr, momentum=0.9)
@@ -151,7 +151,7 @@ def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint
     for policy in (first, second):
         policy.update(groups_of(a_step(model, seed=1)), lr=1e-2)
     assert torch.equal(weights_of(first), weights_of(second))
-    assert len(second.optimizer_state()) == len(dict(second.learning()))  # a momentum for each weight
+    assert len(second.optimizer_state()) == len(dict(second.trainable()))  # a momentum for each weight
 
 
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):

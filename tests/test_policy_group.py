@@ -277,7 +277,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
             train_file=str(tmp_path / "rows.jsonl"),
             out_dir=str(out),
             device="cpu",
-            rollout="vllm" if ranks > 1 else "hf",
+            rollout="vllm",  # the samples are of other weights
             policy_ranks=ranks,
             total_steps=4,
             save_every=2,
