@@ -19,6 +19,7 @@ Left out: TLS, streams, real models, routers on several cores.
 """
 
 import asyncio
+import math
 import os
 import platform
 import random
@@ -62,7 +63,11 @@ class Client(asyncio.Protocol):
     the load takes little of the machine: it needs answers with a Content-Length."""
 
     def __init__(self, data, latencies, bad):
-        self.data, self.latencies, self.bad, self.buffer, self.stopped = data, latencies, bad, b"", False
+        self.data = data
+        self.latencies = latencies
+        self.bad = bad
+        self.buffer = b""
+        self.stopped = False
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport):
@@ -79,7 +84,8 @@ class Client(asyncio.Protocol):
         if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]):
             return
         self.latencies.append(time.perf_counter() - self.begun)
-        self.bad.append(head[:30]) if head[9:12] != b"200" else None
+        if head[9:12] != b"200":
+            self.bad.append(head[:30])
         self.buffer = b""
         if self.stopped:
             self.transport.close()
@@ -106,8 +112,11 @@ async def load(port: int, config: Config, seconds: float) -> tuple[list[float], 
     latencies, bad = [], []
     loop = asyncio.get_running_loop()
     begun = time.perf_counter()
-    clients = [(await loop.create_connection(lambda: Client(data, latencies, bad), "127.0.0.1", port))[1]
-               for _ in range(config.connections)]
+    clients = []
+    for _ in range(config.connections):
+        client = Client(data, latencies, bad)
+        await loop.create_connection(lambda: client, "127.0.0.1", port)
+        clients.append(client)
     await asyncio.sleep(seconds)
     for client in clients:
         client.stopped = True
@@ -168,32 +177,22 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
     python = config.sglang_router or sys.executable
     if subprocess.run([python, "-c", "import sglang_router"], capture_output=True).returncode == 0:
         commands["sglang-router (Rust)"] = [
-            python,
-            "-m",
-            "sglang_router.launch_router",
-            "--policy",
-            "round_robin",
-            "--host",
-            "127.0.0.1",
+            python, "-m", "sglang_router.launch_router",
+            "--policy", "round_robin",
+            "--host", "127.0.0.1",
             "--disable-circuit-breaker",
-            "--log-level",
-            "warn",
-            "--worker-urls",
-            *upstreams,
+            "--log-level", "warn",
+            "--worker-urls", *upstreams,
             "--port",
         ]
     program = config.vllm_router or shutil.which("vllm-router")
     if program:
         commands["vllm-router (Rust)"] = [
             program,
-            "--policy",
-            "round_robin",
-            "--host",
-            "127.0.0.1",
-            "--log-level",
-            "warning",
-            "--worker-urls",
-            *upstreams,
+            "--policy", "round_robin",
+            "--host", "127.0.0.1",
+            "--log-level", "warning",
+            "--worker-urls", *upstreams,
             "--port",
         ]
     return commands
@@ -343,17 +342,13 @@ async def compare_policies(config: Config) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, (sigma, slownesses) in cases.items():
         times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
-        best = max(
-            sum(times) / (8 * sum(1 / slowness for slowness in slownesses)), max(times)
-        )  # all busy; the longest one
-        rounds = [
-            {
-                policy: await time_policy(policy, slownesses, times)
-                for policy in ("round_robin", "least_loaded")
-            }
-            for _ in range(config.rounds)
-        ]
-        spent = {policy: min(one[policy] for one in rounds) for policy in rounds[0]}
+        slots = sum(8 / slowness for slowness in slownesses)
+        best = max(sum(times) / slots, max(times))  # all busy; the longest one
+        spent = {"round_robin": math.inf, "least_loaded": math.inf}
+        for _ in range(config.rounds):
+            for policy in spent:
+                seconds = await time_policy(policy, slownesses, times)
+                spent[policy] = min(spent[policy], seconds)
         print(f"| {name} | {best:.2f} | {spent['round_robin']:.2f} | {spent['least_loaded']:.2f} | "
               f"{spent['round_robin'] / spent['least_loaded']:.2f} |", flush=True)
 
