@@ -30,7 +30,7 @@ import tyro
 from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
-PROMPT = "{}\n\nPlease reason step by step, and put your final answer{} within \\boxed{{}}."
+PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
 QUESTION = "problem|Problem|prompt|question"  # what the data sets call it
 
@@ -64,7 +64,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 WITH_MARK = "utf-8-sig"  # spreadsheets write a byte order mark
 
 
-def _check(value, kind: pa.DataType, where: str, name: str) -> None:
+def _check(value, kind, where: str, name: str) -> None:
     if pa.types.is_struct(kind) and isinstance(value, dict):
         for field in kind:
             if field.name not in MAY_BE_NULL:
@@ -145,7 +145,7 @@ def _check_columns(row: dict, needed, where: str) -> None:
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
-def _pick(raw: dict, columns: str):
+def _pick(raw, columns: str):
     """The first of `columns` ("this|that") that is there and not empty. ValueError naming those there."""
     for column in columns.split("|"):
         if raw.get(column) not in (None, ""):
@@ -176,7 +176,7 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
         if not re.fullmatch(r"\d{1,3}", answer):
             raise ValueError(f"column {source.answer!r} is {answer[:80]!r}; expected an integer 0 to 999")
         answer = str(int(answer))
-    return _row(source, question, PROMPT.format(question.strip(), ""), answer)
+    return _row(source, question, PROMPT.format(question=question.strip(), what=""), answer)
 
 
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
@@ -188,7 +188,7 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     Random(f"{seed} {question}").shuffle(order)
     shuffled = [choices[position] for position in order]
     problem = CHOICES.format(question, *shuffled)  # the judge needs the choices, too
-    prompt = PROMPT.format(problem, " (only the choice letter)")
+    prompt = PROMPT.format(question=problem, what=" (only the choice letter)")
     return _row(source, problem, prompt, "ABCD"[order.index(0)], ability="General")
 
 
