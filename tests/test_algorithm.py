@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import algorithm
+import credit
 from algorithm import (
     ADVANTAGES,
     Groups,
@@ -23,6 +27,7 @@ from algorithm import (
     overlong_penalty,
 )
 from compute_score import split_paragraphs
+from policy import PolicyOptions, Sample
 
 NAN = math.nan
 
@@ -229,6 +234,22 @@ def test_every_advantage_is_one_short_function_of_tensors():
             got = got[..., None]
         (all_right, _), (right, wrong) = got[:, :2].flatten(2).mean(2).tolist()
         assert all_right == 0 and right > 0 > wrong, name
+
+
+def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
+    """That of the page: reward - mean of the others. The flag, credit and dynamic sampling know it."""
+    page = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
+    (block,) = re.findall(r"```python\n(def rloo.*?)```", page, re.S)
+    monkeypatch.setattr(algorithm, "rloo", None, raising=False)  # both are taken away again
+    monkeypatch.setitem(ADVANTAGES, "rloo", None)
+    exec(block, vars(algorithm))
+    results = [{"reward_score": score, "reward_extra_info": {"score": score}} for score in (1.0, 0.0, -1.0)]
+    group = [Sample({}, [5], [6], result=result) for result in results]
+    options = PolicyOptions(model="", advantage="rloo")
+    credit.set_advantages([group], options)
+    assert [sample.advantage for sample in group] == [1.5, 0.0, -1.5]
+    assert credit.why_useless(group, options) is None
+    assert credit.why_useless([group[0], group[0]], options) == "equal_scores"
 
 
 def test_scores_of_steps_add_up_from_the_end():
