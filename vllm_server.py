@@ -230,13 +230,16 @@ def as_sglang(completion: dict) -> list[dict]:
     """The answer of /v1/completions in SGLang's shape."""
     answers = []
     for choice in completion["choices"]:
-        meta_info = {
-            "id": completion["id"],
-            "finish_reason": {"type": choice["finish_reason"]},
-            "completion_tokens": len(choice["token_ids"]),
-            "prompt_tokens": len(choice["prompt_token_ids"]),
+        answer = {
+            "text": choice["text"],
+            "output_ids": choice["token_ids"],
+            "meta_info": {
+                "id": completion["id"],
+                "finish_reason": {"type": choice["finish_reason"]},
+                "completion_tokens": len(choice["token_ids"]),
+                "prompt_tokens": len(choice["prompt_token_ids"]),
+            },
         }
-        answer = {"text": choice["text"], "output_ids": choice["token_ids"], "meta_info": meta_info}
         answers.append(answer)
     return answers
 
@@ -253,12 +256,18 @@ class VllmServer(Process):
             self.host = ray.util.get_node_ip_address()
         self.reserved = reserve(self.host)
         port = self.reserved.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", config.model, "--host", self.host, "--port", str(port)]
-        command += ["--served-model-name", config.served_model_name]
-        command += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
-        command += ["--disable-uvicorn-access-log", "--seed", str(config.seed + index)]
-        command += ["--middleware", "vllm_server.Generate", "--middleware", "vllm_server.KeyGuard"]
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", config.model,
+            "--host", self.host,
+            "--port", str(port),
+            "--served-model-name", config.served_model_name,
+            "--tensor-parallel-size", str(config.tensor_parallel_size),
+            "--disable-uvicorn-access-log",
+            "--middleware", "vllm_server.Generate",
+            "--middleware", "vllm_server.KeyGuard",
+            "--seed", str(config.seed + index),
+        ]  # fmt: skip
         env = dict(os.environ)
         env["VLLM_NO_USAGE_STATS"] = "1"
         env["VLLM_API_KEY"] = config.server_key

@@ -94,7 +94,8 @@ class Cell:
         return max(working, judging)
 
     def has_room(self, name: str, part: Part) -> bool:
-        if self.gpus != 1 or part.gpus == 0 or (part.apart and self.alike(name)):
+        is_one_gpu = self.gpus == 1 and part.gpus > 0
+        if not is_one_gpu or (part.apart and self.alike(name)):
             return False
         return self.taken(part) < 1.001
 
@@ -219,8 +220,11 @@ class Places:
     def options(self, name: str, number: int) -> dict:
         """For ray.remote(...).options() of this process."""
         bundle, gpus = self.where[name, number]
-        there = PlacementGroupSchedulingStrategy(self.group, bundle)
-        return dict(num_cpus=self.parts[name].cpus, num_gpus=gpus, scheduling_strategy=there)
+        return dict(
+            num_cpus=self.parts[name].cpus,
+            num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, bundle),
+        )
 
     def close(self) -> None:
         """Gives the room back, and ends what is left there. May be called twice."""
