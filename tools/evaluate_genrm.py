@@ -19,8 +19,9 @@ Left out: judges that answer True or False, scoring by log-probabilities.
 import asyncio
 import hashlib
 import json
+import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, harmonic_mean, mode
@@ -58,62 +59,102 @@ ANSWERED = ("ok", "truncated")  # final; any other status is a request that fail
 def majority_vote(indices: list[int | None]) -> int | None:
     """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
     votes = [index for index in indices if index is not None]
-    return mode(votes) if votes else None
+    if votes:
+        return mode(votes)
+    return None
 
 
 def _mean(values: list[float]) -> float:
-    return fmean(values) if values else float("nan")
+    if values:
+        return fmean(values)
+    return math.nan
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, dict[str, float]]:
     """Subset -> {"count", "error", "correct", "f1"} (paper eq. 6), shares of 1; NaN without such rows."""
+    flawed = defaultdict(list)  # subset -> whether the prediction is right, of each flawed solution
+    sound = defaultdict(list)
+    for row in rows:
+        of_subset = sound if row["label"] == -1 else flawed
+        of_subset[row["subset"]].append(row["prediction"] == row["label"])
     metrics = {}
-    for subset in sorted({row["subset"] for row in rows}):
-        own = [row for row in rows if row["subset"] == subset]
-        error = _mean([row["prediction"] == row["label"] for row in own if row["label"] != -1])
-        correct = _mean([row["prediction"] == -1 for row in own if row["label"] == -1])
-        f1 = harmonic_mean([error, correct])
-        metrics[subset] = {"count": len(own), "error": error, "correct": correct, "f1": f1}
+    for subset in sorted({*flawed, *sound}):
+        error = _mean(flawed[subset])
+        correct = _mean(sound[subset])
+        metrics[subset] = {
+            "count": len(flawed[subset]) + len(sound[subset]),
+            "error": error,
+            "correct": correct,
+            "f1": harmonic_mean([error, correct]),
+        }
     return metrics
 
 
 def flawed_positive_metrics(rows: list[dict]) -> dict[str, float]:
     """{"count", "precision", "recall", "f1", "acc"} of "flawed" where the answer is correct."""
-    own = [(row["label"], row["prediction"]) for row in rows if row["final_answer_correct"]]
-    precision = _mean([label != -1 for label, index in own if index not in (None, -1)])
-    recall = _mean([index not in (None, -1) for label, index in own if label != -1])
-    acc = _mean([index is not None and (index == -1) == (label == -1) for label, index in own])
-    f1 = harmonic_mean([precision, recall])
-    return {"count": len(own), "precision": precision, "recall": recall, "f1": f1, "acc": acc}
+    precision = []  # of what was called flawed: is it?
+    recall = []  # of what is flawed: was it called so?
+    acc = []
+    for row in rows:
+        if row["final_answer_correct"]:
+            is_flawed = row["label"] != -1
+            called_flawed = row["prediction"] not in (None, -1)
+            if called_flawed:
+                precision.append(is_flawed)
+            if is_flawed:
+                recall.append(called_flawed)
+            acc.append(row["prediction"] is not None and called_flawed == is_flawed)
+    return {
+        "count": len(acc),
+        "precision": _mean(precision),
+        "recall": _mean(recall),
+        "f1": harmonic_mean([_mean(precision), _mean(recall)]),
+        "acc": _mean(acc),
+    }
+
+
+def table_line(name: str, count: int, *shares: float) -> str:
+    return f"{name:24}{count:>8}" + "".join(f"{100 * share:>11.1f}" for share in shares)
 
 
 def report(rows: list[dict]) -> str:
     """The tables as text, of the rows of `judge_rows`; those without any answered request are left out."""
-
-    def line(name: str, metrics: dict) -> str:
-        count, *shares = metrics.values()
-        return f"{name:24}{count:>8}" + "".join(f"{100 * share:>11.1f}" for share in shares)
-
-    critiques = [critique for row in rows for critique in row["critiques"]]
-    ok = [critique for critique in critiques if critique["status"] in ANSWERED]
-    failed = [critique for critique in critiques if critique["status"] not in ANSWERED]
-    answered = [row for row in rows if any(critique["status"] in ANSWERED for critique in row["critiques"])]
+    answered = []  # rows
+    unparsable = []  # of each critique: is it?
+    cut = []
+    lengths = []
+    failed = []
+    for row in rows:
+        for critique in row["critiques"]:
+            if critique["status"] not in ANSWERED:
+                failed.append(critique)
+                continue
+            unparsable.append(critique["index"] is None)
+            cut.append(critique["status"] == "truncated")
+            if critique["tokens"] is not None:
+                lengths.append(critique["tokens"])
+        if any(critique["status"] in ANSWERED for critique in row["critiques"]):
+            answered.append(row)
     subsets = processbench_metrics(answered)
-    lines = [
-        f"{'ProcessBench':24}{'rows':>8}{'error':>11}{'correct':>11}{'F1':>11}",
-        *(line(subset, metrics) for subset, metrics in subsets.items()),
-        f"{'average F1':24}{len(answered):>8}{100 * _mean([m['f1'] for m in subsets.values()]):>33.1f}",
+    lines = [f"{'ProcessBench':24}{'rows':>8}{'error':>11}{'correct':>11}{'F1':>11}"]
+    for subset, metrics in subsets.items():
+        lines.append(table_line(subset, *metrics.values()))
+    average = _mean([metrics["f1"] for metrics in subsets.values()])
+    flawed = flawed_positive_metrics(answered)
+    no_prediction = _mean([row["prediction"] is None for row in answered])
+    lines += [
+        f"{'average F1':24}{len(answered):>8}{100 * average:>33.1f}",
         f"\n{'FlawedPositiveBench':24}{'rows':>8}{'precision':>11}{'recall':>11}{'F1':>11}{'accuracy':>11}",
-        line("", flawed_positive_metrics(answered)),
-        f"\nunparsable: {100 * _mean([c['index'] is None for c in ok]):.1f} % of the critiques, "
-        f"{100 * _mean([row['prediction'] is None for row in answered]):.1f} % of the rows",
-        f"cut off: {100 * _mean([c['status'] == 'truncated' for c in ok]):.1f} %; "
-        f"mean tokens per critique: {_mean([c['tokens'] for c in ok if c['tokens'] is not None]):.1f}",
+        table_line("", *flawed.values()),
+        f"\nunparsable: {100 * _mean(unparsable):.1f} % of the critiques, "
+        f"{100 * no_prediction:.1f} % of the rows",
+        f"cut off: {100 * _mean(cut):.1f} %; mean tokens per critique: {_mean(lengths):.1f}",
     ]
     if failed:
+        statuses = dict(Counter(critique["status"] for critique in failed))
+        why = failed[0].get("error") or failed[0]["text"]
         lines += [
-            f"INCOMPLETE: requests failed: {dict(Counter(c['status'] for c in failed))} of {len(critiques)}, "
-            f"one with: {failed[0].get('error') or failed[0]['text']}",
+            f"INCOMPLETE: requests failed: {statuses} of {len(cut) + len(failed)}, one with: {why}",
             f"{len(rows) - len(answered)} rows are left out of the tables; run the same command again to ask "
             "for the missing answers, or accept them as missing with --max-error-rate",
         ]
@@ -130,8 +171,12 @@ async def ask_judge(
     if chat["max_tokens"] + len(solution_str.encode()) > context:
         chat = chat | {"max_tokens": None}
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
-    index = scores.parse_critique(text, extra_info["total_steps"]) if status == "ok" else None
-    score = float(index == ground_truth) if status in ANSWERED else None
+    index = None
+    if status == "ok":
+        index = scores.parse_critique(text, extra_info["total_steps"])
+    score = None
+    if status in ANSWERED:
+        score = float(index == ground_truth)
     return {"score": score, "status": status, "text": text, "tokens": tokens, "index": index}
 
 
@@ -143,9 +188,10 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
             raise ValueError(f"{path}, row {number}: not a judge row (ability {row.get('ability')!r})")
         validate_row(row, f"{path}, row {number}")
         extra = row["extra_info"]
-        row |= {"response": row["prompt"][0]["content"], "label": row["reward_model"]["ground_truth"],
-                "subset": extra.get("subset") or row["data_source"],
-                "final_answer_correct": extra.get("final_answer_correct") is not False}  # fmt: skip
+        row["response"] = row["prompt"][0]["content"]
+        row["label"] = row["reward_model"]["ground_truth"]
+        row["subset"] = extra.get("subset") or row["data_source"]
+        row["final_answer_correct"] = extra.get("final_answer_correct") is not False
     return rows
 
 
@@ -156,37 +202,59 @@ async def chat_settings(config: Config) -> tuple[dict, int]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
     try:
-        model = await scores.served_model(config.router_address)
-        name, context = config.model or model["id"], int(model.get("max_model_len") or sys.maxsize)
+        served = await scores.served_model(config.router_address)
+        model = config.model or served["id"]
+        context = int(served.get("max_model_len") or sys.maxsize)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
     finally:
         await scores.close_session()
-    return dict(model=name, temperature=config.temperature, top_p=config.top_p,
-                max_tokens=config.max_tokens, chat_kwargs=chat_kwargs), context  # fmt: skip
+    settings = {
+        "model": model,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "max_tokens": config.max_tokens,
+        "chat_kwargs": chat_kwargs,
+    }
+    return settings, context
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat, context = asyncio.run(chat_settings(config))
     header = json.dumps(chat)  # what an answer depends on, beside its row's prompt and label
-    names = [hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()[:16] for row in rows]
     progress = config.out.with_suffix(".jsonl")
-    if progress.exists() and not scored_before(progress, progress.read_text().split("\n")[0], resume=True):
-        progress.unlink()  # nothing came of the last command, so that this one may correct it
-    done = scored_before(progress, header, resume=True)  # {"name of row/sample": result}
-    samples = {f"{name}/{j}": row for name, row in zip(names, rows) for j in range(config.n)}
+    if progress.exists():
+        its_own = progress.read_text().split("\n")[0]
+        if not scored_before(progress, its_own, resume=True):
+            progress.unlink()  # nothing came of the last command, so that this one may correct it
+    done = scored_before(progress, header, resume=True)  # {name of a critique: result}
+    samples = {}
+    for row in rows:
+        for name in names_of(row, config.n):
+            samples[name] = row
     options = RewardOptions(
-        reward_fn=f"{Path(__file__).resolve()}:ask_judge", router_address=(config.router_address,),
+        reward_fn=f"{Path(__file__).resolve()}:ask_judge",
+        router_address=(config.router_address,),
         reward_kwargs=json.dumps({"chat": chat | {"timeout_s": config.timeout_s}, "context": context}),
-        num_workers=1, max_in_flight=config.concurrency, timeout=config.timeout_s + 60)  # fmt: skip
+        num_workers=1,
+        max_in_flight=config.concurrency,
+        timeout=config.timeout_s + 60,
+    )
     score_the_rest(options, samples, done, progress, header)
-    nothing = {"text": None, "tokens": 0, "index": None}
-    for name, row in zip(names, rows):
-        results = [done[f"{name}/{j}"] for j in range(config.n)]
-        row["critiques"] = [nothing | {"status": r["status"]} | r["reward_extra_info"] for r in results]
+    for row in rows:
+        row["critiques"] = []
+        for name in names_of(row, config.n):
+            critique = {"text": None, "tokens": 0, "index": None, "status": done[name]["status"]}
+            row["critiques"].append(critique | done[name]["reward_extra_info"])
         row["prediction"] = majority_vote([critique["index"] for critique in row["critiques"]])
     return rows
+
+
+def names_of(row: dict, n: int) -> list[str]:
+    """Names of its n critiques, the same in whatever file and place the row is."""
+    digest = hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()
+    return [f"{digest[:16]}/{number}" for number in range(n)]
 
 
 def main() -> None:
@@ -203,8 +271,11 @@ def main() -> None:
         print("interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
     print(report(judged))
-    missing = _mean([c["status"] not in ANSWERED for row in judged for c in row["critiques"]])
-    sys.exit(1 if missing > config.max_error_rate else 0)
+    missing = []
+    for row in judged:
+        missing += [critique["status"] not in ANSWERED for critique in row["critiques"]]
+    if _mean(missing) > config.max_error_rate:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

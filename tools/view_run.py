@@ -83,7 +83,7 @@ def find_runs(folders) -> dict[str, Path]:
         if not runs:
             text = f"{folder} holds no run (no metrics.jsonl, nor folders with one)"
             raise ValueError(f"folders: {text}; give the --out-dir of a run")
-        found += [run.resolve() for run in runs]
+        found += map(Path.resolve, runs)
     common = os.path.commonpath([run.parent for run in found])
     return {run.relative_to(common).as_posix(): run for run in found}
 
@@ -116,7 +116,7 @@ def group_of(lines: list[dict]) -> dict:
     group_) is the group's `verdict`, once."""
     group = {key: lines[0][key] for key in OF_GROUP}
     group["verdict"] = {}
-    group["samples"] = [sample_of(line) for line in lines]
+    group["samples"] = list(map(sample_of, lines))
     infos = [sample["reward_extra_info"] for sample in group["samples"]]
     for key, value in list(infos[0].items()):
         if key.startswith("group_") and all(info.get(key) == value for info in infos):
@@ -139,21 +139,23 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], float]:
     The first group of every step comes before the second of any, evaluations before training, and the steps
     in an order whose every beginning is spread over the run: 0, 1/2, 1/4, 3/4 ... (an index's bits reversed).
     """
-    steps = sorted({group["step"] for group in groups})
-    spread = {step: f"{index:032b}"[::-1] for index, step in enumerate(steps)}
+    spread = {}
+    for index, step in enumerate(sorted({group["step"] for group in groups})):
+        spread[step] = f"{index:032b}"[::-1]
     earlier = Counter()  # groups of the same step and data
     ranked = []
     for index, group in enumerate(groups):
         alike = (group["step"], group["split"], group["data_source"])
         rank = (earlier[alike], group["split"] == "train", spread[group["step"]], index)
         earlier[alike] += 1
-        ranked.append((rank, len(json.dumps(group, ensure_ascii=False).encode(errors="replace"))))
+        text = json.dumps(group, ensure_ascii=False)
+        ranked.append((rank, len(text.encode(errors="replace"))))
     kept = []
     total = 0
-    for rank, size in sorted(ranked):
+    for (*_, index), size in sorted(ranked):
         total += size
         if total <= limit:
-            kept.append(rank[-1])
+            kept.append(index)
     return [groups[index] for index in sorted(kept)], total
 
 
@@ -167,8 +169,8 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     notes = []
     if len(kept) < len(groups):
         notes.append(
-            f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take {1e-6 * size:.1f} MB "
-            f"(--max-mb shows more, and {folder.name}/samples.jsonl has them all)"
+            f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take "
+            f"{1e-6 * size:.1f} MB (--max-mb shows more, and {folder.name}/samples.jsonl has them all)"
         )
     if len(metrics) > MAX_POINTS:
         notes.append(f"curves have about {MAX_POINTS} of {len(metrics)} steps")
@@ -176,12 +178,16 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         notes.append(f"{torn} torn lines were left out (the run goes on, or was killed)")
     if not groups:
         notes.append("no samples (samples.jsonl is empty or missing)")
+    settings = {}
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    if path.is_file():
+        for key, value in json.loads(path.read_text()).items():
+            if key in SETTINGS:
+                settings[key] = value
     return {
         "name": name,
         "notes": [f"{name}: {note}" for note in notes],
-        "settings": {key: config[key] for key in SETTINGS if key in config},
+        "settings": settings,
         "metrics": curves_of(metrics),
         "groups": kept,
     }

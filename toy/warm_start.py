@@ -30,8 +30,21 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toy.toy_world import JUDGE, KINDS, REST, TOTAL, Kind, Slips, critic_prompt, critic_row, policy_row
-from toy.toy_world import random_problem, right_solution, write_critique, write_solution
+from toy.toy_world import (
+    JUDGE,
+    KINDS,
+    REST,
+    TOTAL,
+    Kind,
+    Slips,
+    critic_prompt,
+    critic_row,
+    policy_row,
+    random_problem,
+    right_solution,
+    write_critique,
+    write_solution,
+)
 
 SHIPPED = Path(__file__).with_name("models")  # its README.md says how they do
 
