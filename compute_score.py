@@ -19,7 +19,6 @@ import functools
 import logging
 import multiprocessing
 import os
-import queue
 import random
 import re
 import resource
@@ -37,8 +36,10 @@ TAIL_CHARS = 300  # only the end of a solution is searched, as in DAPO; the long
 def last_boxed_only_string(text: str) -> str | None:
     """The last `\\boxed{...}` in `text` with its wrapper; None if there is none or it is never closed."""
     _, box, rest = text.rpartition("\\boxed{")
+    if not box:
+        return None
     depth = 1
-    for brace in re.finditer(r"[{}]", rest if box else ""):
+    for brace in re.finditer(r"[{}]", rest):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return box + rest[: brace.end()]
@@ -47,35 +48,97 @@ def last_boxed_only_string(text: str) -> str | None:
 
 def remove_boxed(boxed: str) -> str:
     """The content of `\\boxed{...}`. Raises ValueError if `boxed` is not such a string."""
-    if not (boxed.startswith("\\boxed{") and boxed.endswith("}")):
+    match = re.fullmatch(r"(?s)\\boxed\{(.*)\}", boxed)
+    if not match:
         raise ValueError(f"not a \\boxed{{...}} string: {boxed[:50]!r}")
-    return boxed[len("\\boxed{") : -1]
+    return match[1]
 
 
-# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md),
-# in this order. TYPE: \text{} and its like; BARE: an argument without braces; "~": white space.
+# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md):
+# a regular expression a line, and after the arrow what takes the place of what it finds, in this order.
+#   ~     white space between words
+#   TYPE  a command for type and its braces, such as \text{...}
+#   BARE  an argument without braces: one character or one command
 _RULES = r"""
-characters  [−–]→-  π→\\pi~  ∞→\\infty~  √→\\sqrt~  [·×]|\\times→\\cdot~  \\[lc]?dots|\.\.\.→\\ldots~
-relations   ≤|<=|\\leq(slant)?→\\le~  ≥|>=|\\geq(slant)?→\\ge~  ≠|\\neq→\\ne~
-white       \\!→  \{,\}→,  (?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle→~
-brackets    \\(left|right|[bB]igg?[lr]?)(?![a-zA-Z])→  bmatrix→pmatrix  \\\\\[\w*\]→\\\\
-dollars     \\\$~*([\d.,]+)→\1~dollars  (?<!\\)\\[()\[\]]→$  ^(?:[^$]*\b(?:is|are)[~}]*)?\$([^$]*)\$~*$→\1  \\?\$|"→
-percent     \\?%→~percent
-units       \^(?:\\circ|\{\\circ\})|\\degree|°→~degrees  mbox|textrm→text  \\(text|mathrm)\{~*m~*\}→~meters
-text        TYPE→~\1~  TYPE→~\1~  \\overline\{([A-Z]+)\}→\1  ,?~*\band\b→,
-areas       \bsquare~([a-z]+)~*$→\1^2  \bcubic~([a-z]+)~*$→\1^3
-articles    \ban~|\ba~(?=[A-Za-z]{2}|\d)→
-fractions   \\[dtc]frac→\\frac  (?<![\w^.])(\d+)/(\d+)(?![\w{.])→\\frac{\1}{\2}
-words       (\\[a-zA-Z]+)~+→\1  (?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2})→  ~+→~
-arguments   \\frac(BARE)→\\frac{\1}  (\\frac\{[^{}]*\})(BARE)→\1{\2}  \\sqrt(BARE)→\\sqrt{\1}
-signs       (^|[(\[{,=&\\]|matrix\})\\frac\{-([^{}+-]+)\}→\1-\\frac{\2}  ([\^_])\{(\w)\}→\1\2  (^|[(\[,=])\+→\1
-decimals    (?<![\d.])\.(?=\d)→0.  (\.\d*?)0+(?![\d\\])→\1  \.(?!\d)→
-""".replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]").replace(
-    "TYPE", r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|boldsymbol|boxed)\{((?:[^{}]|\{[^{}]*\})*)\}")  # fmt: skip
-_RULES = [rule.split("→") for rule in _RULES.split() if "→" in rule]
-# x, a_{10}, f'(2), (x,y), not (x-1)
+# Characters that LaTeX has a command for, and commands that mean the same
+[−–]                                → -
+π                                   → \\pi~
+∞                                   → \\infty~
+√                                   → \\sqrt~
+[·×]|\\times                        → \\cdot~
+\\[lc]?dots|\.\.\.                  → \\ldots~
+≤|<=|\\leq(slant)?                  → \\le~
+≥|>=|\\geq(slant)?                  → \\ge~
+≠|\\neq                             → \\ne~
+
+# White space of all kinds is ~; \! and {,} stand in large numbers, 10,\!000 and 10{,}000
+\\!                                 →
+\{,\}                               → ,
+(?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle → ~
+
+# Brackets of any size, matrices with any brackets, the space after a row
+\\(left|right|[bB]igg?[lr]?)(?![a-zA-Z]) →
+bmatrix                             → pmatrix
+\\\\\[\w*\]                         → \\\\
+
+# An amount in dollars; signs of a formula: \(5\), $5$, "the answer is $5$"
+\\\$~*([\d.,]+)                     → \1~dollars
+(?<!\\)\\[()\[\]]                   → $
+^(?:[^$]*\b(?:is|are)[~}]*)?\$([^$]*)\$~*$ → \1
+\\?\$|"                             →
+
+# Units that have signs
+\\?%                                → ~percent
+\^(?:\\circ|\{\\circ\})|\\degree|°  → ~degrees
+
+# Type: bold, upright and so on; twice, as one may stand in another
+mbox|textrm                         → text
+\\(text|mathrm)\{~*m~*\}            → ~meters
+TYPE                                → ~\1~
+TYPE                                → ~\1~
+\\overline\{([A-Z]+)\}              → \1
+
+# Words: "1 and 2", "5 square cm", "a dozen"
+,?~*\band\b                         → ,
+\bsquare~([a-z]+)~*$                → \1^2
+\bcubic~([a-z]+)~*$                 → \1^3
+\ban~|\ba~(?=[A-Za-z]{2}|\d)        →
+
+# Fractions: \dfrac, 1/2
+\\[dtc]frac                         → \\frac
+(?<![\w^.])(\d+)/(\d+)(?![\w{.])    → \\frac{\1}{\2}
+
+# White space stays between words only
+(\\[a-zA-Z]+)~+                     → \1
+(?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2}) →
+~+                                  → ~
+
+# Arguments without braces: \frac12, \sqrt2
+\\frac(BARE)                        → \\frac{\1}
+(\\frac\{[^{}]*\})(BARE)            → \1{\2}
+\\sqrt(BARE)                        → \\sqrt{\1}
+
+# The minus of a fraction goes before it, unless it is a factor: \frac{-1}{2}, but 2\frac{-1}{2}
+(^|[(\[{,=&\\]|matrix\})\\frac\{-([^{}+-]+)\} → \1-\\frac{\2}
+
+# Spellings of a number: x^{2}, +5, .5, 34.0, a full stop
+([\^_])\{(\w)\}                     → \1\2
+(^|[(\[,=])\+                       → \1
+(?<![\d.])\.(?=\d)                  → 0.
+(\.\d*?)0+(?![\d\\])                → \1
+\.(?!\d)                            →
+"""
+_RULES = _RULES.replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]")
+_RULES = _RULES.replace(
+    "TYPE",
+    r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|boldsymbol|boxed)"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_RULES = re.findall(r"^(\S+) +→ ?(\S*)$", _RULES, re.MULTILINE)
+
+# A name of an answer: x, a_{10}, f'(-2), (x,y), and m+n, which AIME asks for
 _NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\((?:[^()=<>+^-]|(?<=[(,])-)*\))?"
-_NAME += rf"(?:\+{_NAME})*"  # m+n, which AIME asks for
+_NAME += rf"(?:\+{_NAME})*"
 _VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
 _UNIT = (
     "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|"
@@ -83,21 +146,24 @@ _UNIT = (
     "pounds?|liters?|points|digits|ways|integers|meals|edges|students|children|people|tickets|multiples|th"
 )
 _PARTS = (  # "x =" or "2 + 3 =", the answer itself, its unit
-    rf"((?:(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?(.*?)"
+    rf"((?:(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?"
+    r"(.*?)"
     rf"((?<=[\d}})i])~?(?:{_UNIT})(?:(?:~per~|/)\w+)?(?:\^[23])?)?"
 ).replace("RELATION", r"\\[lgn]e|\\pm")
 
 
 @functools.lru_cache(4096)  # a truth is asked for by all samples of its group
-def _parts(answer: str) -> tuple:
+def _parts(answer):
     """(name, normalised answer, unit)"""
     for pattern, replacement in _RULES:
         answer = re.sub(pattern, replacement, answer)
-    name, answer, unit = re.fullmatch(_PARTS, answer).groups("")
+    names, answer, unit = re.fullmatch(_PARTS, answer).groups("")
+    name = names.partition("=")[0]  # of a chain x = 10/2 = 5 the first
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")
     answer = re.sub(r"^(-?)0+(?=\d+$)", r"\1", answer)  # AIME's 025
-    return name, re.sub(r"^\(?([A-J])\)?:?$", r"\1", answer).replace("~", " "), unit  # (A), A. and A) are A
+    answer = re.sub(r"^\(?([A-J])\)?:?$", r"\1", answer)  # (A), A. and A) are A
+    return name, answer.replace("~", " "), unit
 
 
 def normalize_final_answer(answer: str) -> str:
@@ -107,12 +173,19 @@ def normalize_final_answer(answer: str) -> str:
 
 def is_equal(answer: str, truth: str) -> bool:
     """Whether their normal forms are one; name or unit may be missing: 5 cm is 5, and x=5 is 5, not y=5."""
-    ours, true = _parts(answer), _parts(truth)
-    names = ours[0].partition("=")[0], true[0].partition("=")[0]  # of a chain x=10/2=5 the first
-    return ours[1] == true[1] != "" and all(a == b or "" in (a, b) for a, b in (names, (ours[2], true[2])))
+    name, value, unit = _parts(answer)
+    true_name, true_value, true_unit = _parts(truth)
+    if name and true_name and name != true_name:
+        return False
+    if unit and true_unit and unit != true_unit:
+        return False
+    return value == true_value and value != ""
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
+_SCORES = {True: 1.0, False: -1.0, None: None}  # None: nobody knows
+
+
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
@@ -125,18 +198,30 @@ def compute_score(
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
-        raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
-                         "this data source needs a reward function of its own")  # fmt: skip
-    tail = solution_str[-TAIL_CHARS:]
-    answer = (boxed := last_boxed_only_string(tail)) and remove_boxed(boxed)
-    if data_source in ("gsm8k", "openai/gsm8k") and "\\boxed{" not in tail:
-        hashes = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", tail)
-        answer = hashes[-1].replace(",", "") if hashes else None
+        raise ValueError(
+            f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
+            "this data source needs a reward function of its own"
+        )
+    answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
     if answer is None:
-        return {"score": -1.0, "acc": False, "pred": "[INVALID]"}  # the original's word
-    check, pred = (is_equal, normalize_final_answer(answer)) if verifier == "rule" else (_math_verify, answer)
-    acc = check(answer, truth)
-    return {"score": None if acc is None else 1.0 if acc else -1.0, "acc": acc, "pred": pred}
+        pred, acc = "[INVALID]", False  # the original's word
+    elif verifier == "math_verify":
+        pred, acc = answer, _math_verify(answer, truth)
+    else:
+        pred, acc = normalize_final_answer(answer), is_equal(answer, truth)
+    return {"score": _SCORES[acc], "acc": acc, "pred": pred}
+
+
+def _find_answer(data_source, text):
+    """What is in the last box of the text, or after "####"; None if there is no such thing."""
+    if "\\boxed{" in text:
+        boxed = last_boxed_only_string(text)
+        return boxed and remove_boxed(boxed)
+    if data_source in ("gsm8k", "openai/gsm8k"):
+        numbers = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", text)
+        if numbers:
+            return numbers[-1].replace(",", "")
+    return None
 
 
 @functools.wraps(compute_score, assigned=())  # so that callers see what it takes
@@ -150,49 +235,46 @@ def compute_score_gsm8k(data_source, *sample, **named) -> dict:
 MAX_GRADERS = 4
 GRADE_TIMEOUT_S = 4  # for one answer; an honest one takes milliseconds
 GRADE_MEMORY = 2 << 30  # bytes; an answer such as 9^{9^{9^9}} must not eat the machine
-_one_at_a_time = threading.Lock()  # for starting them
 _grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops
+_places = threading.Semaphore(MAX_GRADERS)  # as many child processes at most
+_one_at_a_time = threading.Lock()  # to start them
+_free_graders = []  # pipes to child processes that wait for an answer
+os.register_at_fork(after_in_child=_free_graders.clear)  # they are not the child's
 
 
-@functools.cache
-def _free_graders(pid: int) -> queue.LifoQueue:
-    """This process's (a fork of it needs its own): a pipe to each, None where it is not started (again)."""
-    free = queue.LifoQueue()
-    for _ in range(MAX_GRADERS):
-        free.put(None)
-    return free
-
-
-def _start_grader():
-    """Starts a child process; returns the pipe to it."""
-    fork = multiprocessing.get_context("fork")
-    with _one_at_a_time:  # a sister with a copy of the child's end would hide the child's death
+def _take_grader():
+    """The pipe to a child process: the one used last, so that one caller has one child, or else a new one."""
+    with _one_at_a_time:  # a child with a copy of its sister's end would hide the sister's death
+        if _free_graders:
+            return _free_graders.pop()
+        fork = multiprocessing.get_context("fork")
         ours, its = fork.Pipe()
         fork.Process(target=_grade_all, args=(its, ours), daemon=True).start()
         its.close()
-    return ours
+        return ours
 
 
-def _grade_all(pipe, parents_end) -> None:
+def _grade_all(pipe, parents_end):
     """The life of a child process: (answer, truth) comes in, whether they are equal goes out."""
     parents_end.close()
-    for number in (signal.SIGALRM, signal.SIGTERM):
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # not what the parent does then
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
     logging.disable()  # math-verify warns of calls without a time limit of its own
-    limit = GRADE_MEMORY + int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended, or does not want it any more
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended, or wants it no more
         while True:
             pipe.send(_grade(*pipe.recv()))
 
 
-def _grade(pred: str, truth: str) -> bool | None:
-    """What a child process does with one answer."""
+def _grade(answer, truth):
+    """What a child process does with one answer: True, False, or None if it could not finish."""
     from math_verify import parse, verify
     signal.alarm(GRADE_TIMEOUT_S)  # ends the child, also where it computes in C or its parent was killed
     try:
-        sides = [parse(f"\\boxed{{{x}}}", parsing_timeout=None, raise_on_error=True) for x in (truth, pred)]
+        boxes = f"\\boxed{{{truth}}}", f"\\boxed{{{answer}}}"
+        sides = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
         return verify(*sides, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         return None
@@ -202,26 +284,23 @@ def _grade(pred: str, truth: str) -> bool | None:
         signal.alarm(0)
 
 
-def _math_verify(pred: str, truth: str) -> bool | None:
+def _math_verify(answer, truth):
     """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
     try:
         import math_verify  # noqa: F401  (before the fork, so that the children have it)
     except ImportError as error:
         raise ValueError("verifier: 'math_verify' needs: pip install math-verify") from error
-    if pred == truth:
+    if answer == truth:
         return True
-    free = _free_graders(os.getpid())
-    grader, still_good = free.get(), None  # the last one used: a caller with one thread starts only one
-    try:
-        grader = grader or _start_grader()
-        grader.send((pred, truth))
-        verdict = grader.recv()
-        still_good = grader  # not where the caller was interrupted: this answer would be the next one's
+    with _places:
+        grader = _take_grader()
+        try:
+            grader.send((answer, truth))
+            verdict = grader.recv()
+        except (EOFError, ConnectionError):  # it died
+            return None
+        _free_graders.append(grader)  # but not where the caller was interrupted, and an answer is to come yet
         return verdict
-    except (EOFError, ConnectionError):  # it died
-        return None
-    finally:
-        free.put(still_good)
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
@@ -256,8 +335,10 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
     template, paragraph = PROMPT_STYLES[prompt_style]
     if paragraph:
-        parts = split_paragraphs(solution) if isinstance(solution, str) else solution
-        solution = "".join(paragraph.format(index=i, text=text) for i, text in enumerate(parts)).rstrip("\n")
+        if isinstance(solution, str):
+            solution = split_paragraphs(solution)
+        parts = [paragraph.format(index=index, text=text) for index, text in enumerate(solution)]
+        solution = "".join(parts).rstrip("\n")
     elif not isinstance(solution, str):
         solution = "\n\n".join(solution)
     return template.format(problem=problem, answer=answer, solution=solution)
@@ -269,117 +350,164 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
         index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
         return None
-    return index if index >= -1 and (num_paragraphs is None or index < num_paragraphs) else None
+    if index < -1 or (num_paragraphs is not None and index >= num_paragraphs):
+        return None
+    return index
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
-MAX_DEATHS = 3  # connections that were cut after the request was sent, told by us or by the router
-DEATH = (r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
-         r"^HTTP 500.*EngineCore encountered an issue|"  # vLLM's engine, a moment before its server ends
-         r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)")  # fmt: skip
+MAX_DEATHS = 3  # of servers, after which a request is given up: perhaps it kills them, and others need them
+DEATH = (  # of a server that was asked, as we see it and as the router tells it
+    r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
+    r"^HTTP 500.*EngineCore encountered an issue|"  # vLLM's engine, a moment before its server ends
+    r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)"
+)
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 SHARED_ANSWERS = 1024  # at temperature 0, the last ones: equal requests come close together, from one group
-_loop_state = {}  # event loop -> what `_state` returns
 
 
-async def _state() -> tuple:
-    """This event loop's (session, function from what is asked once to its [lock, answer or None])."""
+class _Once(asyncio.Lock):
+    """For something that is asked once: who comes later waits here, and finds the answer."""
+    answer = None
+
+
+@functools.lru_cache(SHARED_ANSWERS)
+def _asked_once(loop, thing):
+    return _Once()
+
+
+_sessions = {}  # one for each event loop
+
+
+async def _session():
     loop = asyncio.get_running_loop()
-    if loop not in _loop_state:
-        # For a judge on another machine; never in a config or log. A secret's file may end with a newline.
-        key = os.environ.get("ROUTER_API_KEY", "").strip()
-        session = aiohttp.ClientSession(
+    if loop not in _sessions:
+        headers = {}
+        key = os.environ.get("ROUTER_API_KEY", "").strip()  # a secret's file may end with a newline
+        if key:  # for a judge on another machine; never in a config or log
+            headers["Authorization"] = f"Bearer {key}"
+        _sessions[loop] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=1024),  # the default of 100 is too small for judges
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # the total is chat's timeout_s
-            headers={"Authorization": f"Bearer {key}"} if key else {})  # fmt: skip
-        _loop_state[loop] = session, functools.lru_cache(SHARED_ANSWERS)(lambda _: [asyncio.Lock(), None])
-        for other in list(_loop_state):  # those of asyncio.run per sample
-            if other.is_closed() and (state := _loop_state.pop(other, None)):
-                await state[0].close()
-    return _loop_state[loop]
+            headers=headers,
+        )
+        for other in list(_sessions):
+            if other.is_closed():  # such as those of asyncio.run per sample
+                await close_session(other)
+    return _sessions[loop]
 
 
-async def close_session() -> None:
+async def close_session(loop=None) -> None:
     """Closes this event loop's session; for scripts and tests that end their loop."""
-    if state := _loop_state.pop(asyncio.get_running_loop(), None):
-        await state[0].close()
+    session = _sessions.pop(loop or asyncio.get_running_loop(), None)
+    if session:
+        await session.close()
 
 
-async def _json_request(method: str, url: str, **kwargs) -> dict:
-    session, _ = await _state()
+async def _json_request(method, url, **kwargs):
+    session = await _session()
     async with session.request(method, url, **kwargs) as response:
-        if response.status != 200:
-            text = (await response.text(errors="replace"))[:200].replace("\n", " ")
-            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=text,
-                                              headers=response.headers)  # fmt: skip
+        if not response.ok:
+            text = await response.text(errors="replace")
+            response.reason = text[:200].replace("\n", " ")  # the error's message
+            response.raise_for_status()
         return await response.json(content_type=None)
 
 
 async def served_model(address: str) -> dict:
     """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait."""
-    once = (await _state())[1](address)
-    async with once[0]:
-        if not once[1]:
-            url, limit = f"http://{address}/v1/models", aiohttp.ClientTimeout(total=60)
-            once[1] = (await _json_request("GET", url, timeout=limit))["data"][0]
-        return once[1]
+    once = _asked_once(asyncio.get_running_loop(), address)
+    async with once:
+        if not once.answer:
+            limit = aiohttp.ClientTimeout(total=60)
+            models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
+            once.answer = models["data"][0]
+        return once.answer
 
 
 async def chat(
-    prompt: str, address: str, *, model: str | None = None, temperature: float | None = None,
-    top_p: float | None = None, max_tokens: int | None = GENRM_MAX_TOKENS, timeout_s: float = GENRM_TIMEOUT_S,
-    chat_kwargs: dict | None = None) -> tuple[str, str, int | None]:  # fmt: skip
+    prompt: str, address: str, *, model=None, temperature=None, top_p=None, max_tokens=GENRM_MAX_TOKENS,
+    timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None) -> tuple[str, str, int | None]:  # fmt: skip
     """One user message to `http://address/v1/chat/completions`. What is None is not sent.
 
     Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
     HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses or
     what Retry-After asks for, unless MAX_DEATHS servers died meanwhile. Never raises for a bad server.
-    At temperature 0 equal requests wait for the first and share its answer (tokens: None), or the verdict that
-    they kill servers, and no other failure.
+    At temperature 0 equal requests wait for the first and share its answer (tokens: None), not its failure,
+    unless that is the death of servers.
     """
-    body = dict(messages=[{"role": "user", "content": prompt}], model=model, max_tokens=max_tokens,
-                temperature=temperature, top_p=top_p, chat_template_kwargs=chat_kwargs)  # fmt: skip
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "chat_template_kwargs": chat_kwargs,
+    }
     body = {key: value for key, value in body.items() if value is not None}
-    _, asked_once = await _state()
-    once = asked_once(f"{address} {body}") if temperature == 0 else [asyncio.Lock(), None]
-    reason, pause, deaths = "the request was sent, and no answer came", 0.5, 0
+    once = _Once()
+    if temperature == 0:
+        once = _asked_once(asyncio.get_running_loop(), f"{address} {body}")
+    failures = ["the request was sent, and no answer came"]
     try:
-        async with asyncio.timeout(timeout_s), once[0]:
-            if once[1]:
-                return *once[1], None
-            while True:
-                try:
-                    body["model"] = model or (await served_model(address))["id"]
-                    reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
-                    choice = reply["choices"][0]
-                    status = "truncated" if choice.get("finish_reason") in ("length", "abort") else "ok"
-                    text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
-                    if not isinstance(text, str):
-                        raise TypeError(f"content is a {type(text).__name__}")
-                    once[1] = (status, text) if choice.get("finish_reason") != "abort" else None
-                    return status, text, (reply.get("usage") or {}).get("completion_tokens") or 0
-                except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                    return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
-                except aiohttp.ClientResponseError as error:
-                    asked = (error.headers or {}).get("Retry-After", "")  # none where it spoke no HTTP
-                    reason = f"HTTP {error.status}: {error.message}"
-                    if error.status == 404:  # perhaps another model is served there now: look it up next time
-                        asked_once(address)[1] = None
-                    if error.status < 500 and error.status not in (408, 425, 429):
-                        return "http_error", reason, 0
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    reason, asked = f"{type(error).__name__}: {error}", ""
-                deaths += bool(re.search(DEATH, reason))
-                if deaths == MAX_DEATHS:  # perhaps of this very prompt, and others need the server
-                    once[1] = "http_error", f"{deaths} servers died while they were asked; last: {reason}"
-                    return *once[1], 0
-                asked = float(asked) if asked.isdecimal() else 0.0
-                await asyncio.sleep(max(asked, random.uniform(pause / 2, pause)))
-                pause = min(8.0, 2 * pause)
+        async with asyncio.timeout(timeout_s), once:
+            if once.answer:
+                return *once.answer, None
+            return await _keep_asking(address, body, once, failures)
     except TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {reason}", 0
+        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {failures[-1]}", 0
+
+
+async def _keep_asking(address, body, once, failures):
+    """What `chat` returns; `once` gets what others may share, `failures` what goes wrong on the way."""
+    pause = 0.5
+    while True:
+        wait = random.uniform(pause / 2, pause)
+        try:
+            return await _ask(address, body, once)
+        except aiohttp.ClientResponseError as error:
+            failures.append(f"HTTP {error.status}: {error.message}")
+            if error.status == 404:  # perhaps another model is served there now: look it up next time
+                _asked_once(asyncio.get_running_loop(), address).answer = None
+            if error.status < 500 and error.status not in (408, 425, 429):
+                return "http_error", failures[-1], 0
+            retry_after = (error.headers or {}).get("Retry-After", "")  # none where it spoke no HTTP
+            if retry_after.isdecimal():
+                wait = max(wait, float(retry_after))
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        except Exception as error:  # no address, or no reply of this kind of server
+            return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
+        deaths = [failure for failure in failures if re.search(DEATH, failure)]
+        if len(deaths) == MAX_DEATHS:
+            once.answer = "http_error", f"{MAX_DEATHS} servers died while they were asked; last: {deaths[-1]}"
+            return *once.answer, 0
+        await asyncio.sleep(wait)
+        pause = min(8.0, 2 * pause)
+
+
+async def _ask(address, body, once):
+    """One attempt."""
+    if "model" not in body:
+        served = await served_model(address)
+        body = body | {"model": served["id"]}
+    reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
+    choice = reply["choices"][0]
+    text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+    if not isinstance(text, str):
+        raise TypeError(f"content is a {type(text).__name__}")
+    end = choice.get("finish_reason")
+    status = "truncated" if end in ("length", "abort") else "ok"
+    if end != "abort":
+        once.answer = status, text
+    usage = reply.get("usage") or {}
+    return status, text, usage.get("completion_tokens") or 0
+
+
+NOT_ASKED = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", "genrm_shared": False,
+             "critique": ""}  # fmt: skip
 
 
 async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:
@@ -390,13 +518,16 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, tokens = await chat(prompt, address, **settings)
-    # In a raw prompt the judge counts steps of its own, so that no index is too large.
-    count = None if prompt_style == "raw" else len(split_paragraphs(solution))
-    index = parse_critique(text, count) if status == "ok" else None
-    error, text = (text, "") if status in ("http_error", "timeout") else ("", text)
-    status = "unparsable" if status == "ok" and index is None else status
-    return {"first_wrong": index, "genrm_status": status, "genrm_error": error,
-            "genrm_shared": tokens is None, "critique": text}  # fmt: skip
+    verdict = NOT_ASKED | {"genrm_status": status, "genrm_shared": tokens is None, "critique": text}
+    if status in ("http_error", "timeout"):
+        verdict |= {"genrm_error": text, "critique": ""}
+    elif status == "ok":
+        # In a raw prompt the judge counts steps of its own, so that no index is too large.
+        count = None if prompt_style == "raw" else len(split_paragraphs(solution))
+        verdict["first_wrong"] = parse_critique(text, count)
+        if verdict["first_wrong"] is None:
+            verdict["genrm_status"] = "unparsable"
+    return verdict
 
 
 async def compute_score_discriminative(
@@ -415,8 +546,10 @@ async def compute_score_discriminative(
     scores = reply["data"][0]["probs"]
     if len(scores) != 1:
         raise ValueError(f"the reward model gives {len(scores)} labels: choose one in a function of your own")
-    rule = compute_score(data_source, solution_str, ground_truth) if ground_truth != "" else {}
-    return {"acc": None, "pred": None} | rule | {"score": scores[0]}
+    result = {"acc": None, "pred": None}
+    if ground_truth != "":
+        result = compute_score(data_source, solution_str, ground_truth)
+    return result | {"score": scores[0]}
 
 
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
@@ -425,7 +558,7 @@ async def compute_score_fapo(
     reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
     judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
     verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
-    genrm_max_tokens: int | None = GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
+    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
@@ -443,12 +576,16 @@ async def compute_score_fapo(
     if verifier != "rule":  # blocks: in threads of its own, as asyncio.to_thread's also look up host names
         grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
-        result = result if graded["acc"] is None and on_no_verdict == "rule" else graded
-    is_test = (extra_info := extra_info or {}).get("split") == "test"
+        if graded["acc"] is not None or on_no_verdict == "none":
+            result = graded
+    extra_info = extra_info or {}
+    is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
-    verdict = dict(first_wrong=None, genrm_status="skipped", genrm_error="", genrm_shared=False, critique="")
-    is_asked = result["acc"] or judge_wrong and result["acc"] is False
-    if is_asked and (judge_test or not is_test) and (reward_router_address or not only_measures):
+    is_asked = result["acc"] or (judge_wrong and result["acc"] is False)
+    if is_test and not judge_test or only_measures and not reward_router_address:
+        is_asked = False
+    verdict = dict(NOT_ASKED)
+    if is_asked:
         if reward_router_address is None:
             raise ValueError("reward_router_address: missing; start a GenRM (--genrm or --router-address)")
         if extra_info.get("question") is None:
@@ -458,11 +595,15 @@ async def compute_score_fapo(
             model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
             timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
     first_wrong = verdict["first_wrong"]
-    flawed = False if result["acc"] is False else None if first_wrong is None else first_wrong != -1
-    if not only_measures and (flawed or flawed is None and on_no_verdict == "none"):
-        result["score"] = None if flawed is None else result["score"] - float(penalty)
-    if on_no_verdict == "rule":
-        flawed, verdict["first_wrong"] = bool(flawed), -1 if first_wrong is None else first_wrong
+    if first_wrong is None and on_no_verdict == "rule":
+        first_wrong = verdict["first_wrong"] = -1
+    flawed = None if first_wrong is None else first_wrong != -1
+    if result["acc"] is False:  # a wrong answer is no flawed positive, wherever it went wrong
+        flawed = False
+    if flawed is None and not only_measures:
+        result["score"] = None
+    elif flawed and not only_measures:
+        result["score"] -= penalty
     if not keep_critique:
         del verdict["critique"]
     return result | {"flawed_positive": flawed} | verdict
@@ -495,8 +636,15 @@ def compute_score_fapo_genrm(
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
-    score = 1.0 - abs(pred - truth) / total_steps if acc else -1.0
-    rates = {"recall": acc if flawed else None, "location": exact if flawed else None,
-             "sound_kept": None if flawed else acc, "pred": pred}  # fmt: skip
+    score = -1.0
+    if acc:
+        score = 1.0 - abs(pred - truth) / total_steps
     result = {"score": score, "acc": acc, "exact": exact, "gt": truth}
-    return result if on_no_verdict == "rule" else result | rates
+    if on_no_verdict != "rule":
+        result |= {
+            "pred": pred,
+            "recall": acc if flawed else None,
+            "location": exact if flawed else None,
+            "sound_kept": None if flawed else acc,
+        }
+    return result

@@ -3,6 +3,7 @@ script."""
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib.util
 import inspect
@@ -966,7 +967,8 @@ def test_the_end_of_the_first_asker_is_not_that_of_the_others():
 
 
 def test_only_the_last_answers_are_kept(monkeypatch):
-    monkeypatch.setattr(scores, "SHARED_ANSWERS", 4)
+    four = functools.lru_cache(4)(scores._asked_once.__wrapped__)
+    monkeypatch.setattr(scores, "_asked_once", four)
     judge = Judge("fine")
 
     async def main():
