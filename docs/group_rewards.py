@@ -9,7 +9,7 @@ given: docs/reward_functions.md. To copy this file, take compute_score.py along 
 
 import asyncio
 import collections
-import itertools
+import math
 import random
 import re
 
@@ -39,18 +39,43 @@ async def listwise_judge(
     whose answers are all the same.
     """
     results = [fapo.compute_score(data_source, text, ground_truth) for text in solution_strs]
-    answers = random.sample(list(dict.fromkeys(solution_strs)), len(set(solution_strs)))
+    answers = list(dict.fromkeys(solution_strs))
     if len(answers) == 1 or extra_info.get("split") == "test":
         return results
-    solutions = "\n\n".join(f"[Solution {number}]\n\n{text}" for number, text in enumerate(answers, 1))
-    prompt = RANKING.format(count=len(answers), problem=extra_info["question"], solutions=solutions)
+    random.shuffle(answers)
+    solutions = ""
+    for number, text in enumerate(answers, 1):
+        solutions += f"[Solution {number}]\n\n{text}\n\n"
+    prompt = RANKING.format(
+        count=len(answers),
+        problem=extra_info["question"],
+        solutions=solutions.removesuffix("\n\n"),
+    )
     status, critique, _ = await fapo.chat(prompt, reward_router_address, max_tokens=max_tokens)
-    marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", fapo.last_boxed_only_string(critique) or "")
-    if status == "ok" and (len(marks) != len(answers) or not all(0 <= float(mark) <= 1 for mark in marks)):
-        status = "unparsable"
-    mark_of = dict(zip(answers, map(float, marks))) if status == "ok" else {}  # no mark: no verdict
-    about = {"group_status": status, "group_critique": critique}
-    return [result | about | {"score": mark_of.get(text)} for text, result in zip(solution_strs, results)]
+    mark_of = {}  # no mark: no verdict
+    if status == "ok":
+        mark_of = read_marks(critique, answers)
+        if not mark_of:
+            status = "unparsable"
+    for text, result in zip(solution_strs, results):
+        result["score"] = mark_of.get(text)
+        result["group_status"] = status
+        result["group_critique"] = critique
+    return results
+
+
+def read_marks(critique, answers):
+    """Each answer's mark in the critique's last box; none at all unless all are there and from 0 to 1."""
+    box = fapo.last_boxed_only_string(critique) or ""
+    marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)
+    if len(marks) != len(answers):
+        return {}
+    mark_of = {}
+    for text, mark in zip(answers, marks):
+        mark_of[text] = float(mark)
+        if not 0 <= mark_of[text] <= 1:
+            return {}
+    return mark_of
 
 
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
@@ -62,15 +87,28 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     is_known = ground_truth != ""
     truth = ground_truth if is_known else "unknown"
     results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
-    votes = collections.Counter(result["pred"] for result in results if result["pred"] not in ("[INVALID]", ""))
-    [(label, count)] = votes.most_common(1) or [(None, 0)]
-    about = {"group_label": label, "group_votes": count / len(results)}
-    if is_known:
-        about["group_label_right"] = any(result["acc"] for result in results if result["pred"] == label)
-    else:
-        about["acc"] = None
-    scores = [None if label is None else 1.0 if result["pred"] == label else -1.0 for result in results]
-    return [result | about | {"score": score} for result, score in zip(results, scores)]
+    votes = collections.Counter()
+    for result in results:
+        if result["pred"] not in ("[INVALID]", ""):  # no box, or an empty one, is no vote
+            votes[result["pred"]] += 1
+    label, count = None, 0
+    if votes:
+        [(label, count)] = votes.most_common(1)
+    label_is_right = False
+    for result in results:
+        if result["pred"] == label:
+            result["score"] = 1.0
+            label_is_right = label_is_right or result["acc"]
+        else:
+            result["score"] = -1.0 if votes else None
+    for result in results:
+        result["group_label"] = label
+        result["group_votes"] = count / len(results)
+        if is_known:
+            result["group_label_right"] = label_is_right
+        else:
+            result["acc"] = None
+    return results
 
 
 def rule_and_variety(
@@ -79,15 +117,26 @@ def rule_and_variety(
 
     `repeated` is the share of its runs of `words` words that another answer has, too.
     """
-    texts = [text.split() for text in solution_strs]
-    runs = [set(zip(*(text[start:] for start in range(words)))) or {tuple(text)} for text in texts]
-    counts = collections.Counter(itertools.chain.from_iterable(runs))
+    runs_of = [runs(text.split(), words) for text in solution_strs]
+    counts = collections.Counter()  # of answers that have a run
+    for mine in runs_of:
+        counts.update(mine)
     results = []
-    for text, mine in zip(solution_strs, runs):
+    for text, mine in zip(solution_strs, runs_of):
+        shared = [run for run in mine if counts[run] > 1]
         result = fapo.compute_score(data_source, text, ground_truth)
-        repeated = sum(counts[run] > 1 for run in mine) / len(mine)
-        results.append(result | {"score": result["score"] - penalty * repeated, "repeated": repeated})
+        result["repeated"] = len(shared) / len(mine)
+        result["score"] -= penalty * result["repeated"]
+        results.append(result)
     return results
+
+
+def runs(text, length):
+    """All runs of so many words in a list of words; of a shorter text the whole."""
+    found = set()
+    for start in range(max(len(text) - length, 0) + 1):
+        found.add(tuple(text[start : start + length]))
+    return found
 
 
 async def fapo_against_others(data_source, solution_strs, ground_truth, extra_info, **settings):
@@ -100,16 +149,29 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
     distinct = list(dict.fromkeys(solution_strs))
     asked = [fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings)
              for text in distinct]  # fmt: skip
-    verdict_of, place_of = dict(zip(distinct, await asyncio.gather(*asked))), {}
-    for text, verdict in verdict_of.items():
-        if verdict["score"] is not None:
-            # None: the judge was not asked. What it says of wrong answers (judge_wrong) ranks nobody.
-            sound_until = verdict["first_wrong"] or 0 if verdict["acc"] else 0
-            place_of[text] = verdict["acc"], float("inf") if sound_until == -1 else sound_until
-    places, results = [place_of[text] for text in solution_strs if text in place_of], []
+    verdict_of = dict(zip(distinct, await asyncio.gather(*asked)))
+    places = []
     for text in solution_strs:
-        mine, score = place_of.get(text), None
-        if mine:
-            score = sum((mine > other) - (mine < other) for other in places) / max(len(places) - 1, 1)
-        results.append(verdict_of[text] | {"score": score, "group_distinct": len(distinct)})
+        if verdict_of[text]["score"] is not None:
+            places.append(place(verdict_of[text]))
+    results = []
+    for text in solution_strs:
+        result = verdict_of[text] | {"group_distinct": len(distinct)}
+        if result["score"] is not None:
+            mine = place(result)
+            beaten = sum(mine > other for other in places)
+            beaten_by = sum(mine < other for other in places)
+            result["score"] = (beaten - beaten_by) / max(len(places) - 1, 1)
+        results.append(result)
     return results
+
+
+def place(verdict):
+    """What is compared: whether the answer is right, and how far it is sound."""
+    if not verdict["acc"]:  # what the judge says of wrong answers (judge_wrong) ranks nobody
+        return False, 0
+    if verdict["first_wrong"] is None:  # the judge was not asked
+        return True, 0
+    if verdict["first_wrong"] == -1:
+        return True, math.inf
+    return True, verdict["first_wrong"]
