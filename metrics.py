@@ -22,7 +22,9 @@ WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")  # answers and plac
 def mean(values) -> float | None:
     """The mean of the values that are not None; None where there are none."""
     known = [float(value) for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    if not known:
+        return None
+    return sum(known) / len(known)
 
 
 def averages(infos: list[dict]) -> dict:
@@ -30,41 +32,40 @@ def averages(infos: list[dict]) -> dict:
 
     `flawed_positive` (and what ends so) is a rate among right answers, as in the paper.
     """
-    means = {}
-    for key in dict.fromkeys(key for info in infos for key in info):
-        if key in WITHOUT_MEAN:
-            continue
-        if key.endswith("flawed_positive"):
-            right = [info for info in infos if info.get("acc") == 1]
-            means[f"{key}_rate"] = mean(numbers(right, key))
-        else:
-            means[key] = mean(numbers(infos, key))
-    return means
-
-
-def numbers(infos: list[dict], key: str) -> list:
-    """Without NaN, and without integers too large for a float, which a model may write out."""
-    values = [info.get(key) for info in infos]
-    return [value for value in values if isinstance(value, (int, float)) and abs(value) <= 1e308]
+    numbers = {}
+    for info in infos:
+        for key, value in info.items():
+            if key in WITHOUT_MEAN:
+                continue
+            # No NaN, and no integer too large for a float, which a model may write out.
+            is_number = isinstance(value, (int, float)) and abs(value) <= 1e308
+            if key.endswith("flawed_positive"):
+                key = f"{key}_rate"
+                is_number = is_number and info.get("acc") == 1
+            found = numbers.setdefault(key, [])
+            if is_number:
+                found.append(value)
+    return {key: mean(found) for key, found in numbers.items()}
 
 
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
     infos = [sample.result["reward_extra_info"] for sample in samples]
-    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
-    seconds = [sample.result.get("seconds") for sample in samples]
-    known_seconds = [value for value in seconds if value is not None]
+    rewards = [sample.reward for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
-    metrics |= {  # a function's own "mean" gives way
-        "reward/mean": mean(sample.reward for sample in samples),
-        "reward/no_verdict": mean(sample.reward is None for sample in samples),
-        "reward/seconds_mean": mean(known_seconds),
-        "reward/seconds_max": max(known_seconds, default=None),
-        "genrm/error_rate": mean(info["genrm_status"] != "ok" for info in asked),
-        "genrm/truncated": mean(info["genrm_status"] == "truncated" for info in asked),
-        "genrm/shared": mean(info.get("genrm_shared") for info in asked),
-        "genrm/asked": len(asked) or None,
-    }
+    metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
+    metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
+    seconds = [sample.result["seconds"] for sample in samples if sample.result.get("seconds") is not None]
+    if seconds:
+        metrics["reward/seconds_mean"] = mean(seconds)
+        metrics["reward/seconds_max"] = max(seconds)
+    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
+    if asked:
+        statuses = [info["genrm_status"] for info in asked]
+        metrics["genrm/error_rate"] = (len(asked) - statuses.count("ok")) / len(asked)
+        metrics["genrm/truncated"] = statuses.count("truncated") / len(asked)
+        metrics["genrm/shared"] = mean(info.get("genrm_shared") for info in asked)
+        metrics["genrm/asked"] = len(asked)
     return without_none(metrics)
 
 
@@ -75,32 +76,37 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     for group in groups:
         of_source.setdefault((group[0].row["data_source"], len(group)), []).append(group)
     metrics = {}
-    for (source, n), mine in sorted(of_source.items()):  # pass@k is that of the larger n
-        for name, value in source_metrics(mine, n, suffix or f"mean@{n}").items():
-            metrics[f"val/{source}/{name}"] = value
+    for source, n in sorted(of_source):  # pass@k is that of the larger n
+        found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
+        metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return without_none(metrics)
 
 
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
-    """Those of one data source. What has no `acc` (an error, say) is no wrong answer: it is left out."""
-    infos = [[sample.result["reward_extra_info"] for sample in group] for group in groups]
-    means = averages(sum(infos, []))
+    """Those of the groups of n samples of one data source."""
+    samples = sum(groups, [])
+    rewards = [sample.reward for sample in samples]
+    means = averages([sample.result["reward_extra_info"] for sample in samples])
     accuracy = means.pop("acc", None)
-    means["no_verdict"] = mean(sample.reward is None for sample in sum(groups, []))
+    means["no_verdict"] = rewards.count(None) / len(rewards)
     metrics = {f"{key}/{label}": value for key, value in means.items()}
     metrics[label] = accuracy
     if n == 1 or accuracy is None:
         return metrics
-    answers = [[info for info in group if info.get("acc") is not None] for group in infos]
+    # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
+    answers = []
+    for group in groups:
+        infos = [sample.result["reward_extra_info"] for sample in group]
+        answers.append([info for info in infos if info.get("acc") is not None])
     if any("pred" in info for info in sum(answers, [])):
         metrics[f"maj@{n}"] = mean(majority(group) for group in answers if group)
-    powers = {2**power for power in range(n.bit_length())}
-    for k in sorted(powers | {n}):
+    powers = [2**power for power in range(n.bit_length())]
+    for k in sorted({*powers, n}):
         chances = []
-        for group in answers:
-            if len(group) >= k:
-                correct = sum(info["acc"] == 1 for info in group)
-                chances.append(pass_at_k(len(group), correct, k))
+        for infos in answers:
+            if len(infos) >= k:
+                correct = sum(info["acc"] == 1 for info in infos)
+                chances.append(pass_at_k(len(infos), correct, k))
         metrics[f"pass@{k}"] = mean(chances)
     return metrics
 
@@ -127,37 +133,58 @@ def without_none(metrics: dict) -> dict:
 
 def print_step(line: dict, total_steps: int) -> None:
     """Prints the most important of a step's metrics."""
-    shown = ("reward/mean", "reward/acc", "reward/flawed_positive_rate", "reward/no_verdict",
-             "response_length/mean", "actor/entropy", "rollout/logprob_diff", "time/step")  # fmt: skip
-    values = "  ".join(f"{key} {line[key]:.4g}" for key in shown if key in line)
-    cut = line["response_length/clipped"]
-    print(f"step {line['step']}/{total_steps}  {values}" + (f"  {cut:.0%} cut" if cut else ""), flush=True)
+    parts = [f"step {line['step']}/{total_steps}"]
+    for key in (
+        "reward/mean",
+        "reward/acc",
+        "reward/flawed_positive_rate",
+        "reward/no_verdict",
+        "response_length/mean",
+        "actor/entropy",
+        "rollout/logprob_diff",
+        "time/step",
+    ):
+        if key in line:
+            parts.append(f"{key} {line[key]:.4g}")
+    if line["response_length/clipped"]:
+        parts.append(f"{line['response_length/clipped']:.0%} cut")
+    print("  ".join(parts), flush=True)
 
 
 def print_samples(lines: list[dict]) -> None:
     """Prints lines of samples.jsonl: how the prompt begins and the response ends, the truth, the reward."""
     for line in lines:
-        prompt, response, reward = line["prompt"], line["response"], line["reward_score"]
+        response = line["response"]
         if len(response) > 60:
             response = "…" + response[-60:]
-        parts = [repr(shortened(prompt, 40)), repr(response)]
+        parts = [repr(shortened(line["prompt"], 40)), repr(response)]
         if line["clipped"]:
             parts.append("cut")
         parts.append(f"truth {shortened(str(line['ground_truth']), 12)}")
+        reward = line["reward_score"]
         parts.append("reward none" if reward is None else f"reward {reward:.4g}")
         print("    " + " | ".join(parts))
 
 
 def shortened(text: str, length: int) -> str:
     """The first characters of a text; an ellipsis for what follows."""
-    return text if len(text) <= length else text[:length] + "…"
+    if len(text) <= length:
+        return text
+    return text[:length] + "…"
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
     """Draws the lines of metrics so far; evaluations as points, not lines."""
     from matplotlib.figure import Figure  # which takes half a second
 
-    seen = sorted({key for line in history for key in line if not key.endswith("/greedy")})
+    curves = {}  # metric: its steps, its values
+    for line in history:
+        for key, value in line.items():
+            steps, values = curves.setdefault(key, ([], []))
+            steps.append(line["step"])
+            values.append(value)
+    seen = sorted(key for key in curves if not key.endswith("/greedy"))
+    # of each data source the accuracy, whose key has no name in it
     held_out = [key.replace("/no_verdict/", "/") for key in seen if "/no_verdict/mean@" in key]
     panels = {
         "reward": ["reward/mean", "reward/score"],
@@ -170,10 +197,8 @@ def draw_curves(history: list[dict], path: Path) -> None:
     figure = Figure(figsize=(15, 7.5), layout="constrained")
     for axis, (title, keys) in zip(figure.subplots(2, 3).flat, panels.items()):
         for key in keys:
-            steps = [line["step"] for line in history if key in line]
-            if key in seen:
-                values = [line[key] for line in history if key in line]
-                axis.plot(steps, values, "o" if key.startswith("val/") else "-", label=key)
+            if key in curves:
+                axis.plot(*curves[key], "o" if key.startswith("val/") else "-", label=key)
         axis.set(title=title, xlabel="step")
         axis.grid()
         if axis.lines:
@@ -181,27 +206,43 @@ def draw_curves(history: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def tensorboard(config, first_step: int) -> tuple:
-    """(what takes a line of metrics to OUT_DIR/tensorboard, what ends that)."""
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoard:
+    """Takes lines of metrics to OUT_DIR/tensorboard."""
 
-    writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=first_step + 1)
+    def __init__(self, config, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter
 
-    def send(line):
+        self.writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=first_step + 1)
+
+    def send(self, line: dict) -> None:
         for key, value in line.items():
-            writer.add_scalar(key, value, line["step"])
+            self.writer.add_scalar(key, value, line["step"])
 
-    return send, writer.close
+    def close(self) -> None:
+        self.writer.close()
 
 
-def wandb(config, first_step: int) -> tuple:
-    """The same for Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
-    import wandb
+class WandB:
+    """Takes them to Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
 
-    id_file = Path(config.out_dir, "wandb_id")
-    if not (first_step and id_file.is_file()):
-        id_file.write_text(os.urandom(4).hex())
-    project = os.environ.get("WANDB_PROJECT", "fapo")
-    run = wandb.init(project=project, name=id_file.parent.name, dir=id_file.parent, id=id_file.read_text(),
-                     resume="allow", config=asdict(config))  # fmt: skip
-    return lambda line: run.log(line, step=line["step"]), run.finish
+    def __init__(self, config, first_step: int):
+        import wandb
+
+        folder = Path(config.out_dir)
+        id_file = folder / "wandb_id"
+        if not (first_step and id_file.is_file()):
+            id_file.write_text(os.urandom(4).hex())
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fapo"),
+            name=folder.name,
+            dir=folder,
+            id=id_file.read_text(),
+            resume="allow",
+            config=asdict(config),
+        )
+
+    def send(self, line: dict) -> None:
+        self.run.log(line, step=line["step"])
+
+    def close(self) -> None:
+        self.run.finish()
