@@ -27,27 +27,37 @@ def add(model, config, source: str) -> None:
     New ones change nothing yet (B is 0) and are the same for a seed. config: the trainer's. ValueError where
     no layer has such a name, and where one has that is none of the usual linear layers.
     """
-    targets = "all-linear" if "all-linear" in config.lora_targets else list(config.lora_targets)
-    alpha = config.lora_alpha or 2 * config.lora_rank
-    settings = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    targets = list(config.lora_targets)
+    if "all-linear" in targets:
+        targets = "all-linear"
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     try:
         model.add_adapter(settings)
     except ValueError as error:
         raise ValueError(f"lora_targets: {' '.join(config.lora_targets)}: {error}") from error
-    folder = Path(config.model)
-    settings.base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else config.model
+    settings.base_model_name_or_path = config.model
+    if Path(config.model).is_dir():
+        settings.base_model_name_or_path = str(Path(config.model).absolute())
     cast_adapter_dtype(model, "default")
     torch.manual_seed(config.seed)
-    for name, layer in layers_with_adapters(model):
-        kind = type(layer.get_base_layer())  # experts, or a router, which answers with more than a product
-        if (not issubclass(kind, (torch.nn.Linear, Conv1D)) or "Router" in kind.__name__
-                or name == "lm_head" and model.config.tie_word_embeddings):  # fmt: skip
-            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; "
-                             "name the layers that are to learn, such as q_proj v_proj")  # fmt: skip
+    for name, layer in layers_with_adapters(model).items():
+        kind = type(layer.get_base_layer())
+        # Experts are none; a router answers with more than a product; a tied head is the embedding, too.
+        is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
+        if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
+            raise ValueError(
+                f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; name the "
+                "layers that are to learn, such as q_proj v_proj"
+            )
         layer.reset_lora_parameters("default", True)
-    for target in config.lora_targets:
-        names = [name for name, _ in layers_with_adapters(model) if f".{name}".endswith(f".{target}")]
-        if not names and target != "all-linear":
+    for target in config.lora_targets:  # one of no layer, which peft takes for the others' sake
+        found = any(f".{name}".endswith(f".{target}") for name in layers_with_adapters(model))
+        if not found and target != "all-linear":
             raise ValueError(f"lora_targets: {target} is the name of no layer; leave it out or mend it")
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
@@ -58,15 +68,16 @@ def add(model, config, source: str) -> None:
             raise ValueError(f"lora_targets: {why}; give the run's own targets")
 
 
-def layers_with_adapters(model) -> list[tuple]:
-    """Name and module of each."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+def layers_with_adapters(model) -> dict:
+    """By their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def describe(model) -> str:
     """Which layers have adapters, and how many of the model's weights are theirs."""
-    kinds, held = Counter(), 0
-    for name, layer in layers_with_adapters(model):
+    kinds = Counter()
+    held = 0
+    for name, layer in layers_with_adapters(model).items():
         kinds[name.rpartition(".")[2]] += 1
         held += layer.get_base_layer().weight.numel()
     total = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
@@ -80,13 +91,13 @@ def off(model):
 
     By their scale: peft's own switch also freezes them, which FSDP does not take.
     """
-    layers = layers_with_adapters(model)
+    layers = layers_with_adapters(model).values()
     try:
-        for _, layer in layers:
+        for layer in layers:
             layer.set_scale("default", 0.0)
         yield
     finally:
-        for _, layer in layers:
+        for layer in layers:
             layer.set_scale("default", 1.0)
 
 
@@ -96,17 +107,19 @@ def merged(model):
 
     A layer's is W + alpha / rank * B @ A, in float32; of a model over many ranks it is as split as W.
     """
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers_with_adapters(model)}
+    layers = layers_with_adapters(model)
     for name, tensor in model.state_dict().items():
-        if name in adapted:
-            tensor = tensor + adapted[name].get_delta_weight("default")
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None:
+            tensor = tensor + layer.get_delta_weight("default")
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
-    if not (settings := checkpoint / "adapter_config.json").is_file():
+    settings = checkpoint / "adapter_config.json"
+    if not settings.is_file():
         raise ValueError(f"checkpoint: {checkpoint} has no adapter_config.json; take one of a LoRA run")
     base = model or json.loads(settings.read_text())["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)

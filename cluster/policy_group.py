@@ -42,9 +42,13 @@ class PolicyGroup:
     """
 
     def __init__(self, config, source: str, places: Places | None = None):
-        self.config, self.device = config, torch.device(config.device)
-        self.places, self.own = places, None
-        self.actors, self.starts, self.lock = [], 0, threading.RLock()
+        self.config = config
+        self.device = torch.device(config.device)
+        self.places = places
+        self.own = None  # places of its own
+        self.actors = []
+        self.starts = 0
+        self.lock = threading.RLock()
         try:
             self.start(source, PLACE_S)
         except BaseException:
@@ -53,34 +57,43 @@ class PolicyGroup:
 
     def start(self, source: str, patience: float) -> None:
         """All ranks, from the weights in the folder `source`."""
-        # whose class the ranks need not be able to import
-        config = SimpleNamespace(**dataclasses.asdict(self.config))
-        config.model, source = map(absolute, (config.model, source))  # they work in another folder
-        on_gpu, self.starts, self.num_updates = self.device.type == "cuda", self.starts + 1, 0
-        if not self.places:
-            self.own = Places({"rank": ranks_of(config)}, patience)
-        places = self.places or self.own
+        self.starts += 1
+        self.num_updates = 0
+        config = SimpleNamespace(**dataclasses.asdict(self.config))  # the ranks need not import its class
+        config.model = absolute(config.model)  # they work in another folder
+        places = self.places
+        if not places:
+            places = self.own = Places({"rank": ranks_of(config)}, patience)
         places.wait(patience)
         nodes = places.nodes("rank")
+        per_node = Counter(nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        per_node, here = Counter(nodes), ray.util.get_node_ip_address()
-        # all on this machine: nothing needs to leave it
-        alone = {addresses[node] for node in nodes} == {here}
+        host = ray.util.get_node_ip_address()
+        all_here = all(addresses[node] == host for node in nodes)
+        if all_here:  # nothing needs to leave this machine
+            host = "127.0.0.1"
         # The ranks meet at a store in this process, which listens on this one address.
-        listener = socket.create_server(("127.0.0.1" if alone else here, 0))
-        host, port = listener.getsockname()
-        self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                                   master_listen_fd=listener.detach())  # fmt: skip
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         for rank, node in enumerate(nodes):
-            ranks = Ranks(rank, len(nodes), f"{host}:{port}", "127.0.0.1" if alone else addresses[node],
-                          max(per_node.values()))  # fmt: skip
-            device = torch.device("cuda:0" if on_gpu else "cpu")  # Ray shows an actor its own GPU only
+            ranks = Ranks(
+                rank=rank,
+                count=len(nodes),
+                store=f"{host}:{port}",
+                address=host if all_here else addresses[node],
+                per_node=max(per_node.values()),
+            )
+            # Ray shows an actor its own GPU only
+            device = torch.device("cuda:0") if self.device.type == "cuda" else self.device
             actor = ray.remote(RankedPolicy).options(max_restarts=0, **places.options("rank", rank))
-            self.actors.append(actor.remote(config, source, device, ranks))
+            self.actors.append(actor.remote(config, absolute(source), device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
         self.about_model = self.call("about")[0]
-        if not alone:
+        if not all_here:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
@@ -96,49 +109,56 @@ class PolicyGroup:
                 ray.kill(actor)
             if self.own:
                 self.own.close()
-        self.actors, self.own = [], None
+        self.actors = []
+        self.own = None
 
     def call(self, method: str, *arguments) -> list:
         """A method of all ranks at once -> their answers. A death or a failure is noticed at once."""
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
-            calls = {getattr(actor, method).remote(*arguments): rank
-                     for rank, actor in enumerate(self.actors)}  # fmt: skip
-            answers, waiting = {}, list(calls)
+            calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+            waiting = calls
             while waiting:
                 (done,), waiting = ray.wait(waiting)
                 try:
-                    answers[calls[done]] = ray.get(done)
+                    ray.get(done)
                 except ray.exceptions.RayError as error:
                     raise self.verdict(error, waiting) from None
-            return [answers[rank] for rank in range(len(answers))]
+            return ray.get(calls)
 
-    def verdict(self, error, waiting: list) -> Exception:
+    def verdict(self, error, waiting: list) -> BaseException:
         """What has happened: a rank's own error, or a death that the error is a consequence of."""
-        late, hanging = [], []
+        found = [error]
         if waiting:
             late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S)
-        # in a collective with the one that failed: they would take the next call's tensors for its
-        if hanging:
-            self.shutdown()
-        found = [error, *filter(None, map(exception_of, late))]
+            # in a collective with the one that failed: they would take the next call's tensors for its
+            if hanging:
+                self.shutdown()
+            found += map(exception_of, late)
         for failed in found:
             if isinstance(failed, ray.exceptions.RayActorError) and not failed.actor_init_failed:
-                return RanksLost(f"a rank of the policy died ({' '.join(str(failed).split())[:200]})")
-        if isinstance(error, ray.exceptions.RayActorError):  # in its constructor; Ray keeps the text only
-            named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
-            kind, text = [("", str(error)), *named][-1]
-            return (ValueError if kind == "ValueError" else RuntimeError)(text)
-        return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                text = " ".join(str(failed).split())
+                return RanksLost(f"a rank of the policy died ({text[:200]})")
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return error.cause
+        if not isinstance(error, ray.exceptions.RayActorError):
+            return error
+        # In its constructor, of which Ray keeps the text only: the last line that names an error.
+        named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
+        kind, text = named[-1] if named else ("", str(error))
+        if kind == "ValueError":
+            return ValueError(text)
+        return RuntimeError(text)
 
     def check_shared_folder(self) -> None:
         """RuntimeError where a rank's node does not see the run's folder, to which all of them write."""
         path = Path(self.config.out_dir, "config.json").absolute()  # the trainer has just written it
         text = path.read_text()
-        if not all(self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)):
-            raise RuntimeError(f"out_dir: another node does not see {path.parent}; put it, and the model, on "
-                               "a shared file system")  # fmt: skip
+        seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
+        if not all(seen):
+            what = "put it, and the model, on a shared file system"
+            raise RuntimeError(f"out_dir: another node does not see {path.parent}; {what}")
 
     # ---- the methods of a Policy
 
@@ -146,8 +166,9 @@ class PolicyGroup:
         return self.about_model
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        needed = [[dataclasses.replace(sample, row={}, text="", result={}) for sample in group]
-                  for group in groups]  # fmt: skip
+        needed = []
+        for group in groups:
+            needed.append([dataclasses.replace(sample, row={}, text="", result={}) for sample in group])
         self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
         try:
             return self.call("update", ray.put(needed), lr, max_logprob_diff)[0]
@@ -170,7 +191,9 @@ class PolicyGroup:
 
 def absolute(source: str) -> str:
     """A folder's full path; a hub name stays as it is."""
-    return str(Path(source).absolute()) if Path(source).exists() else source
+    if Path(source).exists():
+        return str(Path(source).absolute())
+    return source
 
 
 def exception_of(call) -> Exception | None:

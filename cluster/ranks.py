@@ -32,23 +32,27 @@ from cluster.servers import packs
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)
+SIOCGIFADDR = 0x8915  # asks for an interface's address
 
 
 class RankedPolicy(Policy):
     """A rank of many, or the only one; a Ray actor. Same arguments on all ranks, and the same results."""
 
     def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
-        self.ranks, self.is_first = ranks, ranks.rank == 0
+        self.ranks = ranks
+        self.is_first = ranks.rank == 0
         if device.type == "cuda" and config.policy_gpu_share < 1:
             torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
         if ranks.count > 1:
-            # Adam is on the CPU
-            cores = len(os.sched_getaffinity(0)) // ranks.per_node if config.policy_offload else 1
-            torch.set_num_threads(config.num_threads or max(cores, 1))
+            threads = config.num_threads
+            if not threads and config.policy_offload:  # Adam is on the CPU
+                threads = len(os.sched_getaffinity(0)) // ranks.per_node
+            torch.set_num_threads(threads or 1)
         ranks.join(device)
         self.is_split = ranks.count > 1 or config.policy_offload
-        # As they are stored: on a CPU that only maps the files into memory, which ranks of a node share.
-        self.read_as = "auto" if self.is_split else torch.float32
+        if self.is_split:
+            # As they are stored: on a CPU that only maps the files into memory, which ranks of a node share.
+            self.read_as = "auto"
         super().__init__(config, source, device)
 
     def load(self, source: str, check: bool = False):
@@ -103,19 +107,20 @@ class RankedPolicy(Policy):
 
         gone = set()
         if not self.is_first:
-            for _ in self.weights(dtype):
+            for _ in self.weights(dtype):  # gathered by all ranks together
                 pass
             return gone
         for number, pack in enumerate(packs(self.weights(dtype))):
             pack = ray.put(numpy.frombuffer(pack, numpy.uint8))  # in the object store, once for all nodes
-            calls = {index: folder.add.remote(number, pack)
-                     for index, folder in enumerate(folders) if index not in gone}  # fmt: skip
-            for index, done in calls.items():
+            calls = {}
+            for index, folder in enumerate(folders):
+                if index not in gone:
+                    calls[index] = folder.add.remote(number, pack)
+            for index, call in calls.items():
                 try:
-                    ray.get(done)
-                # its node went
+                    ray.get(call)
                 except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
-                    gone.add(index)
+                    gone.add(index)  # with its node
         return gone
 
 
@@ -140,8 +145,13 @@ class Ranks:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self.address)
         host, port = self.store.rsplit(":", 1)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(minutes=5))
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=PATIENCE)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.count,
+            timeout=PATIENCE,
+        )
         self.mesh = init_device_mesh(device.type, (self.count,))
 
     def most(self, number: int) -> int:
@@ -160,9 +170,8 @@ class Ranks:
 def interface_of(address: str) -> str:
     """The interface with this IPv4 address: gloo would take that of the host's name, often the loopback."""
     for _, name in socket.if_nameindex():
-        # one without an address
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it may have none
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     raise RuntimeError(f"no network interface has the address {address}; name one in GLOO_SOCKET_IFNAME")
@@ -176,17 +185,16 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
     summed, not averaged: the loss divides by the tokens of all of them already. offload: the shards live in
     the host's memory.
     """
-    layers = layers_of(model, "policy_ranks")
-    on_gpu = ranks.mesh.device_type == "cuda"
-    to_host = CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy()
-    options = dict(mesh=ranks.mesh, offload_policy=to_host)
-    dtypes = (torch.bfloat16, torch.float32) if on_gpu else ()
-    in_bf16 = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=not on_gpu)
-    for layer in reversed(layers):  # the inner ones first
-        fully_shard(layer, mp_policy=in_bf16, **options)
+    options = dict(mesh=ranks.mesh, offload_policy=OffloadPolicy())
+    precision = MixedPrecisionPolicy()
+    if ranks.mesh.device_type == "cuda":
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+    for layer in reversed(layers_of(model, "policy_ranks")):  # the inner ones first
+        fully_shard(layer, mp_policy=precision, **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # a plain sum with every backend; gloo has no other
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has nothing else
