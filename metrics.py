@@ -50,7 +50,7 @@ def averages(infos: list[dict]) -> dict:
 
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
-    infos = [sample.result["reward_extra_info"] for sample in samples]
+    infos = infos_of(samples)
     rewards = [sample.reward for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
     metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
@@ -86,7 +86,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     """Those of the groups of n samples of one data source."""
     samples = sum(groups, [])
     rewards = [sample.reward for sample in samples]
-    means = averages([sample.result["reward_extra_info"] for sample in samples])
+    means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
     means["no_verdict"] = rewards.count(None) / len(rewards)
     metrics = {f"{key}/{label}": value for key, value in means.items()}
@@ -96,12 +96,13 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
     answers = []
     for group in groups:
-        infos = [sample.result["reward_extra_info"] for sample in group]
-        answers.append([info for info in infos if info.get("acc") is not None])
+        answers.append([info for info in infos_of(group) if info.get("acc") is not None])
     if any("pred" in info for info in sum(answers, [])):
-        metrics[f"maj@{n}"] = mean(majority(group) for group in answers if group)
-    powers = [2**power for power in range(n.bit_length())]
-    for k in sorted({*powers, n}):
+        metrics[f"maj@{n}"] = mean(majority(infos) for infos in answers if infos)
+    sizes = [1]
+    while 2 * sizes[-1] < n:
+        sizes.append(2 * sizes[-1])
+    for k in [*sizes, n]:
         chances = []
         for infos in answers:
             if len(infos) >= k:
@@ -109,6 +110,10 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
                 chances.append(pass_at_k(len(infos), correct, k))
         metrics[f"pass@{k}"] = mean(chances)
     return metrics
+
+
+def infos_of(samples: list) -> list[dict]:
+    return [sample.result["reward_extra_info"] for sample in samples]
 
 
 def majority(infos: list[dict]) -> bool:
@@ -183,13 +188,17 @@ def draw_curves(history: list[dict], path: Path) -> None:
             steps, values = curves.setdefault(key, ([], []))
             steps.append(line["step"])
             values.append(value)
-    seen = sorted(key for key in curves if not key.endswith("/greedy"))
-    # of each data source the accuracy, whose key has no name in it
-    held_out = [key.replace("/no_verdict/", "/") for key in seen if "/no_verdict/mean@" in key]
+    accuracies = ["reward/acc"]
+    flawed = []
+    for key in sorted(curves):
+        if "/no_verdict/mean@" in key:  # each data source has it; its accuracy has no name
+            accuracies.append(key.replace("/no_verdict/", "/"))
+        if "flawed_positive_rate" in key and not key.endswith("/greedy"):
+            flawed.append(key)
     panels = {
         "reward": ["reward/mean", "reward/score"],
-        "accuracy": ["reward/acc", *held_out],
-        "flawed positives among right answers": [key for key in seen if "flawed_positive_rate" in key],
+        "accuracy": accuracies,
+        "flawed positives among right answers": flawed,
         "response length (tokens)": ["response_length/mean", "response_length/max"],
         "entropy": ["actor/entropy"],
         "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],

@@ -107,10 +107,8 @@ class Run:
     def check_sizes(self) -> int:
         """Tokens of the longest prompt and response. ValueError where model or disk are too small."""
         config = self.config
-        longest_prompt = 0
-        for row in self.train_rows + [row for row, _ in self.val_rows]:
-            longest_prompt = max(longest_prompt, len(row["prompt_ids"]))
-        longest = longest_prompt + config.max_response_length
+        rows = self.train_rows + [row for row, _ in self.val_rows]
+        longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond these lengths such models compute all positions differently: a sample's log-probabilities
@@ -272,11 +270,11 @@ class Run:
             lora.merge(Path(self.source), folder, config.model, config.max_positions, **self.remote)
             shutil.copy(Path(self.source, self.merged.name), self.merged)
         try:
-            from tools import view_run
+            from tools.view_run import write_page
         except ImportError as error:
             print(f"page: not written, it needs the folders tools and toy ({error})")
         else:
-            print(f"page: {view_run.write_page([config.out_dir])}")
+            print(f"page: {write_page([config.out_dir])}")
 
     # ---- what may go wrong
 

@@ -167,8 +167,12 @@ class Log:
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
         path = self.folder / "samples.jsonl"
         lines, _ = read_lines(path)
-        kept = [line for line in lines if line["split"] == "train" or line["step"] in evaluated]
-        write_lines(path, [line for line in kept if line["step"] <= step])
+        kept = []
+        for line in lines:
+            is_whole = line["split"] == "train" or line["step"] in evaluated
+            if is_whole and line["step"] <= step:
+                kept.append(line)
+        write_lines(path, kept)
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line. What comes later for that step, such as its evaluation, is added to it."""
