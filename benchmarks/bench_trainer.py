@@ -1,13 +1,11 @@
 """How fast is grpo_trainer.py beside TRL's GRPOTrainer, do both compute the same loss, and how much memory
-takes an update?
+does an update take?
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
-    # and the tiny one with prompts of 300 tokens, answers of 1,000
-    python benchmarks/bench_trainer.py --long
+    python benchmarks/bench_trainer.py --long           # and the tiny one with 300 + 1,000 tokens a sample
     python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
-    # instead: the policy on so many ranks; with --model for that one
-    python benchmarks/bench_trainer.py --ranks 1 2 4
+    python benchmarks/bench_trainer.py --ranks 1 2 4    # instead: on so many ranks; --model for another model
 
 TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
 
@@ -66,10 +64,10 @@ from rollout import rollout_hf
 from cluster.servers import WeightFolder, packs
 
 GROUP = 8
+PARTS = ("generation", "scoring", "update", "step", "cpu")  # of a step, in seconds
 NEVER = 1 << 30  # as an end token: no model can sample it
-TOLERANCE = (
-    1e-3  # TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points
-)
+# TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points.
+TOLERANCE = 1e-3
 
 
 @dataclass
@@ -95,7 +93,6 @@ class Config:
 
 
 # ---- one side in a process of its own
-# ----------------------------------------------------------------------------------
 
 
 def score(text: str) -> float:
@@ -106,6 +103,11 @@ def score(text: str) -> float:
 def load(job: dict):
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     return tokenizer, [[{"role": "user", "content": prompt}] for prompt in job["prompts"]]
+
+
+def token_ids(tokenizer, messages) -> list[list[int]]:
+    options = dict(add_generation_prompt=True, return_dict=False)
+    return [tokenizer.apply_chat_template(one, **options) for one in messages]
 
 
 def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyGroup:
@@ -119,7 +121,9 @@ def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyG
         max_tokens_per_micro_batch=2048,
         policy_ranks=ranks,
     )
-    return Policy(config, model, torch.device("cpu")) if ranks == 1 else PolicyGroup(config, model)
+    if ranks > 1:
+        return PolicyGroup(config, model)
+    return Policy(config, model, torch.device("cpu"))
 
 
 def hand_over(policy, folder) -> None:
@@ -144,10 +148,9 @@ def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sa
 
 def run_ours(job: dict) -> list[dict]:
     tokenizer, messages = load(job)
-    policy, steps = our_policy(job["model"], len(messages)), []
-    prompts = [
-        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages
-    ]
+    policy = our_policy(job["model"], len(messages))
+    prompts = token_ids(tokenizer, messages)
+    steps = []
 
     def finished(sample):
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
@@ -272,9 +275,10 @@ def run_trl(job: dict) -> dict:
 def run_check(job: dict) -> dict:
     """Our loss and gradient norm on the samples of TRL's first step."""
     first = job["first"]
-    # only a metric needs the sampler's log-probabilities
-    samples = [Sample({}, prompt, response, [0.0] * len(response))
-               for prompt, response in zip(first["prompts"], first["responses"])]  # fmt: skip
+    # Only a metric needs the sampler's log-probabilities.
+    samples = []
+    for prompt, response in zip(first["prompts"], first["responses"]):
+        samples.append(Sample({}, prompt, response, [0.0] * len(response)))
     policy = our_policy(job["model"], len(samples) // GROUP)
     metrics = policy.update(with_advantages(samples, first["rewards"]), lr=1e-6)
     return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
@@ -297,8 +301,10 @@ def run_memory(job: dict) -> dict:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(shape).save_pretrained(job["folder"])
-    policy, prompt = our_policy(job["folder"], 1), list(range(16))
-    model, optimizer = policy.model, torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
+    policy = our_policy(job["folder"], 1)
+    model = policy.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    prompt = list(range(16))
 
     def update(tokens):
         response = torch.randint(shape.vocab_size, (tokens,)).tolist()
@@ -308,10 +314,8 @@ def run_memory(job: dict) -> dict:
             return
         ids = torch.tensor([prompt + response])
         optimizer.zero_grad()
-        logprobs_V = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits.log_softmax(
-            -1
-        )
-        logprobs = logprobs_V.gather(-1, ids[:, len(prompt) :, None])[..., 0]
+        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None])[..., 0]
         mask = torch.ones_like(logprobs)
         compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
         optimizer.step()
@@ -359,22 +363,24 @@ def in_child(job: dict):
 
 
 # ---- tables
-# ------------------------------------------------------------------------------------------------------------
 
 
 def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
     """Prints a model's table and the check of the loss. False where the check fails."""
-    rounds, first = {"grpo_trainer.py": []}, None
+    theirs = {}  # name -> gradient checkpointing
+    if with_trl:
+        theirs = {"TRL": True, "TRL, no checkpointing": False}
+    rounds = {"grpo_trainer.py": []}
+    first = None
     for _ in range(config.rounds):
         rounds["grpo_trainer.py"].append(in_child(job | {"kind": "ours"}))
-        for name, checkpointing in (("TRL", True), ("TRL, no checkpointing", False)) if with_trl else ():
+        for name, checkpointing in theirs.items():
             found = in_child(job | {"kind": "trl", "checkpointing": checkpointing})
             rounds.setdefault(name, []).append(found["steps"])
             first = first or found["first"]
     print(
-        f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, {config.rounds} "
-        f"rounds of "
-        f"{job['steps']} steps, {job['threads']} threads\n"
+        f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, "
+        f"{config.rounds} rounds of {job['steps']} steps, {job['threads']} threads\n"
     )
     print(
         "| | generation s | scoring s | update s | whole step s (each round) | best step s | CPU s | "
@@ -383,35 +389,30 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
     print("| --- " + "| ---: " * 7 + "|")
     table = []
     for name, of_side in rounds.items():
-        steps = [step for steps in of_side for step in steps]
-        generation, scoring, update, whole, cpu = (
-            statistics.median(step[key] for step in steps)
-            for key in ("generation", "scoring", "update", "step", "cpu")
-        )
-        best, rate = (
-            min(step["step"] for step in steps),
-            statistics.median(step["tokens"] / step["step"] for step in steps),
-        )
+        steps = sum(of_side, [])
+        values = [statistics.median(step[key] for step in steps) for key in PARTS]
+        generation, scoring, update, whole, cpu = values
+        best = min(step["step"] for step in steps)
+        rate = statistics.median(step["tokens"] / step["step"] for step in steps)
         each = ", ".join(f"{statistics.median(step['step'] for step in steps):.3f}" for steps in of_side)
         print(
             f"| {name} | {generation:.3f} | {scoring:.4f} | {update:.3f} | {whole:.3f} ({each}) | "
-            f"{best:.3f} | {cpu:.3f} | "
-            f"{rate:,.0f} |"
+            f"{best:.3f} | {cpu:.3f} | {rate:,.0f} |"
         )
         table.append([generation, scoring, update, whole, best, cpu, 1 / rate])
     if not with_trl:
         return True
     for name, row in zip(list(rounds)[1:], table[1:]):
-        ratios = "".join(f" {theirs / mine:.2f} |" for mine, theirs in zip(table[0], row))
+        ratios = "".join(f" {their / our:.2f} |" for our, their in zip(table[0], row))
         print(f"| times as fast as {name} |{ratios}", flush=True)
 
-    mine, lengths = in_child(job | {"kind": "check", "first": first}), list(map(len, first["responses"]))
-    print(
-        f"\nThe same {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, the same weights:\n"
-    )
+    ours = in_child(job | {"kind": "check", "first": first})
+    lengths = [len(response) for response in first["responses"]]
+    span = f"{min(lengths)} to {max(lengths)}"
+    print(f"\nThe same {len(lengths)} samples of {span} tokens, the same weights:\n")
     print("| | grpo_trainer.py | TRL | relative difference |\n| --- | ---: | ---: | ---: |")
     differences = []
-    for name, value in mine.items():
+    for name, value in ours.items():
         differences.append(abs(value - first[name]) / max(abs(first[name]), 1e-12))
         print(f"| {name} | {value:.7f} | {first[name]:.7f} | {differences[-1]:.1e} |", flush=True)
     same = all(difference <= TOLERANCE for difference in differences)
@@ -468,7 +469,8 @@ def compare_memory(threads: int) -> None:
     )
     print("| | response tokens | above, MB | before, MB | seconds |\n| --- | ---: | ---: | ---: | ---: |")
     for name, plain in (("Policy.update", False), ("all logits at once", True)):
-        tokens, free = 8192, megabytes("MemAvailable", "/proc/meminfo") - 2000
+        tokens = 8192
+        free = megabytes("MemAvailable", "/proc/meminfo") - 2000
         needed = tokens * 151_936 * 4 * 3.3 / 2**20  # three copies of the logits, and some room
         if plain and needed > free:
             tokens = int(tokens * free / needed)
@@ -483,10 +485,21 @@ def compare_memory(threads: int) -> None:
 
 def bytes_held(policy) -> list[int]:
     """Bytes of parameters, gradients and moments in this process."""
-    parameters = list(policy.model.parameters())
-    moments = [value for p in parameters for key, value in policy.optimizer.state[p].items() if key != "step"]
-    parts = parameters, [p.grad for p in parameters if p.grad is not None], moments
-    return [sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in part) for part in parts]
+    parameters, gradients, moments = [], [], []
+    for parameter in policy.model.parameters():
+        parameters.append(parameter)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+        for key, value in policy.optimizer.state[parameter].items():
+            if key != "step":
+                moments.append(value)
+    return [sum(map(bytes_here, tensors)) for tensors in (parameters, gradients, moments)]
+
+
+def bytes_here(tensor) -> int:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.nbytes
 
 
 def timed(function) -> float:
@@ -503,62 +516,63 @@ def forget_peak(policy) -> float:
 def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int) -> None:
     """One table: the same step's samples on 1, 2 ... ranks."""
     tokenizer, messages = load({"model": model, "prompts": prompts})
-    ids = [
-        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages
-    ]
-    samples = [Sample({}, prompt) for prompt in ids for _ in range(GROUP)]
+    samples = [Sample({}, prompt) for prompt in token_ids(tokenizer, messages) for _ in range(GROUP)]
     torch.set_num_threads(threads)
     alone = our_policy(model, len(prompts))
-    rollout_hf(alone.model, samples, max_response_length=64, temperature=1.0, eos_ids={NEVER}, seed=0,
-               rollout_batch_size=512)  # fmt: skip
-    groups = with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
-    print(
-        f"\n{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each, medians of {steps} "
-        f"updates\n"
+    rollout_hf(
+        alone.model,
+        samples,
+        max_response_length=64,
+        temperature=1.0,
+        eos_ids={NEVER},
+        seed=0,
+        rollout_batch_size=512,
     )
+    groups = with_advantages(samples, [score(tokenizer.decode(sample.response_ids)) for sample in samples])
+    title = f"{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each"
+    print(f"\n{title}, medians of {steps} updates\n")
     print(
         "| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | "
-        "x one process "
-        "| hand-over s | MB |"
+        "x one process | hand-over s | MB |"
     )
     print("| ---: " * 8 + "|")
     sent = alone.about()["numel"] * 4 / 2**20
     for count in config.ranks:
-        folder = WeightFolder(f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30)
+        name = f"/dev/shm/bench_{os.getpid()}_{count}"
         if count == 1:
-            policy, target = alone, folder
+            threads_each = threads
+            policy = alone
+            target = WeightFolder(name, {}, 2**30)
             each = lambda function: [function(alone)]  # noqa: E731
         else:
-            policy, target = (
-                our_policy(model, len(prompts), count),
-                ray.remote(num_cpus=0)(WeightFolder).remote(
-                    f"/dev/shm/bench_{os.getpid()}_{count}", {}, 2**30
-                ),
-            )
+            threads_each = 1
+            policy = our_policy(model, len(prompts), count)
+            target = ray.remote(num_cpus=0)(WeightFolder).remote(name, {}, 2**30)
             each = lambda f: ray.get([actor.__ray_call__.remote(f) for actor in policy.actors])  # noqa: E731
         policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))
-        seconds, handed, times = [], [], []
+        seconds, handed, ratios = [], [], []
         for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both
             seconds.append(timed(lambda: policy.update(groups, lr=1e-6)))
-            times.append(
-                seconds[-1] / (seconds[-1] if count == 1 else timed(lambda: alone.update(groups, lr=1e-6)))
-            )
+            ratio = 1.0
+            if count > 1:
+                ratio = seconds[-1] / timed(lambda: alone.update(groups, lr=1e-6))
+            ratios.append(ratio)
         peak = max(each(lambda policy: megabytes("VmHWM"))) - before
         for _ in range(3):
             handed.append(timed(lambda: hand_over(policy, target)))
         held = [max(sizes) / 2**20 for sizes in zip(*each(bytes_held))]
         print(
-            f"| {count} | {threads if count == 1 else 1} | {', '.join(f'{size:.1f}' for size in held)} | "
-            f"{peak:.0f} | "
-            f"{statistics.median(seconds):.3f} | {statistics.median(times):.2f} "
-            f"({min(times):.2f}-{max(times):.2f}) | "
-            f"{statistics.median(handed):.3f} | {sent:.1f} |",
+            f"| {count} | {threads_each} | {', '.join(f'{size:.1f}' for size in held)} | {peak:.0f} | "
+            f"{statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}-{max(ratios):.2f}) | {statistics.median(handed):.3f} | {sent:.1f} |",
             flush=True,
         )
-        folder.close()
-        if count > 1:
+        if count == 1:
+            target.close()
+        else:
             policy.shutdown()
+            ray.get(target.close.remote())
             ray.kill(target)
 
 
