@@ -96,7 +96,7 @@ def can_share_prompts(model, logprobs_and_entropy) -> bool:
     sequences = [
         ids[:11],
         ids[:8] + ids[12:],
-        ids[:8] + ids[11:13],
+        ids[:10],
         ids[4:9],
     ]
     alone, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
@@ -127,27 +127,23 @@ class RoomyLayer(DynamicLayer):
     """Keys and values of one layer in buffers with room: new ones are written there, nothing is copied."""
 
     room = 32
-    key_buffer = None
-    value_buffer = None
+    front = False  # of the buffer of keys: `self.keys` as `update` left it
 
     def update(self, keys, values, *args, **kwargs):
         keys = keys.to(values.dtype)  # on a GPU rotary positions leave them in float32
         start = self.get_seq_length()
         end = start + keys.shape[-2]
-        if self.key_buffer is None or end > self.key_buffer.shape[-2]:
+        # After a selection of rows `self.keys` is a tensor of its own.
+        if self.keys is not self.front or end > self.key_buffer.shape[-2]:
             super().update(keys, values)
             self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
             self.value_buffer = pad(self.values, (0, 0, 0, self.room))
         else:
             self.key_buffer[..., start:end, :] = keys
             self.value_buffer[..., start:end, :] = values
-        self.keys = self.key_buffer[..., :end, :]
+        self.front = self.keys = self.key_buffer[..., :end, :]
         self.values = self.value_buffer[..., :end, :]
         return self.keys, self.values
-
-    def reorder_cache(self, rows):
-        super().reorder_cache(rows)  # copies keys and values
-        self.key_buffer = None
 
 
 # ---- in attention
