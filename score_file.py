@@ -27,8 +27,21 @@ from prepare_data import read_rows
 from reward_loop import HERE, STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
 
 # What --resume may not change, beside the data and the function's files. (The judge may have moved.)
-CHANGE_A_SCORE = ("reward_fn", "reward_kwargs", "genrm", "reward_model_task", "reward_model_tokenizer",
-                  "max_response_length", "overlong_buffer", "overlong_factor")  # fmt: skip
+CHANGE_A_SCORE = (
+    "reward_fn",
+    "reward_kwargs",
+    "genrm",
+    "reward_model_task",
+    "reward_model_tokenizer",
+    "max_response_length",
+    "overlong_buffer",
+    "overlong_factor",
+)
+COLUMNS = {
+    "reward_score": pyarrow.float64(),  # also where all are None
+    "status": pyarrow.string(),
+    "reward_extra_info": pyarrow.string(),
+}
 
 
 @dataclasses.dataclass
@@ -46,19 +59,19 @@ def files_of(function_file: Path) -> list[Path]:
     """The function's file and those beside it, or here, that it imports, that these import, and so on."""
     files = [function_file]
     for file in files:  # which grows meanwhile
-        modules = set()
         for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name for alias in node.names}
-            if isinstance(node, ast.ImportFrom):  # of a module, or modules of a package
-                package = node.module or ""
-                modules |= {package} | {f"{package}.{alias.name}".lstrip(".") for alias in node.names}
-        for module in sorted(modules):
-            for folder in (file.parent, function_file.parent, HERE):
-                place = folder / module.replace(".", "/")
-                for found in (place.with_suffix(".py"), place / "__init__.py"):
-                    if found.is_file() and found not in files:
-                        files.append(found)
+            modules = []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                package = getattr(node, "module", None) or ""
+                modules = [package]
+                for alias in node.names:  # a module, or a name in the module `package`
+                    modules.append(f"{package}.{alias.name}".lstrip("."))
+            for module in modules:
+                for folder in (file.parent, function_file.parent, HERE):
+                    place = folder / module.replace(".", "/")
+                    for found in (place.with_suffix(".py"), place / "__init__.py"):
+                        if found.is_file() and found not in files:
+                            files.append(found)
     return files
 
 
@@ -75,7 +88,8 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     done = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # one may have been cut off
-            done.update([json.loads(line)])
+            row, result = json.loads(line)
+            done[row] = result
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
 
@@ -88,10 +102,12 @@ def score_the_rest(options, samples, done, partial: Path, header, overlong=None,
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once
         file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
 
-        def note(position: int, result: dict) -> None:
-            done[left[position]] = result
-            file.write(json.dumps([left[position], result]) + "\n")
+        def note(position, result):
+            key = left[position]
+            done[key] = result
+            file.write(json.dumps([key, result]) + "\n")
             on_result(result)
+
         started = time.monotonic()
         manager.score_batch([samples[key] for key in left], note)
         return time.monotonic() - started
@@ -99,7 +115,9 @@ def score_the_rest(options, samples, done, partial: Path, header, overlong=None,
 
 def as_table(rows: list[dict]):
     """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
         pq.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
@@ -108,79 +126,103 @@ def as_table(rows: list[dict]):
     return table
 
 
-def write_rows(rows: list[dict], table, results: list[dict], out: Path) -> None:
+def write_rows(rows: list[dict], table, results: list[dict], out: Path):
     """Writes rows with results; `out` appears when it is complete. table: the rows, for parquet."""
-    added = {name: [result[name] for result in results] for name in ("reward_score", "status")}
-    added["reward_extra_info"] = [json.dumps(result["reward_extra_info"]) for result in results]
+    added = []
+    for result in results:
+        info = json.dumps(result["reward_extra_info"])
+        values = (result["reward_score"], result["status"], info)
+        added.append(dict(zip(COLUMNS, values)))
     temporary = out.with_name(out.name + ".tmp")
     if table is None:
-        lines = (row | dict(zip(added, values)) for row, *values in zip(rows, *added.values()))
-        temporary.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines), "utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            for row, columns in zip(rows, added):
+                file.write(json.dumps(row | columns, default=str) + "\n")
     else:
-        added["reward_score"] = pyarrow.array(added["reward_score"], pyarrow.float64())  # also without any
-        columns = dict(zip(table.column_names, table.columns)) | added
+        new = pyarrow.Table.from_pylist(added, pyarrow.schema(COLUMNS))
+        columns = dict(zip(table.column_names, table.columns)) | dict(zip(COLUMNS, new.columns))
         pq.write_table(pyarrow.table(columns), temporary)
     temporary.replace(out)
 
 
 def summary(results: list[dict], seconds: float, scored_now: int) -> str:
     """What the run prints at its end."""
-    extras = [result["reward_extra_info"] for result in results]
-    took = [result["seconds"] for result in results]
-    statuses = collections.Counter(result["status"] for result in results)
-    judge = collections.Counter(extra["genrm_status"] for extra in extras if extra.get("genrm_status"))
-    means = averages([{"mean reward": result["reward_score"]} for result in results]) | averages(extras)
-    return "\n".join([
+    took, infos, statuses, judge = [], [], collections.Counter(), collections.Counter()
+    for result in results:
+        info = result["reward_extra_info"]
+        infos.append({"mean reward": result["reward_score"]} | info)
+        took.append(result["seconds"])
+        statuses[result["status"]] += 1
+        judge[info.get("genrm_status")] += 1
+    lines = [
         f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / seconds:,.0f} samples/s)",
         f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
         "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
-        *(f"{name}: {value:.4f}" for name, value in means.items() if value is not None),
-        *(f"judge: {status} {count:,}" for status, count in judge.most_common())])
+    ]
+    for name, value in averages(infos).items():
+        if value is not None:
+            lines.append(f"{name}: {value:.4f}")
+    for status, count in judge.most_common():
+        if status:
+            lines.append(f"judge: {status} {count:,}")
+    return "\n".join(lines)
 
 
-def run(config: Config) -> None:
+def run(config: Config):
     """The command line's work. ValueError, OSError for what the user gave, RuntimeError if it must stop."""
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
     if config.resume and config.out.exists() and not partial.exists():
         print(f"{config.out} is complete: nothing to do (without --resume all is scored again)")
         return
-    job, table, overlong = config.check_rewards(), None, None
-    needed = ["data_source", "reward_model", "response", *(key for key, must in job.columns.items() if must)]
-    needed += ["response_length"] * (config.max_response_length is not None)
+    job = config.check_rewards()
+    needed = ["data_source", "reward_model", "response"]
+    needed += [name for name, is_needed in job.columns.items() if is_needed]
+    if config.max_response_length is not None:
+        needed.append("response_length")
     rows = read_rows(config.data, needed)
+    overlong = None
     if config.max_response_length is not None:
         from algorithm import overlong_penalty  # with torch: only where it is needed
-        overlong = functools.partial(overlong_penalty, max_length=config.max_response_length,
-                                     buffer=config.overlong_buffer, factor=config.overlong_factor)
+        overlong = functools.partial(
+            overlong_penalty,
+            max_length=config.max_response_length,
+            buffer=config.overlong_buffer,
+            factor=config.overlong_factor,
+        )
         overlong(0)  # refuses a buffer that does not fit
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
+    table = None
     if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
         table = pq.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
-    files = [config.data, *files_of(Path(job.function.rpartition(":")[0]))]
-    settings = {name: getattr(config, name) for name in CHANGE_A_SCORE}
-    header = json.dumps([hashlib.sha256(file.read_bytes()).hexdigest() for file in files] + [settings])
+
+    header = [getattr(config, name) for name in CHANGE_A_SCORE]
+    for file in (config.data, *files_of(Path(job.function.rpartition(":")[0]))):
+        header.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    header = json.dumps(header)
     done = scored_before(partial, header, config.resume)
-    for group in by_group(rows) if job.sees_group else []:
-        if not done.keys() >= set(group):  # it is scored again as a whole
-            for row in group:
-                done.pop(row, None)
-    left, counts = len(rows) - len(done), collections.Counter(needed=sum(map(needed_verdict, done.values())))
+    if job.sees_group:
+        for group in by_group(rows):
+            if not done.keys() >= set(group):  # it is scored again as a whole
+                for row in group:
+                    done.pop(row, None)
+    left = len(rows) - len(done)
     if done:
         print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
+    counts = collections.Counter(needed=sum(map(needed_verdict, done.values())))
 
-    def on_result(result: dict) -> None:
+    def on_result(result):
         counts.update(done=1, needed=needed_verdict(result), failed=result["reward_score"] is None)
         # Failures tend to come first (a refused connection is quicker than a critique): wait for a share.
         share = min(len(rows), 1000) if counts["done"] < left else 0
         if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], share):
-            extra = {"genrm_status": result["status"]} | result["reward_extra_info"]
-            why = extra.get("error") or extra.get("genrm_error") or extra["genrm_status"]
+            info = result["reward_extra_info"]
+            why = info.get("error") or info.get("genrm_error") or info.get("genrm_status") or result["status"]
             text = f"{counts['failed']:,} samples have no score, the last: {why}; mend it, then --resume"
             raise RuntimeError(f"more than --max-no-verdict-rate {config.max_no_verdict_rate} allows: {text}")
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
-    results = with_equal_keys([done[index] for index in range(len(rows))])
+    results = with_equal_keys([done[row] for row in range(len(rows))])
     write_rows(rows, table, results, config.out)
     partial.unlink()
     print(summary(results, seconds, left) + f"\nwritten to {config.out}")
