@@ -113,10 +113,12 @@ class RewardOptions:
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         """{name: genrm_server.Config} of the reward models to start."""
+        if not self.genrm:
+            return {}
+        import genrm_server
         configs = {}
         tasks = itertools.cycle(self.reward_model_task)
         for (name, path), task in zip(named("genrm", self.genrm).items(), tasks):
-            import genrm_server
             configs[name] = genrm_server.Config(
                 path,
                 task=task,
@@ -239,9 +241,9 @@ def fits(value, kind) -> bool:
     """Whether a value from JSON is of a kind, where that can be told; null may stand for any."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind in (int, float):
-        return value is None or type(value) in (int, float)
-    return value is None or kind not in (bool, str, list, dict) or type(value) is kind
+    if value is None or kind not in (bool, int, float, str, list, dict):
+        return True
+    return type(value) is kind or {type(value), kind} == {int, float}
 
 
 @dataclasses.dataclass(eq=False)
@@ -271,13 +273,13 @@ class RewardLoopManager:
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
-        self.options = options
-        self.reward_models = reward_models
-        self.overlong = overlong
         addresses = named("router_address", options.router_address)
         if reward_models:
             addresses = reward_models.router_addresses
         self.job = options.check_rewards(addresses)
+        self.options = options
+        self.reward_models = reward_models
+        self.overlong = overlong
         self._router_addresses = list(addresses.values())
         self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
         # Of the router: a cluster of another shell does not have it. A secret's file may end with a newline.

@@ -115,11 +115,13 @@ def score_the_rest(options, samples, done, partial: Path, header, overlong=None,
 
 def as_table(rows: list[dict]):
     """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
-    names = {}
+    columns = {}
     for row in rows:
-        names |= dict.fromkeys(row)
+        columns |= dict.fromkeys(row)
+    for name in columns:
+        columns[name] = [row.get(name) for row in rows]
     try:
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        table = pyarrow.table(columns)
         pq.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
     except (pyarrow.ArrowException, UnicodeError) as error:
         raise ValueError(f"data: its rows do not fit into a parquet file ({error}); write .jsonl") from None
@@ -177,18 +179,18 @@ def run(config: Config):
     job = config.check_rewards()
     needed = ["data_source", "reward_model", "response"]
     needed += [name for name, is_needed in job.columns.items() if is_needed]
-    if config.max_response_length is not None:
-        needed.append("response_length")
-    rows = read_rows(config.data, needed)
     overlong = None
     if config.max_response_length is not None:
         from algorithm import overlong_penalty  # with torch: only where it is needed
+        needed.append("response_length")
         overlong = functools.partial(
             overlong_penalty,
             max_length=config.max_response_length,
             buffer=config.overlong_buffer,
             factor=config.overlong_factor,
         )
+    rows = read_rows(config.data, needed)
+    if overlong:
         overlong(0)  # refuses a buffer that does not fit
     if config.out.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
