@@ -14,6 +14,7 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
 import grpo_trainer
 from cluster import servers as servers_file
@@ -141,6 +142,7 @@ def test_ranks_split_adapters_and_the_frozen_model_alike(folder, model, group_of
     source = folder
     for ranks, step, metrics in zip((2, 3), steps, expected):
         group = group_of(ranks, source, **adapted)
+        assert group.about()["adapters"] == alone.about()["adapters"] != ""
         if source != folder:
             group.load_optimizer(Path(source))
         got = group.update(groups_of(step), 1e-3)
@@ -157,7 +159,9 @@ def pids_of(group):
     return ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in group.actors])
 
 
-def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(folder, model, group_of):
+def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(
+    folder, model, group_of, tmp_path
+):
     group, samples = group_of(2), a_step(model)
     group.update(groups_of(samples), 1e-3)
     # It dies while the other one waits for it in a collective, which has hours.
@@ -174,6 +178,13 @@ def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(fold
     with pytest.raises(RuntimeError, match="is over max_logprob_diff 0: the sampler"):
         group.update(groups_of(samples), 1e-3, 0.0)
     assert group.num_updates == 2
+    # Nor does a checkpoint that was cut since then.
+    group.save(tmp_path / "cut")
+    with open(tmp_path / "cut/optimizer/__1_0.distcp", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointException):
+        group.load_optimizer(tmp_path / "cut")
+    assert group.update(groups_of(samples), 1e-3)["actor/updates"] == 2
     # An error of one rank's own, which the other one would wait for.
     ray.get(group.actors[0].__ray_call__.remote(lambda self: setattr(self, "accumulate_gradients", None)))
     with pytest.raises(TypeError, match="NoneType"):
