@@ -198,10 +198,8 @@ def compute_score(
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
-        raise ValueError(
-            f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
-            "this data source needs a reward function of its own"
-        )
+        raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
+                         "this data source needs a reward function of its own")  # fmt: skip
     answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
     if answer is None:
         pred, acc = "[INVALID]", False  # the original's word
@@ -239,7 +237,17 @@ _grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops
 _places = threading.Semaphore(MAX_GRADERS)  # as many child processes at most
 _one_at_a_time = threading.Lock()  # to start them
 _free_graders = []  # pipes to child processes that wait for an answer
-os.register_at_fork(after_in_child=_free_graders.clear)  # they are not the child's
+
+
+def _start_anew():
+    """In a fork: the graders are its parent's, and who held a place or the lock is not there."""
+    global _places, _one_at_a_time
+    _free_graders.clear()
+    _places = threading.Semaphore(MAX_GRADERS)
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def _take_grader():

@@ -1278,6 +1278,25 @@ with concurrent.futures.ProcessPoolExecutor(4, multiprocessing.get_context("fork
 
 
 @pytest.mark.slow
+def test_a_fork_while_all_graders_are_busy_grades_all_the_same(grading):
+    told = grading("""
+import multiprocessing, threading, time
+for _ in range(4):
+    threading.Thread(target=verified, args=["hang"]).start()
+while len(children()) < 4:
+    time.sleep(0.05)
+fork = multiprocessing.get_context("fork")
+answers = fork.SimpleQueue()
+child = fork.Process(target=lambda: answers.put(verified("+1")["acc"]))
+child.start()
+child.join(20)
+child.kill()
+told(acc=None if answers.empty() else answers.get())
+""")
+    assert told == {"acc": True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["+1", "die", "eat"])
 def test_a_process_that_has_graded_ends(grading, last):
     for _ in range(6):  # not always was enough to fail
