@@ -70,57 +70,46 @@ _RULES = r"""
 ≤|<=|\\leq(slant)?                  → \\le~
 ≥|>=|\\geq(slant)?                  → \\ge~
 ≠|\\neq                             → \\ne~
-
 # White space of all kinds is ~; \! and {,} stand in large numbers, 10,\!000 and 10{,}000
 \\!                                 →
 \{,\}                               → ,
 (?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle → ~
-
 # Brackets of any size, matrices with any brackets, the space after a row
 \\(left|right|[bB]igg?[lr]?)(?![a-zA-Z]) →
 bmatrix                             → pmatrix
 \\\\\[\w*\]                         → \\\\
-
 # An amount in dollars; signs of a formula: \(5\), $5$, "the answer is $5$"
 \\\$~*([\d.,]+)                     → \1~dollars
 (?<!\\)\\[()\[\]]                   → $
 ^(?:[^$]*\b(?:is|are)[~}]*)?\$([^$]*)\$~*$ → \1
 \\?\$|"                             →
-
 # Units that have signs
 \\?%                                → ~percent
 \^(?:\\circ|\{\\circ\})|\\degree|°  → ~degrees
-
 # Type: bold, upright and so on; twice, as one may stand in another
 mbox|textrm                         → text
 \\(text|mathrm)\{~*m~*\}            → ~meters
 TYPE                                → ~\1~
 TYPE                                → ~\1~
 \\overline\{([A-Z]+)\}              → \1
-
 # Words: "1 and 2", "5 square cm", "a dozen"
 ,?~*\band\b                         → ,
 \bsquare~([a-z]+)~*$                → \1^2
 \bcubic~([a-z]+)~*$                 → \1^3
 \ban~|\ba~(?=[A-Za-z]{2}|\d)        →
-
 # Fractions: \dfrac, 1/2
 \\[dtc]frac                         → \\frac
 (?<![\w^.])(\d+)/(\d+)(?![\w{.])    → \\frac{\1}{\2}
-
 # White space stays between words only
 (\\[a-zA-Z]+)~+                     → \1
 (?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2}) →
 ~+                                  → ~
-
 # Arguments without braces: \frac12, \sqrt2
 \\frac(BARE)                        → \\frac{\1}
 (\\frac\{[^{}]*\})(BARE)            → \1{\2}
 \\sqrt(BARE)                        → \\sqrt{\1}
-
 # The minus of a fraction goes before it, unless it is a factor: \frac{-1}{2}, but 2\frac{-1}{2}
 (^|[(\[{,=&\\]|matrix\})\\frac\{-([^{}+-]+)\} → \1-\\frac{\2}
-
 # Spellings of a number: x^{2}, +5, .5, 34.0, a full stop
 ([\^_])\{(\w)\}                     → \1\2
 (^|[(\[,=])\+                       → \1

@@ -148,9 +148,7 @@ class Policy:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.adapters = None
-        if options.lora_rank:
-            self.adapters = import_module("lora")
+        self.adapters = import_module("lora") if options.lora_rank else None
         self.model = self.load(source, check=True)
         self.reference = None
         if options.kl_coef and self.adapters:
@@ -212,9 +210,8 @@ class Policy:
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
-            logprobs, entropy = self.compute(
-                model or self.model, sequences, counts, self.config.temperature, self.config.entropy_coef != 0
-            )
+            how = self.config.temperature, self.config.entropy_coef != 0
+            logprobs, entropy = self.compute(model or self.model, sequences, counts, *how)
             yield part, logprobs, entropy, mask_of(counts, self.device)
 
     # ---- the update
@@ -224,12 +221,9 @@ class Policy:
 
         Samples without a gradient are not computed: no verdict, or advantage 0 where only the advantage
         moves the policy. The token mean counts all that have a verdict. actor/entropy is estimated from all
-        samples: minus the mean of their log-probabilities as they were sampled. rollout/logprob_diff is that
-        of the tokens which are computed before the first update; everything else is a mean over the tokens
-        trained on.
-
-        Raises RuntimeError before the first optimizer step where sampler and policy differ by more than
-        max_logprob_diff (mean over those tokens), and where the loss or the gradient is not finite.
+        samples as they were sampled, rollout/logprob_diff is of the tokens that are computed before the
+        first update, everything else is a mean over the tokens trained on. RuntimeError where sampler and
+        policy are more than max_logprob_diff apart (then no weight has changed), or a loss is not finite.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -292,15 +286,12 @@ class Policy:
         """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
 
         lengths: of all responses of the whole mini-batch that have a verdict, so that any split of it, over
-        micro-batches or ranks, adds up to the same gradient. Without old_logprobs they are what the model
-        says now.
+        micro-batches or ranks, adds up to the same gradient. No old_logprobs: what the model says now.
         """
-        config = self.config
-        num_tokens = sum(lengths)
-        loss_tokens = num_tokens
+        config, sums = self.config, Counter()
+        num_tokens = loss_tokens = sum(lengths)
         if ADVANTAGES[config.advantage].constant_length:
             loss_tokens = len(lengths) * config.max_response_length
-        sums = Counter()
         activations = contextlib.nullcontext()
         if config.gradient_checkpointing:
             activations = checkpointed_layers(self.model)
