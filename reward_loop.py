@@ -424,8 +424,9 @@ class RewardLoopManager:
                 with contextlib.suppress(InvalidStateError):  # cancelled, or it has its result
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # it went with its Ray
-                self._ray.kill(worker.actor)
+            if self._ray.is_initialized():  # else they went with it, and this would start another Ray
+                with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
+                    self._ray.kill(worker.actor)
 
     async def _deal_out(self):
         """Deals waiting samples out to the least busy workers, as far as the limits allow."""

@@ -104,11 +104,12 @@ class PolicyGroup:
 
     def shutdown(self) -> None:
         """Ends all ranks; those that wait in a collective, too."""
-        with contextlib.suppress(ray.exceptions.RayError):  # all of it went with its Ray
-            for actor in self.actors:
-                ray.kill(actor)
-            if self.own:
-                self.own.close()
+        if ray.is_initialized():  # else they went with it, and ray.kill would start another Ray
+            with contextlib.suppress(ray.exceptions.RayError):
+                for actor in self.actors:
+                    ray.kill(actor)
+                if self.own:
+                    self.own.close()
         self.actors = []
         self.own = None
 

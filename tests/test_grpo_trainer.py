@@ -3,6 +3,7 @@ fail."""
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -33,7 +34,7 @@ import grpo_trainer
 import reward_loop
 import run_folder
 from toy import toy_world, warm_start
-from policy import Policy, Sample
+from policy import Policy, PolicyOptions, Sample
 from run import Run
 from tools.plan_run import estimate_memory, report
 from tiny import config_of
@@ -1099,9 +1100,11 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     )
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
     source = Path("grpo_trainer.py").read_text().replace("self.", "config.")
-    source += "".join(
-        Path(name).read_text() for name in ("run.py", "run_folder.py", "policy.py", "cluster/ranks.py")
-    )
+    source += inspect.getsource(PolicyOptions).replace("self.", "config.")
+    for name in ("policy.py", "credit.py", "algorithm.py"):
+        source += Path(name).read_text().replace("options.", "config.")
+    for name in ("run.py", "run_folder.py", "cluster/ranks.py"):
+        source += Path(name).read_text()
     shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
         if field.name in shared:

@@ -1164,11 +1164,12 @@ def test_ray_is_shut_down_under_the_manager():
                 act()
             except RuntimeError as error:
                 print("refused:", error)
-        assert not ray.is_initialized()
         manager.shutdown()
-        """
+        print("another Ray:", ray.is_initialized())  # as some calls would start one
+        """,
+        RAY_ENABLE_AUTO_CONNECT="1",
     )
-    assert said.count("refused: Ray was shut down") == 2
+    assert said.count("refused: Ray was shut down") == 2 and "another Ray: False" in said
 
 
 @pytest.mark.slow
