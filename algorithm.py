@@ -250,7 +250,7 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 
 
 def clip_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
-    """GRPO with DAPO's clip-higher; clip_c: dual clip, a bound on the ratio where the advantage is negative."""
+    """GRPO with DAPO's clip-higher; clip_c: dual clip, a bound where the advantage is negative."""
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -17,8 +17,11 @@ from policy import PolicyOptions, Sample
 
 
 def prepare_credit(groups: list[list[Sample]], options: PolicyOptions, decode, is_first=False) -> None:
-    """Finds the tokens of what the reward function says about paragraphs. A sample of which the function does
-    not say what the advantage needs has no verdict; RuntimeError where that goes for all of the first ones."""
+    """Finds the tokens of what the reward function says about paragraphs.
+
+    A sample of which the function does not say what the advantage needs has no verdict; RuntimeError where
+    that goes for all of the first ones.
+    """
     needs = [*ADVANTAGES[options.advantage].needs, *options.terms]
     if options.credit == "prefix":
         needs.append("first_wrong")

@@ -91,7 +91,7 @@ class PolicyOptions:
             try:
                 terms[name] = float(weight)
             except ValueError:
-                raise ValueError(f"reward_terms: {self.reward_terms}: write NAME=WEIGHT, as in acc=1") from None
+                raise ValueError(f"reward_terms: {term}: write NAME=WEIGHT, as in acc=1") from None
         return terms
 
 

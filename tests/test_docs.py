@@ -12,7 +12,6 @@ import pytest
 
 import compute_score
 import credit
-import grpo_trainer
 import reward_loop
 from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse

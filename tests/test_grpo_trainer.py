@@ -649,8 +649,8 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
     [
         (dict(advantage="terms"), "reward_terms: goes with --advantage terms"),
         (dict(reward_terms=("acc=1",)), "reward_terms: goes with --advantage terms"),
-        (dict(advantage="terms", reward_terms=("acc",)), "reward_terms: ('acc',): write NAME=WEIGHT"),
-        (dict(advantage="terms", reward_terms=("acc=a",)), "reward_terms: ('acc=a',): write NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc",)), "reward_terms: acc: write NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=a",)), "reward_terms: acc=a: write NAME=WEIGHT"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",

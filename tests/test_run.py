@@ -1,6 +1,5 @@
 """What a run reads, and in which words it refuses what it cannot read."""
 
-import json
 import random
 import re
 
