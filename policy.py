@@ -275,7 +275,7 @@ class Policy:
         return sums
 
     def compare(self, samples: list[Sample]) -> Counter:
-        """Fills in old log-probabilities. Returns sums over all processes: how far the sampler's are apart."""
+        """Fills in old log-probabilities. Returns sums over all processes: how far apart they are."""
         sums = Counter()
         for sample, logprobs in self.score(samples):
             sample.old_logprobs = logprobs

@@ -533,7 +533,8 @@ class RewardLoopManager:
             if self.overlong:
                 extra = extra | {"overlong_penalty": penalty, "overlong": penalty < 0}
             reward = None if score is None else score + penalty
-            values = {"reward_score": reward, "reward_extra_info": extra, "status": status, "seconds": seconds}
+            values = {"reward_score": reward, "reward_extra_info": extra}
+            values |= {"status": status, "seconds": seconds}
             with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
                 future.set_result(values)
 

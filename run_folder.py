@@ -269,7 +269,10 @@ class Interrupts:
         waits = self.hold and not self.asked
         later = b""
         if waits:
-            later = b"finishing this step, then saving; Ctrl-C again leaves at once, with the last checkpoint\n"
+            later = (
+                b"finishing this step, then saving; "
+                b"Ctrl-C again leaves at once, with the last checkpoint\n"
+            )
         self.say(1, later)
         self.say(2, b"")
         if not waits:

@@ -24,7 +24,8 @@ import tyro
 
 from metrics import averages
 from prepare_data import read_rows
-from reward_loop import HERE, STATUSES, RewardOptions, by_group, needed_verdict, start_rewards, with_equal_keys
+from reward_loop import HERE, STATUSES, RewardOptions, by_group
+from reward_loop import needed_verdict, start_rewards, with_equal_keys
 
 # What --resume may not change, beside the data and the function's files. (The judge may have moved.)
 CHANGE_A_SCORE = (
