@@ -4,8 +4,9 @@
     metrics = policy.update(groups, lr=1e-6)                   # one pass over a step, in mini-batches
 
 The losses are in algorithm.py, sampling is in rollout.py; docs/plain_grpo.py is GRPO with these three alone.
-cluster/ranks.py is the same policy over many GPUs: it overrides four seams: `mine`, `total`, `compute`,
-`forward`. Needs algorithm.py; for speed speedups.py, for LoRA lora.py.
+cluster/ranks.py is the same policy over many GPUs: it overrides the seams `place`, `total`, `compute` and
+`forward`, and its `learn` is given its own samples alone. Needs algorithm.py; for speed speedups.py, for LoRA
+lora.py.
 Left out: a critic model, images.
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
@@ -124,6 +125,15 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+@dataclass
+class MiniBatch:
+    """What one optimizer update learns from; of several ranks each has its own samples."""
+
+    samples: list[Sample]  # with a gradient
+    num_tokens: int = 0  # of all responses with a verdict, whichever rank has them
+    num_sequences: int = 0  # these responses; 0: nothing is learnt, the sampler is looked at
+
+
 class RanksLost(RuntimeError):
     """A process that holds a part of the policy has died; the run goes on from its newest checkpoint."""
 
@@ -193,10 +203,6 @@ class Policy:
         if speedups:
             model.shares_prompts = speedups.can_share_prompts(model, logprobs_and_entropy)
 
-    def mine(self, samples: list[Sample]) -> list[Sample]:
-        """The samples that this process computes."""
-        return samples
-
     def total(self, sums: Counter) -> Counter:
         """These sums over all processes."""
         return sums
@@ -225,34 +231,27 @@ class Policy:
         first update, everything else is a mean over the tokens trained on. RuntimeError where sampler and
         policy are more than max_logprob_diff apart (then no weight has changed), or a loss is not finite.
         """
+        batches = mini_batches(groups, self.config)
+        return self.learn(batches, lr, max_logprob_diff) | {"actor/entropy": entropy_of(groups)}
+
+    def learn(self, batches: list[MiniBatch], lr: float, max_logprob_diff: float = math.inf) -> dict:
+        """`update` with what mini_batches() made of the groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        learning = []  # of each mini-batch this process's samples, and the lengths of all with a verdict
-        for batch in deal(groups, self.config.mini_batch_size):
-            teaching = list(filter(self.has_gradient, batch))
-            if teaching:  # else every group is all right or all wrong
-                judged = [sample for sample in batch if sample.advantage is not None]
-                learning.append((self.mine(teaching), [len(sample.response_ids) for sample in judged]))
-        sums = self.look_before([samples for samples, _ in learning])
+        learning = [batch for batch in batches if batch.num_sequences]
+        sums = self.look_before([batch.samples for batch in learning])
         if not learning:
-            sums = self.compare(self.mine(groups[0]))
+            sums = self.compare(batches[0].samples)
             check_sampler(sums, max_logprob_diff)
         norms = []
-        for samples, lengths in learning:
+        for batch in learning:
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.total(self.accumulate_gradients(samples, lengths))
+            found = self.total(self.accumulate_gradients(batch))
             sums.update(found)
             if not norms:  # by now all that is computed before the first update is compared
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.step(found["loss_sum"]))
-        return self.metrics(sums, norms, sum(groups, []))
-
-    def has_gradient(self, sample: Sample) -> bool:
-        if sample.advantage is None:
-            return False
-        if self.config.entropy_coef or self.reference is not None:
-            return True
-        return sample.advantage != 0 or any(sample.token_advantages)
+        return self.metrics(sums, norms)
 
     def look_before(self, learning: list[list[Sample]]) -> Counter:
         """Fills in old and reference log-probabilities, from before the first update. Returns sums (SUMS)."""
@@ -282,21 +281,21 @@ class Policy:
             sums.update(difference(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device)))
         return self.total(sums)
 
-    def accumulate_gradients(self, samples: list[Sample], lengths: list[int]) -> Counter:
-        """Adds the gradient of these samples' part of a mini-batch's loss. Returns sums (SUMS).
+    def accumulate_gradients(self, batch: MiniBatch) -> Counter:
+        """Adds the gradient of these samples' part of the loss. Returns sums (SUMS).
 
-        lengths: of all responses of the whole mini-batch that have a verdict, so that any split of it, over
-        micro-batches or ranks, adds up to the same gradient. No old_logprobs: what the model says now.
+        Any split of the samples, over micro-batches or ranks, adds up to the same gradient: what divides it
+        is of the whole mini-batch. No old_logprobs: what the model says now.
         """
         config, sums = self.config, Counter()
-        num_tokens = loss_tokens = sum(lengths)
+        num_tokens = loss_tokens = batch.num_tokens
         if ADVANTAGES[config.advantage].constant_length:
-            loss_tokens = len(lengths) * config.max_response_length
+            loss_tokens = batch.num_sequences * config.max_response_length
         activations = contextlib.nullcontext()
         if config.gradient_checkpointing:
             activations = checkpointed_layers(self.model)
         with activations:
-            for part, logprobs, entropy, mask in self.forward(samples):
+            for part, logprobs, entropy, mask in self.forward(batch.samples):
                 is_first = part[0].old_logprobs is None
                 if is_first:
                     old = logprobs.detach()
@@ -306,7 +305,7 @@ class Policy:
                 loss, found = compute_policy_loss(
                     logprobs, old, self.advantages(part), mask, loss_tokens, config.clip_low,
                     config.clip_high, config.clip_c, rollout, config.tis_cap, loss=config.loss,
-                    num_sequences=len(lengths))  # fmt: skip
+                    num_sequences=batch.num_sequences)  # fmt: skip
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:
@@ -335,11 +334,9 @@ class Policy:
         self.optimizer.step()
         return norm
 
-    def metrics(self, sums: Counter, norms: list[float], samples: list[Sample]) -> dict:
-        num_tokens = sum(len(sample.response_ids) for sample in samples)
+    def metrics(self, sums: Counter, norms: list[float]) -> dict:
         metrics = {
             "actor/updates": len(norms),
-            "actor/entropy": -sum(sum(sample.rollout_logprobs) for sample in samples) / num_tokens,
             "rollout/logprob_diff": sums["difference_sum"] / sums["compared_tokens"],
         }
         if not norms:
@@ -365,7 +362,8 @@ class Policy:
     # ---- weights, checkpoints
 
     def release_memory(self) -> None:
-        """Gives GPU memory that PyTorch keeps for later back to the device, for others that share it."""
+        """Gives GPU memory that is not in use back to the device, for others that share it."""
+        self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
     def about(self) -> dict:
@@ -460,6 +458,32 @@ def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]
         end = len(groups) * (number + 1) // count
         batches.append(sum(groups[start:end], []))
     return batches
+
+
+def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[MiniBatch]:
+    """What each optimizer update learns from. At least one, which may be there to be looked at alone."""
+    batches = []
+    for samples in deal(groups, options.mini_batch_size):
+        teaching = [sample for sample in samples if has_gradient(sample, options)]
+        if teaching:  # else every group is all right or all wrong
+            judged = [len(sample.response_ids) for sample in samples if sample.advantage is not None]
+            batches.append(MiniBatch(teaching, sum(judged), len(judged)))
+    return batches or [MiniBatch(groups[0])]
+
+
+def has_gradient(sample: Sample, options: PolicyOptions) -> bool:
+    if sample.advantage is None:
+        return False
+    if options.entropy_coef or options.kl_coef:
+        return True
+    return sample.advantage != 0 or any(sample.token_advantages)
+
+
+def entropy_of(groups: list[list[Sample]]) -> float:
+    """Of the policy, in nats a token, estimated from all samples as they were sampled."""
+    samples = sum(groups, [])
+    num_tokens = sum(len(sample.response_ids) for sample in samples)
+    return -sum(sum(sample.rollout_logprobs) for sample in samples) / num_tokens
 
 
 def difference(logprobs, rollout_logprobs) -> dict:

@@ -24,9 +24,10 @@ import ray
 import torch
 import torch.distributed as dist
 
+from cluster.columns import pack, split
 from cluster.placement import PLACE_S, Places, ranks_of
 from cluster.ranks import RankedPolicy, Ranks
-from policy import RanksLost, Sample
+from policy import RanksLost, Sample, entropy_of, mini_batches
 
 # seconds in which the cluster must have room after a rank has died: it may be a node to come
 RESTART_PLACE_S = 900.0
@@ -113,12 +114,17 @@ class PolicyGroup:
         self.actors = []
         self.own = None
 
-    def call(self, method: str, *arguments) -> list:
-        """A method of all ranks at once -> their answers. A death or a failure is noticed at once."""
+    def call(self, method: str, *arguments, own: list = ()) -> list:
+        """A method of all ranks at once -> their answers. A death or a failure is noticed at once.
+
+        own: what each rank has as its first argument, if that is another one for each.
+        """
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
-            calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+            calls = []
+            for rank, actor in enumerate(self.actors):
+                calls.append(getattr(actor, method).remote(*own[rank : rank + 1], *arguments))
             waiting = calls
             while waiting:
                 (done,), waiting = ray.wait(waiting)
@@ -167,15 +173,15 @@ class PolicyGroup:
         return self.about_model
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        needed = []
-        for group in groups:
-            needed.append([dataclasses.replace(sample, row={}, text="", result={}) for sample in group])
+        parts = split(mini_batches(groups, self.config), len(self.actors) or 1)
+        columns = [pack(part) for part in parts]
         self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
         try:
-            return self.call("update", ray.put(needed), lr, max_logprob_diff)[0]
+            metrics = self.call("learn_from", lr, max_logprob_diff, own=columns)[0]
         finally:
             with contextlib.suppress(RanksLost):
                 self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]
+        return metrics | {"actor/entropy": entropy_of(groups)}
 
     def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
         return self.call("send_weights", folders, dtype)[0]

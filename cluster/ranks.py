@@ -3,9 +3,9 @@
     ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
     policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
 
-policy_group.py starts one such process per device. All ranks do the same calls with the same arguments and
-make the same plan, so that each decision is the same everywhere. Only tensors travel: weights are gathered
-layer by layer, gradients are summed. Everything else is policy.py's.
+policy_group.py starts one such process per device. All ranks do the same calls, each with its own samples of
+the same mini-batches, so that each decision is the same everywhere. Only tensors travel between them: weights
+are gathered layer by layer, gradients are summed. Everything else is policy.py's.
 
 Left out: tensor, pipeline, sequence and expert parallelism, replicas of groups (HSDP), compilation. Prompts
 are not shared (speedups.py), as ranks would have to agree on it for each pass.
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
+from cluster.columns import unpack
 from cluster.servers import packs
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
@@ -36,7 +37,7 @@ SIOCGIFADDR = 0x8915  # asks for an interface's address
 
 
 class RankedPolicy(Policy):
-    """A rank of many, or the only one; a Ray actor. Same arguments on all ranks, and the same results."""
+    """A rank of many, or the only one; a Ray actor. All ranks have the same results."""
 
     def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
         self.ranks = ranks
@@ -76,10 +77,9 @@ class RankedPolicy(Policy):
     def compute(self, model, *arguments):
         return model.logprobs_and_entropy(*arguments)
 
-    def mine(self, samples: list[Sample]) -> list[Sample]:
-        """Every count-th, of lengths as equal as can be."""
-        ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
-        return ordered[self.ranks.rank :: self.ranks.count]
+    def learn_from(self, columns: list, lr: float, max_logprob_diff: float) -> dict:
+        """`learn` with this rank's own samples, which columns.pack() has packed."""
+        return self.learn(unpack(columns), lr, max_logprob_diff)
 
     def total(self, sums: Counter) -> Counter:
         return self.ranks.sum(sums, SUMS)
