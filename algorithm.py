@@ -42,65 +42,6 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     return torch.where(highest > lowest, centred, 0.0)
 
 
-def compute_process_aware_advantages(outcome_P_G, process_P_G, right_P_G) -> torch.Tensor:
-    """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
-
-    outcome_P_G: 1 where the answer is right, else -1 (plus a length penalty, if any), normalised over the
-    whole group. process_P_G: quality of the reasoning, here 1 sound and 0 flawed, normalised among the right
-    answers (right_P_G, bool) only and 0 for the others: however good its steps look, a wrong answer gains
-    nothing, and in a group that is all right the steps still tell the samples apart. NaN in the outcome, or
-    in the process of a right answer: no verdict, advantage 0, left out of both. Returns advantages_P_G.
-    """
-    known = ~outcome_P_G.isnan() & ~(right_P_G & process_P_G.isnan())
-    outcome = compute_advantages(torch.where(known, outcome_P_G, math.nan))
-    process = compute_advantages(torch.where(known & right_P_G, process_P_G, math.nan))
-    return outcome + process
-
-
-def compute_term_advantages(terms: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """Terms normalised in their groups, the weighted sum in the batch, all P x G (GDPO, arXiv:2601.05242).
-
-    NaN leaves a sample out of that term only. The batch's mean, 0 like every group's, is not subtracted."""
-    total = sum(weight * compute_advantages(term) for term, weight in zip(terms, weights, strict=True))
-    count = (~torch.stack(terms).isnan()).any(0).sum()
-    std = (total.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    return total / (std + 1e-6)
-
-
-def compute_prefix_advantages(outcome_P_G, right_P_G, share_P_G, prefix_reward: float = 0.5) -> tuple:
-    """Two advantages a sample: on its rewarded prefix, and after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
-
-    A token's value is 1 in a right solution; in a wrong one `prefix_reward` (alpha) in the part of the prefix
-    before the first error that is rewarded, 0 after it. From it goes the group's mean of the solutions' mean
-    values, which is outcome + alpha * share in a wrong one; no division by a deviation. Not in the paper: a
-    length penalty is part of the outcome.
-
-    outcome_P_G: 1 right, 0 wrong (plus a length penalty, if any), NaN no verdict: 0, left out of the mean;
-    a group with fewer than two verdicts gets 0. right_P_G: bool. share_P_G: rewarded prefix over length.
-    Returns (prefix_P_G, rest_P_G).
-    """
-    known = ~outcome_P_G.isnan()
-    count = known.sum(1, keepdim=True)
-    alpha_P_G = torch.where(right_P_G, 0.0, prefix_reward)
-    values_P_G = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num()
-    mean = values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
-    known = known & (count >= 2)
-    rest_P_G = torch.where(known, outcome_P_G - mean, 0.0)
-    prefix_P_G = torch.where(known, outcome_P_G - mean + alpha_P_G, 0.0)
-    return prefix_P_G, rest_P_G
-
-
-def compute_step_advantages(steps_P_G_S: torch.Tensor) -> torch.Tensor:
-    """Scores of steps: each paragraph's and all later ones' sum (GRPO, arXiv:2402.03300, section 4.1.3).
-
-    steps_P_G_S: one score for each paragraph, NaN where there is none. They are normalised over all
-    paragraphs of a group. Returns advantages_P_G_S.
-    """
-    scores_P_GS = compute_advantages(steps_P_G_S.flatten(1))
-    scores_P_G_S = scores_P_GS.view(steps_P_G_S.shape)
-    return scores_P_G_S.flip(2).cumsum(2).flip(2)
-
-
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
 
@@ -116,100 +57,121 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 # ---- advantages: one function and one line in the table for each
 
 
-@dataclass
-class Groups:
-    """What advantages are made of: P groups of G samples. NaN: no verdict, or no such number."""
-
-    rewards_P_G: torch.Tensor  # score + penalty
-    penalties_P_G: torch.Tensor  # for length, at most 0
-    numbers: dict[str, torch.Tensor]  # P x G each: `score` and the other numbers of the function's dict
-    lengths_P_G: torch.Tensor  # tokens of the responses
-    prompt_lengths_P_G: torch.Tensor
-    # Where an advantage needs first_wrong: tokens before the first wrong paragraph; 0 where there is none.
-    prefixes_P_G: torch.Tensor | None = None
-    # Where it needs step_scores: one score a paragraph, and the paragraph of each token.
-    steps_P_G_S: torch.Tensor | None = None
-    paragraphs_P_G_T: torch.Tensor | None = None
-
-    @property
-    def right_P_G(self) -> torch.Tensor:
-        """Whether the answer is right: `acc` is true or 1, nothing in between."""
-        return self.numbers["acc"] == 1
-
-    @property
-    def tokens_T(self) -> torch.Tensor:
-        """The numbers of the longest response's tokens."""
-        return torch.arange(int(self.lengths_P_G.max()))
+# groups: credit.Groups, with `number(key)` of the reward function's dict, rewards_P_G (score + penalty),
+# penalties_P_G (for length), lengths_P_G and prompt_lengths_P_G (tokens), tokens_T (0, 1, ...), prefixes_P_G
+# (tokens before the first wrong paragraph), steps. NaN: no verdict, or no such number. options:
+# policy.PolicyOptions. Each returns P x G, or P x G x T; NaN: no verdict on this sample.
 
 
-def grpo(groups: Groups, options) -> torch.Tensor:
+def grpo(groups, options) -> torch.Tensor:
     return compute_advantages(groups.rewards_P_G)
 
 
-def dr_grpo(groups: Groups, options) -> torch.Tensor:
+def dr_grpo(groups, options) -> torch.Tensor:
+    """Without the deviation; policy.py divides the loss as if all responses were of full length."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
-def papo(groups: Groups, options) -> torch.Tensor:
-    right_P_G = groups.right_P_G
+def papo(groups, options) -> torch.Tensor:
+    """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
+
+    Outcome: 1 where the answer is right, else -1, plus the length penalty, normalised over the whole group.
+    Process: 1 sound, 0 flawed, normalised among the right answers only and 0 for the others: however good its
+    steps look, a wrong answer gains nothing, and in a group that is all right the steps still tell the
+    samples apart. A right answer whose reasoning nobody judged has no verdict.
+    """
+    right_P_G = groups.number("acc") == 1
+    sound_P_G = 1 - groups.number("flawed_positive")
+    unjudged_P_G = right_P_G & sound_P_G.isnan()
     outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + groups.penalties_P_G
-    sound_P_G = 1 - groups.numbers["flawed_positive"]
-    advantages_P_G = compute_process_aware_advantages(outcome_P_G, sound_P_G, right_P_G)
-    unjudged_P_G = right_P_G & sound_P_G.isnan()  # right, and nobody looked at the reasoning: no verdict
+    outcome_P_G = outcome_P_G.masked_fill(unjudged_P_G, math.nan)
+    process_P_G = sound_P_G.masked_fill(~right_P_G, math.nan)
+    advantages_P_G = compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
     return advantages_P_G.masked_fill(unjudged_P_G, math.nan)
 
 
-def vppo(groups: Groups, options) -> torch.Tensor:
-    right_P_G = groups.numbers["score"] > 0  # by the function: FAPO's, at penalty 1, if it is sound
+def vppo(groups, options) -> torch.Tensor:
+    """Two advantages a sample: on its rewarded prefix, and after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
+
+    A token's value is 1 in a right solution; in a wrong one `prefix_reward` (alpha) in the part of the prefix
+    before the first error that is rewarded, 0 after it. From it goes the group's mean of the solutions' mean
+    values, which is outcome + alpha * share in a wrong one; no division by a deviation. Not in the paper: a
+    length penalty is part of the outcome. A group with fewer than two verdicts gets 0.
+    """
+    right_P_G = groups.number("score") > 0  # by the function: FAPO's, at penalty 1, if it is sound
     outcome_P_G = right_P_G + groups.penalties_P_G
     unpaid_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
     paid_P_G = (groups.prefixes_P_G - unpaid_P_G).clamp(min=0)
     share_P_G = paid_P_G / groups.lengths_P_G
-    prefix_P_G, rest_P_G = compute_prefix_advantages(
-        outcome_P_G, right_P_G, share_P_G, options.prefix_reward
-    )
+    alpha_P_G = torch.where(right_P_G, 0.0, options.prefix_reward)
+    values_P_G = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num()
+    known_P_G = ~outcome_P_G.isnan()
+    count = known_P_G.sum(1, keepdim=True)
+    centred_P_G = outcome_P_G - values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
     is_paid_P_G_T = groups.tokens_T < paid_P_G[..., None]
-    return torch.where(is_paid_P_G_T, prefix_P_G[..., None], rest_P_G[..., None])
+    advantages_P_G_T = centred_P_G[..., None] + alpha_P_G[..., None] * is_paid_P_G_T
+    return torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
 
 
-def terms(groups: Groups, options) -> torch.Tensor:
-    terms_P_G = [groups.numbers[name] for name in options.terms]
-    return compute_term_advantages(terms_P_G, list(options.terms.values()))
+def terms(groups, options) -> torch.Tensor:
+    """Terms normalised in their groups, the weighted sum among these groups (GDPO, arXiv:2601.05242).
+
+    NaN leaves a sample out of that term only. The sum's mean, 0 like every group's, is not subtracted.
+    """
+    total_P_G = 0.0
+    known_P_G = False
+    for name, weight in parse_terms(options.reward_terms).items():
+        term_P_G = groups.number(name)
+        total_P_G = total_P_G + weight * compute_advantages(term_P_G)
+        known_P_G = known_P_G | ~term_P_G.isnan()
+    std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
+    return total_P_G / (std + 1e-6)
 
 
-def steps(groups: Groups, options) -> torch.Tensor:
-    """GRPO's advantage of the whole response, and on each paragraph what its steps add."""
-    steps_P_G_S = compute_step_advantages(groups.steps_P_G_S)
-    steps_P_G_T = steps_P_G_S.gather(2, groups.paragraphs_P_G_T)
-    unscored_P_G = groups.steps_P_G_S.isnan().all(2)  # no step has a score: no verdict
-    advantages_P_G_T = compute_advantages(groups.rewards_P_G)[..., None] + steps_P_G_T
+def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
+    """The names and weights of --reward-terms. ValueError for what is none."""
+    weights = {}
+    for term in reward_terms:
+        name, _, weight = term.partition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise ValueError(f"reward_terms: {term}: write NAME=WEIGHT, as in acc=1") from None
+    return weights
+
+
+def steps(groups, options) -> torch.Tensor:
+    """GRPO's advantage of the response, and on each paragraph the sum of its own and all later scores.
+
+    The scores are normalised over all paragraphs of a group (GRPO, arXiv:2402.03300, section 4.1.3). A sample
+    none of whose steps has a score has no verdict.
+    """
+    steps_P_G_S, paragraphs_P_G_T = groups.steps
+    unscored_P_G = steps_P_G_S.isnan().all(2)
+    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
+    scores_P_GS = compute_advantages(steps_P_G_S.flatten(1))
+    scores_P_G_S = scores_P_GS.view(steps_P_G_S.shape)
+    sums_P_G_S = scores_P_G_S.flip(2).cumsum(2).flip(2)
+    advantages_P_G_T = outcome_P_G[..., None] + sums_P_G_S.gather(2, paragraphs_P_G_T)
     return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
 
 
-@dataclass(frozen=True)
-class Advantage:
-    compute: Callable  # (Groups, options) -> advantages, P x G or P x G x T. NaN: no verdict on this sample
-    needs: tuple[str, ...] = ()  # keys of the reward function's dict
-    constant_length: bool = False  # the loss is divided as if all responses were of full length
-
-
 ADVANTAGES = {
-    "grpo": Advantage(grpo),
-    "dr_grpo": Advantage(dr_grpo, constant_length=True),
-    "papo": Advantage(papo, needs=("acc", "flawed_positive")),
-    "vppo": Advantage(vppo, needs=("first_wrong",)),
-    "terms": Advantage(terms),  # it needs what --reward-terms names
-    "steps": Advantage(steps, needs=("step_scores",)),
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "papo": papo,
+    "vppo": vppo,
+    "terms": terms,
+    "steps": steps,
 }
 
 
-def spare_good_prefix(advantages: torch.Tensor, groups: Groups) -> torch.Tensor:
+def spare_good_prefix(advantages: torch.Tensor, groups) -> torch.Tensor:
     """--credit prefix: no token before the first wrong paragraph is blamed (VPPO, eq. 8). P x G x T."""
-    advantages_P_G_T = advantages
     if advantages.dim() == 2:
-        advantages_P_G_T = advantages[..., None].expand(*advantages.shape, len(groups.tokens_T))
+        advantages = advantages[..., None]
     is_good_P_G_T = groups.tokens_T < groups.prefixes_P_G[..., None]
-    return torch.where(is_good_P_G_T, advantages_P_G_T.clamp(min=0), advantages_P_G_T)
+    return torch.where(is_good_P_G_T, advantages.clamp(min=0), advantages)
 
 
 def paragraph_starts(text: str) -> list[int]:

@@ -1,7 +1,6 @@
-"""From rewards to advantages: what the samples of a step have, as tensors, and what they get for it.
+"""From results to advantages: what the samples of a step have, as tensors, and what they get for it.
 
-    prepare_credit(groups, options, decode)     # where in the tokens the function's paragraphs begin
-    set_advantages(groups, options)             # Sample.advantage, or Sample.token_advantages
+    kept = set_advantages(groups, options, decode)     # Sample.advantage, or Sample.token_advantages
 
 The formulas, one for each --advantage, are in algorithm.py; nothing here knows their names. groups: lists of
 policy.Sample with their results; options: policy.PolicyOptions. Needs policy.py and algorithm.py.
@@ -9,155 +8,139 @@ Left out: credit for less than a paragraph. Shapes as in algorithm.py.
 """
 
 import math
+from functools import cached_property
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from algorithm import ADVANTAGES, Groups, count_tokens_before, paragraph_starts, spare_good_prefix
+from algorithm import ADVANTAGES, count_tokens_before, paragraph_starts, spare_good_prefix
 from policy import PolicyOptions, Sample
 
 
-def prepare_credit(groups: list[list[Sample]], options: PolicyOptions, decode, is_first=False) -> None:
-    """Finds the tokens of what the reward function says about paragraphs.
+def set_advantages(
+    groups: list[list[Sample]], options: PolicyOptions, decode, drop_useless=False, is_first=False
+) -> list[list[Sample]]:
+    """Each sample's advantage within its group, or one for each token. Returns the groups to learn from.
 
-    A sample of which the function does not say what the advantage needs has no verdict; RuntimeError where
-    that goes for all of the first ones.
+    A sample has None without a verdict, and has no verdict where the reward function does not say of it what
+    the advantage needs. decode(ids): the text of tokens. drop_useless: groups that teach nothing get no
+    advantages, either. A group teaches where an advantage is not 0, the length penalty left aside: as in DAPO
+    different lengths alone make no group worth learning from. is_first: RuntimeError where the function says
+    what the advantage needs of no sample at all.
     """
-    needs = [*ADVANTAGES[options.advantage].needs, *options.terms]
-    if options.credit == "prefix":
-        needs.append("first_wrong")
-    judged = [sample for group in groups for sample in group if sample.reward is not None]
-    if is_first and judged:
-        check_keys(needs, [sample.result["reward_extra_info"] for sample in judged], options)
-    for sample in judged:
-        info = sample.result["reward_extra_info"]
-        if "first_wrong" in needs and (info.get("first_wrong") or 0) > 0:
-            place = int(info["first_wrong"])
-            sample.prefix = count_tokens_before(place, sample.text, sample.response_ids, decode)
-        if "step_scores" in needs:  # and where those paragraphs begin and end that have a score
-            count = min(len(step_scores_of(sample)) + 1, len(paragraph_starts(sample.text)))
-            for place in range(count):
-                start = count_tokens_before(place, sample.text, sample.response_ids, decode)
-                sample.paragraph_starts.append(start)
-    for sample, advantages in zip(sum(groups, []), advantages_of(groups, options)):
-        if sample.reward is not None and advantages.isnan().any():
-            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+    tensors = Groups(groups, decode, is_first)
+    advantages = advantages_of(tensors, options)
+    teaches_P = [True] * len(groups)
+    if drop_useless:
+        tensors.rewards_P_G = tensors.number("score")
+        tensors.penalties_P_G = 0 * tensors.rewards_P_G
+        without_penalty = advantages_of(tensors, options).nan_to_num()
+        teaches_P = without_penalty.abs().flatten(1).amax(1) > 1e-6
+    kept = []
+    for group, advantages_G, teaches in zip(groups, advantages, teaches_P):
+        if teaches:
+            kept.append(group)
+        for sample, advantage in zip(group, advantages_G):
+            if sample.result["reward_score"] is None:
+                continue
+            if advantage.isnan().any():
+                sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+            elif teaches and advantage.dim() == 0:
+                sample.advantage = advantage.item()
+            elif teaches:
+                sample.token_advantages = advantage[: len(sample.response_ids)].tolist()
+                sample.advantage = sample.token_advantages[-1]
+    return kept
 
 
-def check_keys(needs: list[str], infos: list[dict], options: PolicyOptions) -> None:
-    """RuntimeError where no sample has a key that the advantage needs, as a number (or a list of them)."""
-    given = {key for info in infos for key, value in info.items() if not isinstance(value, (str, dict))}
-    absent = set(needs) - given
-    if absent:
-        raise RuntimeError(
-            f"advantage {options.advantage}, credit {options.credit}: need {min(absent)}, the function gives "
-            f"{', '.join(infos[0])}; compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
-
-
-WHY_USELESS = ("all_right", "all_wrong", "equal_scores", "no_verdict")
-
-
-def why_useless(group: list[Sample], options: PolicyOptions) -> str | None:
-    """Why a group teaches nothing, or None if it does: the reasons for which --dynamic-sampling drops groups.
-
-    It teaches where an advantage is not 0, the length penalty left aside: as in DAPO different lengths alone
-    make no group worth learning from.
-    """
-    judged = [sample for sample in group if sample.reward is not None]
-    if len(judged) < 2:
-        return "no_verdict"
-    advantages = torch.stack(list(advantages_of([group], options, with_penalty=False)))
-    if advantages.nan_to_num().abs().max() > 1e-6:
-        return None
-    infos = [sample.result["reward_extra_info"] for sample in judged]
-    right = {info["acc"] == 1 for info in infos if info.get("acc") is not None}  # where the function says so
-    if right == {True}:
-        return "all_right"
-    if right == {False}:
-        return "all_wrong"
-    return "equal_scores"
-
-
-def set_advantages(groups: list[list[Sample]], options: PolicyOptions) -> None:
-    """Each sample's advantage within its group, or one for each token; None without a verdict."""
-    for sample, advantages in zip(sum(groups, []), advantages_of(groups, options)):
-        if sample.reward is None:
-            continue
-        if advantages.dim() == 0:
-            sample.advantage = advantages.item()
-        else:
-            sample.token_advantages = advantages[: len(sample.response_ids)].tolist()
-            sample.advantage = sample.token_advantages[-1]
-
-
-def advantages_of(groups: list[list[Sample]], options: PolicyOptions, with_penalty=True) -> torch.Tensor:
-    """B, or B x T where the tokens of a sample have different ones. with_penalty: that for length."""
-    tensors = as_tensors(groups, options, with_penalty)
-    advantages = ADVANTAGES[options.advantage].compute(tensors, options)
+def advantages_of(tensors: "Groups", options: PolicyOptions) -> torch.Tensor:
+    """P x G, or P x G x T where the tokens of a sample have different ones. NaN: no verdict."""
+    advantages = ADVANTAGES[options.advantage](tensors, options)
     if options.credit == "prefix":
         advantages = spare_good_prefix(advantages, tensors)
-    return advantages.flatten(0, 1)
+    return advantages
 
 
-def as_tensors(groups: list[list[Sample]], options: PolicyOptions, with_penalty=True) -> Groups:
-    """What advantages are made of, as tensors. What a sample without a verdict has is NaN."""
+class Groups:
+    """What advantages are made of: P groups of G samples, as tensors. NaN: no verdict, or no such number."""
 
-    samples = sum(groups, [])
+    def __init__(self, groups: list[list[Sample]], decode, is_first: bool):
+        self.count = len(groups)
+        self.samples = sum(groups, [])
+        self.decode = decode
+        self.is_first = is_first
+        self.infos = []  # what the function says of each sample; nothing without a verdict
+        rewards = []
+        penalties = []
+        for sample in self.samples:
+            reward = sample.result["reward_score"]
+            info = sample.result["reward_extra_info"]
+            penalty = info.get("overlong_penalty", 0.0)
+            if reward is None:
+                reward = penalty = math.nan
+                info = {}
+            rewards.append(reward)
+            penalties.append(penalty)
+            self.infos.append(info)
+        self.rewards_P_G = self.tensor(rewards)  # score + penalty
+        self.penalties_P_G = self.tensor(penalties)  # for length, at most 0
+        self.lengths_P_G = self.tensor([len(sample.response_ids) for sample in self.samples])
+        self.prompt_lengths_P_G = self.tensor([len(sample.prompt_ids) for sample in self.samples])
+        self.tokens_T = torch.arange(int(self.lengths_P_G.max()))  # the numbers of the longest one's tokens
 
-    def tensor_P_G(values: list) -> torch.Tensor:
-        return torch.tensor(values).view(len(groups), -1)
+    def tensor(self, values: list) -> torch.Tensor:
+        return torch.tensor(values).unflatten(0, (self.count, -1))
 
-    def numbers_P_G(key: str) -> torch.Tensor:
-        values = []
-        for sample in samples:
-            value = sample.result["reward_extra_info"].get(key)
-            if sample.reward is None or not isinstance(value, (int, float)):
-                value = math.nan
-            values.append(float(value))
-        return tensor_P_G(values)
+    def need(self, key: str) -> None:
+        """RuntimeError where the function says this of none of the first samples (a text is nothing said)."""
+        infos = [info for info in self.infos if info]
+        found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
+        if self.is_first and infos and not found:
+            raise RuntimeError(
+                f"advantage, credit: need {key}, the function gives {', '.join(infos[0])}; "
+                "compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
 
-    names = {"score", "acc", *ADVANTAGES[options.advantage].needs, *options.terms}
-    numbers = {name: numbers_P_G(name) for name in names}
-    rewards_P_G = numbers["score"]
-    penalties_P_G = 0 * rewards_P_G
-    if with_penalty:
-        rewards = [sample.reward for sample in samples]
-        rewards_P_G = tensor_P_G([math.nan if reward is None else reward for reward in rewards])
-        penalties_P_G = penalties_P_G + numbers_P_G("overlong_penalty").nan_to_num()
-    tensors = Groups(
-        rewards_P_G=rewards_P_G,
-        penalties_P_G=penalties_P_G,
-        numbers=numbers,
-        lengths_P_G=tensor_P_G([len(sample.response_ids) for sample in samples]),
-        prompt_lengths_P_G=tensor_P_G([len(sample.prompt_ids) for sample in samples]),
-        prefixes_P_G=tensor_P_G([sample.prefix for sample in samples]),
-    )
-    if "step_scores" in names:
-        tensors.steps_P_G_S, tensors.paragraphs_P_G_T = step_tensors(groups, len(tensors.tokens_T))
-    return tensors
+    def number(self, key: str) -> torch.Tensor:
+        """A number of the function's dict, P x G."""
+        self.need(key)
+        return self.tensor([number_of(info.get(key)) for info in self.infos])
+
+    @cached_property
+    def prefixes_P_G(self) -> torch.Tensor:
+        """Tokens before the first wrong paragraph; 0 where there is none."""
+        self.need("first_wrong")
+        prefixes = []
+        for sample, info in zip(self.samples, self.infos):
+            place = int(info.get("first_wrong") or 0)
+            prefix = 0
+            if place > 0:
+                prefix = count_tokens_before(place, sample.text, sample.response_ids, self.decode)
+            prefixes.append(prefix)
+        return self.tensor(prefixes)
+
+    @cached_property
+    def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One score a paragraph, P x G x S, NaN where there is none; the paragraph of each token, P x G x T."""
+        self.need("step_scores")
+        steps = []
+        paragraphs = []
+        for sample, info in zip(self.samples, self.infos):
+            scores = info.get("step_scores")
+            if not isinstance(scores, list):
+                scores = []
+            starts = []  # of the paragraphs with a score, and of the first one without
+            for place in range(min(len(scores) + 1, len(paragraph_starts(sample.text)))):
+                start = count_tokens_before(place, sample.text, sample.response_ids, self.decode)
+                starts.append(start)
+            steps.append(torch.tensor([*map(number_of, scores[: len(starts)]), math.nan]))
+            paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
+        steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
+        shape = (self.count, -1)
+        return steps_B_S.unflatten(0, shape), torch.stack(paragraphs).unflatten(0, shape)
 
 
-def step_tensors(groups: list[list[Sample]], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One score a paragraph, P x G x S, NaN where there is none; the paragraph of each token, P x G x T."""
-    samples = sum(groups, [])
-    most = max(len(sample.paragraph_starts) for sample in samples)
-    steps_B_S = torch.full((len(samples), most + 1), math.nan)
-    paragraphs_B_T = torch.zeros(len(samples), num_tokens, dtype=torch.long)
-    for number, sample in enumerate(samples):
-        if sample.reward is None:
-            continue
-        starts = sample.paragraph_starts
-        scores = step_scores_of(sample)[: len(starts)]
-        steps_B_S[number, : len(scores)] = torch.tensor(scores)
-        paragraphs_B_T[number] = torch.searchsorted(
-            torch.tensor(starts[1:]), torch.arange(num_tokens), right=True
-        )
-    shape = len(groups), len(groups[0])
-    return steps_B_S.unflatten(0, shape), paragraphs_B_T.unflatten(0, shape)
-
-
-def step_scores_of(sample: Sample) -> list[float]:
-    """The function's `step_scores`, one number a paragraph; empty where it has none."""
-    scores = sample.result["reward_extra_info"].get("step_scores")
-    if isinstance(scores, list) and all(isinstance(score, (int, float)) for score in scores):
-        return scores
-    return []
+def number_of(value) -> float:
+    """NaN for what is none."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    return math.nan

@@ -36,7 +36,8 @@ import tyro
 from tqdm import tqdm
 
 import reward_loop
-from credit import WHY_USELESS, prepare_credit, set_advantages, why_useless
+from algorithm import parse_terms
+from credit import set_advantages
 from metrics import mean, print_step, reward_metrics, validation_metrics
 from policy import PolicyOptions, Sample
 from rollout import rollout_hf, rollout_vllm
@@ -123,12 +124,13 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
             "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32",
         )
+        terms = parse_terms(self.reward_terms)
         refuse(
-            bool(self.terms) != (self.advantage == "terms"),
+            bool(terms) != (self.advantage == "terms"),
             "reward_terms: goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5",
         )
         refuse(
-            self.terms and self.overlong_buffer and "overlong_penalty" not in self.terms,
+            terms and self.overlong_buffer and "overlong_penalty" not in terms,
             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
         )
         refuse(
@@ -220,10 +222,8 @@ def train(config: Config) -> Path | None:
                     step, started = run.step + 1, time.perf_counter()
 
                     # 1. P prompts, G samples of each, scored by the user's function the moment they end.
-                    batch = next_batch(run, step)
-
                     # 2. Each sample's advantage within its group.
-                    set_advantages(batch.kept, config)
+                    batch = next_batch(run, step)
                     log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
                     rewarded = time.perf_counter()
 
@@ -309,7 +309,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     """
     config = run.config
     groups, kept = [], []
-    dropped, times = Counter(), Counter()
+    times = Counter()
     rounds = 1
     if config.dynamic_sampling:
         rounds += config.max_refills
@@ -324,28 +324,23 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
             rolled_out.set_result(None)
         times["time/reward_wait"] += await_verdicts(run, new, step)
         groups += new
-        prepare_credit(new, config, run.decode, is_first=step == 1 and number == 0)
+        options = dict(drop_useless=config.dynamic_sampling, is_first=step == 1)
+        kept += set_advantages(new, config, run.decode, **options)
         check_verdicts(run, step, "train", groups)
-        for group in new:
-            reason = why_useless(group, config)
-            if reason:
-                dropped[reason] += 1
-            if not reason or not config.dynamic_sampling:
-                kept.append(group)
         if len(kept) == config.train_batch_size:
             break
     if not rolled_out.done():
         rolled_out.set_result(None)
-    if not kept:  # every group was dropped: the last one stays, to be looked at and not to be learnt from
-        last = []
-        for sample in groups[-1]:
-            last.append(replace(sample, result=sample.result | {"reward_score": None}))
-        kept = [last]
+    if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
+        kept = groups[-1:]
+    num_teaching = 0
+    for group in groups:
+        num_teaching += any(sample.advantage for sample in group)
     samples = sum(groups, [])
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times
     metrics |= {
-        "reward/groups_with_spread": 1 - dropped.total() / len(groups),
+        "reward/groups_with_spread": num_teaching / len(groups),
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
         "response_length/clipped": mean(sample.response_ids[-1] not in run.eos_ids for sample in samples),
@@ -354,9 +349,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     if config.dynamic_sampling:
         metrics["dynamic/prompts"] = len(groups)
         metrics["dynamic/refills"] = number
-        metrics["dynamic/kept"] = len(groups) - dropped.total()
-        for why in WHY_USELESS:
-            metrics[f"dynamic/dropped_{why}"] = dropped[why]
+        metrics["dynamic/kept"] = num_teaching
     return Batch(groups, kept, metrics, drawn)
 
 

@@ -51,7 +51,7 @@ def averages(infos: list[dict]) -> dict:
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
     infos = infos_of(samples)
-    rewards = [sample.reward for sample in samples]
+    rewards = [sample.result["reward_score"] for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
     metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
@@ -85,7 +85,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
     """Those of the groups of n samples of one data source."""
     samples = sum(groups, [])
-    rewards = [sample.reward for sample in samples]
+    rewards = [sample.result["reward_score"] for sample in samples]
     means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
     means["no_verdict"] = rewards.count(None) / len(rewards)

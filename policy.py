@@ -81,20 +81,6 @@ class PolicyOptions:
     gradient_checkpointing: bool = False  # Compute activations again in the backward pass: less memory.
     seed: int = 0  # Seed of data order and sampling, and of new adapters.
 
-    @property
-    def terms(self) -> dict[str, float]:
-        """The names and weights of --reward-terms."""
-        terms = {}
-        for term in self.reward_terms:
-            name, _, weight = term.partition("=")
-            if name in terms:
-                raise ValueError(f"reward_terms: {name} stands there twice; give each term once")
-            try:
-                terms[name] = float(weight)
-            except ValueError:
-                raise ValueError(f"reward_terms: {term}: write NAME=WEIGHT, as in acc=1") from None
-        return terms
-
 
 @dataclass
 class Sample:
@@ -106,8 +92,6 @@ class Sample:
     rollout_logprobs: list[float] = field(default_factory=list)  # of response_ids, from the sampler
     text: str = ""  # the response, decoded
     result: dict = field(default_factory=dict)  # the Reward Loop's: reward_score, reward_extra_info, status
-    prefix: int = 0  # tokens before the first wrong paragraph, where an advantage asks for it
-    paragraph_starts: list[int] = field(default_factory=list)  # in tokens, where step scores are used
     # None: no verdict, no part in the loss. That of the last token where token_advantages has one for each.
     advantage: float | None = None
     token_advantages: list[float] = field(default_factory=list)  # empty: `advantage` for all tokens
@@ -115,10 +99,6 @@ class Sample:
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
     old_logprobs: torch.Tensor | None = field(default=None, repr=False, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def reward(self) -> float | None:
-        return self.result["reward_score"]
 
     @property
     def length(self) -> int:
@@ -289,7 +269,7 @@ class Policy:
         """
         config, sums = self.config, Counter()
         num_tokens = loss_tokens = batch.num_tokens
-        if ADVANTAGES[config.advantage].constant_length:
+        if config.advantage == "dr_grpo":
             loss_tokens = batch.num_sequences * config.max_response_length
         activations = contextlib.nullcontext()
         if config.gradient_checkpointing:

@@ -73,7 +73,7 @@ def record(run: Path, step: int, group: int) -> dict:
             raise ValueError(
                 f"record: step {step} of {run} was sampled otherwise, on another kind of machine?"
             )
-    set_advantages(groups, config)
+    set_advantages(groups, config, tokenizer.decode)
     chosen, batches = groups[group], deal(groups, config.mini_batch_size)
     own = next(number for number, batch in enumerate(batches) if any(sample is chosen[0] for sample in batch))
     seen, update = [], policy.optimizer.step

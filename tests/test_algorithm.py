@@ -15,14 +15,9 @@ import algorithm
 import credit
 from algorithm import (
     ADVANTAGES,
-    Groups,
     compute_advantages,
     compute_kl_loss,
     compute_policy_loss,
-    compute_prefix_advantages,
-    compute_process_aware_advantages,
-    compute_step_advantages,
-    compute_term_advantages,
     count_tokens_before,
     overlong_penalty,
 )
@@ -30,6 +25,11 @@ from compute_score import split_paragraphs
 from policy import PolicyOptions, Sample
 
 NAN = math.nan
+
+
+def groups_with(numbers=(), **tensors):
+    """What an advantage is made of (credit.Groups), as far as it asks for it."""
+    return SimpleNamespace(number=dict(numbers).get, **tensors)
 
 
 def test_advantages_by_hand():
@@ -217,19 +217,22 @@ def test_every_advantage_is_one_short_function_of_tensors():
         "acc": torch.tensor([[1.0, 1.0, NAN], [1.0, 0.0, NAN]]),
         "flawed_positive": torch.tensor([[0.0, 0.0, NAN], [0.0, NAN, NAN]]),
     }
-    groups = Groups(
+    groups = groups_with(
+        numbers,
         rewards_P_G=numbers["score"],
         penalties_P_G=0 * numbers["score"],
-        numbers=numbers,
         lengths_P_G=torch.tensor([[2, 3, 2], [2, 2, 1]]),
         prompt_lengths_P_G=torch.ones(2, 3, dtype=torch.long),
+        tokens_T=torch.arange(3),
         prefixes_P_G=torch.zeros(2, 3, dtype=torch.long),
-        steps_P_G_S=torch.tensor([[[1.0], [1.0], [NAN]], [[1.0], [0.0], [NAN]]]),
-        paragraphs_P_G_T=torch.zeros(2, 3, 3, dtype=torch.long),
+        steps=(
+            torch.tensor([[[1.0], [1.0], [NAN]], [[1.0], [0.0], [NAN]]]),
+            torch.zeros(2, 3, 3, dtype=torch.long),
+        ),
     )
-    options = SimpleNamespace(prefix_reward=0.5, prefix_cut=1.0, terms={"acc": 1.0})
+    options = SimpleNamespace(prefix_reward=0.5, prefix_cut=1.0, reward_terms=("acc=1",))
     for name, advantage in ADVANTAGES.items():
-        got = advantage.compute(groups, options)
+        got = advantage(groups, options)
         if got.dim() == 2:
             got = got[..., None]
         (all_right, _), (right, wrong) = got[:, :2].flatten(2).mean(2).tolist()
@@ -246,18 +249,21 @@ def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
     results = [{"reward_score": score, "reward_extra_info": {"score": score}} for score in (1.0, 0.0, -1.0)]
     group = [Sample({}, [5], [6], result=result) for result in results]
     options = PolicyOptions(model="", advantage="rloo")
-    credit.set_advantages([group], options)
+    equal = [Sample({}, [5], [6], result=results[0]) for _ in range(3)]
+    assert credit.set_advantages([group, equal], options, str, drop_useless=True) == [group]
     assert [sample.advantage for sample in group] == [1.5, 0.0, -1.5]
-    assert credit.why_useless(group, options) is None
-    assert credit.why_useless([group[0], group[0]], options) == "equal_scores"
+    assert [sample.advantage for sample in equal] == [None] * 3
 
 
 def test_scores_of_steps_add_up_from_the_end():
-    steps = torch.tensor([[[1.0, 0.0, 0.0], [1.0, NAN, NAN]]])
-    got = compute_step_advantages(steps)
+    scores = torch.tensor([[[1.0, 0.0, 0.0], [1.0, NAN, NAN], [NAN, NAN, NAN]]])
+    paragraphs = torch.tensor([[[0, 1, 1, 2]] * 3])
+    groups = groups_with(rewards_P_G=torch.tensor([[1.0, 1.0, 0.0]]), steps=(scores, paragraphs))
+    got = ADVANTAGES["steps"](groups, None)
     std = math.sqrt(1 / 3) + 1e-6  # of 1, 0, 0, 1: mean 0.5
-    assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -0.5 / std])
-    assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0])
+    assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -1 / std, -0.5 / std])
+    assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0, 0])
+    assert got[0, 2].isnan().all()  # nobody scored its steps: no verdict, and its reward is no part of the mean
 
 
 def test_advantages_per_token_or_per_sequence():
@@ -308,17 +314,22 @@ def test_the_sums_are_over_the_tokens_given_whatever_the_loss_is_divided_by():
 def test_process_aware_advantages_by_hand():
     """Right and sound, right and flawed, wrong, right without a verdict; then a group that is all right; then
     all wrong."""
-    outcome = torch.tensor([[1.0, 1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, -1.0]])
-    process = torch.tensor([[1.0, 0.0, 1.0, NAN], [1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
-    got = compute_process_aware_advantages(outcome, process, outcome > 0)
+    acc = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    flawed = torch.tensor([[0.0, 1.0, 0.0, NAN], [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]])
+
+    def papo(penalty):
+        numbers = dict(acc=acc, flawed_positive=flawed)
+        return ADVANTAGES["papo"](groups_with(numbers, penalties_P_G=torch.full((3, 4), penalty)), None)
+
+    got = papo(0.0)
     spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample deviations of 1, 1, -1 and of 1, 0
     right, wrong = (2 / 3) / spread, (-4 / 3) / spread
-    assert torch.allclose(got[0], torch.tensor([right + 0.5 / half, right - 0.5 / half, wrong, 0.0]))
+    assert torch.allclose(got[0, :3], torch.tensor([right + 0.5 / half, right - 0.5 / half, wrong]))
+    assert got[0, 3].isnan()  # left out of both means
     # the steps still tell them apart
     assert torch.allclose(got[1], torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6))
     assert got[2].tolist() == [0, 0, 0, 0]  # however good its steps, a wrong answer gains nothing
-    late = compute_process_aware_advantages(outcome[1:2] - 1.5, process[1:2], outcome[1:2] > 0)
-    assert torch.equal(late[0], got[1])  # a right answer that came late is a right answer
+    assert torch.equal(papo(-1.5)[1], got[1])  # a right answer that came late is a right answer
 
 
 def test_without_the_deviation_by_hand():
@@ -327,30 +338,42 @@ def test_without_the_deviation_by_hand():
     assert got.tolist() == [[1, 0, -1, 0], [0, 0, 0, 0]]
 
 
+def vppo(scores, prefixes, length=4):
+    """The advantages of one group's tokens, no part of a prefix unpaid."""
+    scores_P_G = torch.tensor([scores])
+    groups = groups_with(
+        dict(score=scores_P_G),
+        penalties_P_G=0 * scores_P_G,
+        lengths_P_G=torch.full(scores_P_G.shape, length),
+        prompt_lengths_P_G=torch.ones(scores_P_G.shape),
+        tokens_T=torch.arange(length),
+        prefixes_P_G=torch.tensor([prefixes]),
+    )
+    return ADVANTAGES["vppo"](groups, SimpleNamespace(prefix_reward=0.5, prefix_cut=0.0))[0].tolist()
+
+
 def test_prefix_advantages_by_hand():
     """Right, wrong at half of it, wrong from the start, no verdict. Mean value: (1 + 0.25 + 0) / 3."""
-    outcome = torch.tensor([[1.0, 0.0, 0.0, NAN]])
-    right, share = outcome > 0, torch.tensor([[0.0, 0.5, 0.0, 0.7]])
-    prefix, rest = compute_prefix_advantages(outcome, right, share, 0.5)
     mean = 1.25 / 3
-    assert rest[0].tolist() == pytest.approx([1 - mean, -mean, -mean, 0])
-    assert prefix[0].tolist() == pytest.approx([1 - mean, 0.5 - mean, 0.5 - mean, 0])
+    right, half, wrong, unknown = vppo([1.0, -1.0, -1.0, NAN], [0, 2, 0, 3])
+    assert right == pytest.approx([1 - mean] * 4) and wrong == pytest.approx([-mean] * 4)
+    assert half == pytest.approx([0.5 - mean] * 2 + [-mean] * 2) and unknown == [0] * 4
     # all wrong at the same place: no mean of rewards tells them apart, but prefix and rest do
-    prefix, rest = compute_prefix_advantages(torch.zeros(1, 2), right[:, 1:3], torch.full((1, 2), 0.5), 0.5)
-    assert prefix.tolist() == [[0.25, 0.25]] and rest.tolist() == [[-0.25, -0.25]]
-    # one verdict is no group, with a good prefix neither
-    alone = compute_prefix_advantages(torch.tensor([[0.0, NAN]]), right[:, 1:3], torch.full((1, 2), 0.5))
-    assert alone[0].tolist() == alone[1].tolist() == [[0, 0]]
-    for outcome in (torch.ones(1, 3), torch.zeros(1, 3), torch.tensor([[1.0, NAN, NAN]])):
-        both = compute_prefix_advantages(outcome, outcome > 0, torch.zeros(1, 3))
-        assert both[1].tolist() == [[0, 0, 0]]  # all right, all wrong from the start, one verdict
+    assert vppo([-1.0, -1.0], [2, 2]) == [[0.25, 0.25, -0.25, -0.25]] * 2
+    # one verdict is no group, with a good prefix neither; all right, all wrong from the start
+    for scores, prefixes in (([-1.0, NAN], [2, 0]), ([1.0, 1.0], [0, 0]), ([-1.0, -1.0], [0, 0])):
+        assert vppo(scores, prefixes) == [[0] * 4] * 2
+
+
+def terms(numbers, *weighted):
+    return ADVANTAGES["terms"](groups_with(numbers), SimpleNamespace(reward_terms=weighted))
 
 
 def test_term_advantages_by_hand():
     """Two groups, two terms; the second term is unknown for one sample, and without spread in one group."""
     acc = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     flawed = torch.tensor([[1.0, 0.0, NAN], [0.0, 0.0, 0.0]])
-    got = compute_term_advantages([acc, flawed], [1.0, -0.5])
+    got = terms(dict(acc=acc, flawed=flawed), "acc=1", "flawed=-0.5")
     third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample deviations of 1, 1, 0 and of 1, 0
     total = torch.tensor([
         [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
@@ -358,10 +381,10 @@ def test_term_advantages_by_hand():
     ])  # fmt: skip
     assert torch.allclose(got, total / (total.std() + 1e-6), atol=1e-6)  # their mean is 0
     unknown = torch.full((1, 3), NAN)
-    assert compute_term_advantages([acc[:1], unknown], [1.0, 1.0])[0].tolist() == pytest.approx(
+    assert terms(dict(acc=acc[:1], flawed=unknown), "acc=1", "flawed=1")[0].tolist() == pytest.approx(
         (acc[0] - 2 / 3).div(third).div(1 + 1e-6).tolist(), rel=1e-4
     )
-    assert compute_term_advantages([torch.ones(2, 3)], [2.0]).abs().max() == 0
+    assert terms(dict(acc=torch.ones(2, 3)), "acc=2").abs().max() == 0
 
 
 def byte_level(*merged):

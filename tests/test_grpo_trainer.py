@@ -57,25 +57,27 @@ def scored(score, penalty=0.0, **info):
     if penalty:
         info["overlong_penalty"] = penalty
     result = {"reward_score": reward, "reward_extra_info": info, "status": "ok"}
-    return Sample({}, [], result=result)
+    return Sample({}, [], [6], result=result)
 
 
-def why_useless(group, **changes):
-    return credit.why_useless(group, config_of(**changes))
+def teaches(group, **changes):
+    """Whether dynamic sampling keeps this group."""
+    group = [dataclasses.replace(sample) for sample in group]
+    kept = credit.set_advantages([group], config_of(**changes), decode, drop_useless=True)
+    assert kept or [sample.advantage for sample in group] == [None] * len(group)
+    return kept == [group]
 
 
-def test_why_a_group_is_useless():
+def test_a_group_teaches_where_scores_differ():
     good, bad, silent = scored(1.0, acc=True), scored(-1.0, acc=False), scored(None, acc=True)
-    assert why_useless([good, bad, silent]) is None
-    assert why_useless([good, good, silent]) == "all_right"
-    assert why_useless([bad, bad]) == "all_wrong"
-    assert why_useless([good, silent, silent]) == "no_verdict"
-    assert why_useless([scored(0.0, acc=True), scored(0.0, acc=False)]) == "equal_scores"
-    # a function that does not say `acc`
-    assert why_useless([scored(1.0), scored(1.0)]) == "equal_scores"
-    assert why_useless([good, good, scored(None)]) == "all_right"  # and one that raised
+    assert teaches([good, bad, silent])
+    assert not teaches([good, good, silent]) and not teaches([bad, bad]) and not teaches([good, silent])
     # whatever its length cost
-    assert why_useless([good, scored(1.0, penalty=-0.5, acc=True)]) == "all_right"
+    late = [good, scored(1.0, penalty=-0.5, acc=True)]
+    assert not teaches(late)
+    # without dynamic sampling it learns to be shorter
+    assert credit.set_advantages([late], config_of(), decode) == [late]
+    assert late[0].advantage > 0 > late[1].advantage
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -284,22 +286,16 @@ def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop)
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_refills_and_counts_what_it_drops_by_reason(workshop):
+def test_dynamic_sampling_refills_and_counts_what_it_keeps(workshop):
     options = dict(reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True, max_refills=100)
     options |= dict(total_steps=4, samples_per_step=1000)
     grpo_trainer.train(run_config(workshop, "dynamic", **options))
     metrics = lines_of(workshop / "dynamic/metrics.jsonl")[1:]
-    reasons = Counter()
     for m in metrics:
-        dropped = {
-            name: m[f"dynamic/dropped_{name}"]
-            for name in ("all_right", "all_wrong", "equal_scores", "no_verdict")
-        }
-        assert m["dynamic/kept"] == 4 and m["dynamic/prompts"] == 4 + sum(dropped.values())
-        assert (m["dynamic/refills"] > 0) == (sum(dropped.values()) > 0)
-        reasons.update(dropped)
+        assert m["dynamic/kept"] == 4 and (m["dynamic/refills"] > 0) == (m["dynamic/prompts"] > 4)
+        assert m["reward/groups_with_spread"] == 4 / m["dynamic/prompts"]
         assert m["actor/updates"] == 2  # two mini-batches of two prompts each
-    assert reasons["all_right"] >= 3 and reasons["all_wrong"] >= 3 and reasons["no_verdict"] == 0
+    assert sum(m["dynamic/prompts"] for m in metrics) >= 4 * 4 + 6
     samples = lines_of(workshop / "dynamic/samples.jsonl")
     learnt = [s["advantage"] for s in samples if s["advantage"] is not None]  # what was dropped has none
     assert len(learnt) == 4 * sum(m["dynamic/kept"] for m in metrics) and all(learnt)
@@ -327,10 +323,7 @@ def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(worksh
     )
     grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
     metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
-    assert (
-        metrics["dynamic/kept"] == metrics["actor/updates"] == 0
-        and metrics["dynamic/dropped_all_right"] == 12
-    )
+    assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/prompts"] == 12
     # two groups of the step, not of each of its rounds
     assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 8
     assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
@@ -504,20 +497,20 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    credit.set_advantages([group], papo)
+    credit.set_advantages([group], papo, decode)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    credit.set_advantages([long], papo)  # the length penalty is part of the outcome
+    credit.set_advantages([long], papo, decode)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    credit.set_advantages([late], papo)
+    credit.set_advantages([late], papo, decode)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(RuntimeError, match="advantage papo.* need flawed_positive, .* gives score, acc;"):
-        credit.prepare_credit([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
+    with pytest.raises(RuntimeError, match="advantage, .* need flawed_positive, .* gives score, acc;"):
+        credit.set_advantages([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
 
 
 def decode(ids):
@@ -534,8 +527,7 @@ def written(text, score, first_wrong, **info):
 def credited(group, **changes):
     """The advantages of each sample's tokens, or its one advantage, as a step would set them."""
     config = config_of(**changes)
-    credit.prepare_credit([group], config, decode)
-    credit.set_advantages([group], config)
+    credit.set_advantages([group], config, decode)
     return [sample.token_advantages or sample.advantage for sample in group]
 
 
@@ -638,10 +630,10 @@ def test_reward_terms_and_dr_grpo():
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
     with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
-        credit.prepare_credit([samples], config_of(**changes), decode, is_first=True)
+        credit.set_advantages([samples], config_of(**changes), decode, is_first=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
-    credit.prepare_credit([samples], config_of(**changes), decode)
-    credit.prepare_credit([samples[1:]], config_of(**changes), decode, is_first=True)
+    credit.set_advantages([samples], config_of(**changes), decode)
+    credit.set_advantages([samples[1:]], config_of(**changes), decode, is_first=True)
 
 
 @pytest.mark.parametrize(
@@ -655,10 +647,6 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
         ),
-        (
-            dict(advantage="terms", reward_terms=("acc=1", "acc=2")),
-            "reward_terms: acc stands there twice; give each term once",
-        ),
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
@@ -667,32 +655,24 @@ def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message
 
 
 def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
-    def why(*samples, **changes):
-        for sample in samples:
-            sample.prefix = 3 * (sample.result["reward_extra_info"]["first_wrong"] == 1)
-        return why_useless(list(samples), **changes)  # of VPPO's prefixes one token is paid
-
     wrong, early, right = written("1\n\n2", -1.0, 1), written("1\n\n2", -1.0, 0), written("1", 1.0, -1)
     wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
     for advantage in ("grpo", "dr_grpo", "papo"):
-        assert why(wrong, wrong, advantage=advantage) == "all_wrong"
+        assert not teaches([wrong, wrong], advantage=advantage)
     # VPPO: the prefix up, the rest down, also where all went wrong in the same place
-    assert why(wrong, wrong, advantage="vppo") is None and why(wrong, early, advantage="vppo") is None
-    assert why(early, early, advantage="vppo") == "all_wrong"
-    assert why(right, right, advantage="vppo") == "all_right"
+    assert teaches([wrong, wrong], advantage="vppo") and teaches([wrong, early], advantage="vppo")
+    assert not teaches([early, early], advantage="vppo")
+    assert not teaches([right, right], advantage="vppo")
     terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
-    assert why(wrong, early, **terms) is None and why(early, early, **terms) == "all_wrong"
+    assert teaches([wrong, early], **terms) and not teaches([early, early], **terms)
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
     """All right with equal scores, as of a function that only measures: FAPO learns nothing, PAPO from the
     reasoning."""
     group = [scored(1.0, acc=True, flawed_positive=flawed) for flawed in (True, False, False)]
-    assert (
-        why_useless(group) == "all_right"
-        and why_useless(group, advantage="papo") is None
-    )
-    assert why_useless(group[1:], advantage="papo") == "all_right"
+    assert not teaches(group) and teaches(group, advantage="papo")
+    assert not teaches(group[1:], advantage="papo")
 
 
 @pytest.mark.parametrize(
@@ -702,7 +682,7 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
 def test_what_counts_as_right(acc, right):
     """PAPO takes its outcome from `acc`; the sample beside it is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
-    credit.set_advantages([group], config_of(advantage="papo"))
+    credit.set_advantages([group], config_of(advantage="papo"), decode)
     assert (group[0].advantage > 0) == right
 
 

@@ -210,7 +210,7 @@ def sample(score):
     result = {"reward_score": score, "reward_extra_info": {"score": score}, "status": "ok"}
     return Sample({}, [5], response_ids=[6, 7], result=result)
 group = [sample(1.0), sample(0.0), sample(None)]
-set_advantages([group], PolicyOptions(model="", advantage="dr_grpo"))
+set_advantages([group], PolicyOptions(model="", advantage="dr_grpo"), decode=str)
 print([sample.advantage for sample in group])
 """
     assert run("-c", code) == "[0.5, -0.5, None]\n"
@@ -240,7 +240,7 @@ def test_metrics_alone(alone):
     code = """
 from types import SimpleNamespace
 from metrics import reward_metrics
-samples = [SimpleNamespace(reward=score, result={"reward_extra_info": {"acc": score > 0}})
+samples = [SimpleNamespace(result={"reward_score": score, "reward_extra_info": {"acc": score > 0}})
            for score in (1.0, -1.0, 1.0, 1.0)]
 print(reward_metrics(samples))
 """

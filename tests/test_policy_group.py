@@ -241,7 +241,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
                 made.response_ids,
                 made.rollout_logprobs,
             )
-            sample.result = made.result | {"reward_extra_info": {"score": made.reward}}
+            sample.result = made.result | {"reward_extra_info": {"score": made.result["reward_score"]}}
         return 0.0
 
     monkeypatch.setattr(grpo_trainer, "roll_out", played)
