@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 import compute_score as scores
 
-# The two questions. Only the first is trained with RL: there a forgotten carry never costs the answer.
+# The first world's two questions. Only REST is trained with RL: there a forgotten carry never costs the answer.
 REST, TOTAL = "Rest by 5?", "How many?"
+COARSE = "coarse"  # the second world's: "More than 57?", "Even?" or "Rest by 4?", drawn with the problem
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
 STEPS = (*range(-9, -1), *range(2, 10))
@@ -52,11 +53,18 @@ class Problem(NamedTuple):
             story += f", {verb} {abs(step)}"
         return f"{story}. {self.question}"
 
-    def answer_for(self, total: int) -> int:
+    def answer_for(self, total: int) -> int | str:
         """What the question asks of a total."""
-        if self.question == REST:
-            return total % 5
-        return total
+        number = int((re.findall(r"\d+", self.question) or [0])[0])
+        if self.question == TOTAL:
+            return total
+        if self.question.startswith("Rest"):
+            return total % number
+        if self.question == "Even?":
+            said_yes = total % 2 == 0
+        else:
+            said_yes = total > number
+        return ("no", "yes")[said_yes]
 
     @property
     def answer(self) -> str:
@@ -65,7 +73,7 @@ class Problem(NamedTuple):
 
 def parse_problem(text: str) -> Problem:
     """The problem that `text` tells. Raises ValueError where the text is not one of this world."""
-    asked = f"{re.escape(REST)}|{re.escape(TOTAL)}"
+    asked = r"Rest by [345]\?|How many\?|Even\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
         raise ValueError(f"question: not a problem of the toy world: {text!r}; prepare data with --tasks toy")
@@ -74,15 +82,19 @@ def parse_problem(text: str) -> Problem:
     return Problem(name, item, int(start), tuple(map(int, signed.split())), question)
 
 
-def random_problem(rng: Random, question: str) -> Problem:
-    """3 or 4 steps of 2-9; every true intermediate value in LOWEST..HIGHEST."""
+def random_problem(rng: Random, question: str, lengths: tuple[int, int] = (3, 4)) -> Problem:
+    """3 or 4 steps of 2-9 (lengths: other bounds); every true intermediate value in LOWEST..HIGHEST."""
     start = rng.randint(20, 89)
     value = start
     steps = []
-    for _ in range(rng.randint(3, 4)):
+    for _ in range(rng.randint(*lengths)):
         step = rng.choice([step for step in STEPS if LOWEST <= value + step <= HIGHEST])
         steps.append(step)
         value += step
+    if question == COARSE:
+        limit = value + rng.choice((-40, -20, -10, -5, -2, 2, 5, 10, 20, 40))
+        asked = (f"More than {max(limit, 10)}?", "Even?", f"Rest by {rng.choice((3, 4, 5))}?")
+        question = rng.choice(asked)
     return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, tuple(steps), question)
 
 
@@ -132,13 +144,14 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         lines.append(f"{left}{step:+}={value}")
     answer = problem.answer_for(value)
     slipped = rng.random() < slips.last
-    if problem.question == REST:
-        if slipped:
-            answer = (answer + rng.randint(1, 4)) % 5
-        return [*lines, f"Rest \\boxed{{{answer}}}"]
-    if slipped:
+    if slipped and problem.question == REST:
+        answer = (answer + rng.randint(1, 4)) % 5
+    elif slipped:
         answer = max(answer + rng.choice((-1, 1)), 0)
-    return [*lines, f"Total \\boxed{{{answer}}}"]
+    head = problem.question.split()[0]
+    if problem.question == TOTAL:
+        head = "Total"
+    return [*lines, f"{head.strip('?')} \\boxed{{{answer}}}"]
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
@@ -203,25 +216,30 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
 
 
 class Kind(NamedTuple):
-    """A kind of toy world: what its models see go wrong in their warm start."""
+    """A kind of toy world: its problems, and what its models see go wrong in their warm start."""
 
+    question: str = REST  # what RL asks
+    lengths: tuple[int, int] = (3, 4)  # fewest and most steps of a problem
     # About 60 % right answers, most of them flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
     # What the judge reads.
     critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
     # Every other line is wrong.
     practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)
+    # Nothing is shown to the policy but sound solutions, until so many of its own are sound.
+    stop_at: float | None = None
 
 
 # The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten
 # carries only (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out:
 # reward hacking. The weak policy is wrong far more often than truly correct: FAPO first encourages flawed
-# positives, until that turns.
+# positives, until that turns. The second world is own_flaws: every wrong step of its policy is its own.
 JUDGE = {"miss": 0.5, "alarm": 0.05}  # how the warm-started judge errs, for reinforcement learning to mend
 KINDS = {
     "standard": Kind(),
     "narrow_judge": Kind(critic=Slips(carry=0.35), practice=Slips(carry=0.8)),
     "weak_policy": Kind(policy=Slips(carry=0.35, off=0.45, last=0.3)),
+    "own_flaws": Kind(question=COARSE, lengths=(6, 9), policy=Slips(), stop_at=0.25),
 }
 
 
@@ -256,14 +274,60 @@ compute_score_fapo = watched(scores.compute_score_fapo)  # a served judge finds 
 compute_score_baseline = watched(scores.compute_score_baseline)  # the rule's score; a judge only measures
 
 
-def compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, penalty=1.0) -> dict:
-    """FAPO with the oracle as a perfect judge (paper eq. 8: a flawed positive gets 1 - penalty)."""
+def compute_score_fapo_oracle(
+    data_source, solution_str, ground_truth, extra_info, *, penalty=1.0, recall=1.0, judge_wrong=True, place=0.0
+) -> dict:
+    """FAPO with the oracle as a judge, a perfect one (paper eq. 8: a flawed positive gets 1 - penalty).
+
+    recall: the share of flawed solutions that it sees; the same solution is always seen, or never.
+    judge_wrong: say where wrong answers go wrong, too, for the advantages that want to know.
+    place: what a wrong answer gets back if only its last paragraph is wrong; half of that if its last half is.
+    """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
-    result["flawed_positive"] = result["oracle_flawed_positive"]
+    question = extra_info["question"]
+    if Random(f"{question}{solution_str}").random() >= recall:
+        result["first_wrong"] = -1
+    first_wrong = result["first_wrong"]
+    result["flawed_positive"] = result["acc"] and first_wrong != -1
     if result["flawed_positive"]:
         result["score"] -= penalty
+    elif not result["acc"] and judge_wrong:
+        result["score"] += place * max(first_wrong, 0) / (len(parse_problem(question).steps) + 1)
+    elif not result["acc"]:
+        result["first_wrong"] = None
     return result
+
+
+def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
+    """The same with a score for each step (--advantage steps): 1 before the first wrong one, 0 from there on."""
+    result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
+    first_wrong = result["first_wrong"]
+    count = len(scores.split_paragraphs(solution_str))
+    if first_wrong in (-1, None):
+        first_wrong = count
+    return result | {"step_scores": [float(index < first_wrong) for index in range(count)]}
+
+
+def kind_of_flaw(question: str, solution: str) -> str:
+    """What the first wrong paragraph of a flawed solution is, for counting: one of the five words below."""
+    problem = parse_problem(question)
+    sound = write_solution(problem, Random(0))
+    stated = scores.split_paragraphs(solution)
+    index = len(os.path.commonprefix([stated, sound]))
+    if index >= min(len(stated), len(problem.steps)):
+        return "answer" if index < len(stated) else "other"
+    left, is_sum, _ = stated[index].partition("=")
+    task = sound[index].partition("=")[0]
+    if left == task:
+        return "arithmetic"
+    value = re.split("[+-]", task)[0]
+    skipped = [f"{value}{step:+}" for step in problem.steps[index + 1 :]]
+    if left in skipped:
+        return "skipped"
+    if is_sum and re.fullmatch(r"\d+[+-]\d+", left):
+        return "copied"
+    return "other"
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
     python prepare_data.py --tasks toy --out-dir data/toy             # a world, with copies of toy/models/
     python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
     python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
+    python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
 
 The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
-reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines.
+reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines. In
+the second world nothing wrong is shown: the policy reads sound solutions only and is stopped early.
 The same seed gives the same files on the same kind of processor.
 
 What it leaves out: GPUs, and all that more than a million parameters would need. To copy this file alone,
@@ -14,6 +16,7 @@ take toy/toy_world.py and its compute_score.py with it.
 
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -63,14 +66,16 @@ def chat(prompt: str, response: str):
     return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
 
 
-def tokenizer_corpus(rng: Random) -> list[str]:
+def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
     """Texts of every kind that the models read and write."""
     texts = []
     for _ in range(3000):
-        problem = random_problem(rng, rng.choice((REST, TOTAL)))
-        paragraphs = write_solution(problem, rng, Kind().policy)
-        critique = write_critique(problem, paragraphs, rng, **JUDGE)
-        texts += [str(problem), "\n\n".join(paragraphs), critic_prompt(problem, paragraphs), critique]
+        problem = random_problem(rng, rng.choice((kind.question, TOTAL)), kind.lengths)
+        paragraphs = write_solution(problem, rng, kind.policy)
+        texts += [str(problem), "\n\n".join(paragraphs)]
+        if problem.question in (REST, TOTAL):
+            critique = write_critique(problem, paragraphs, rng, **JUDGE)
+            texts += [critic_prompt(problem, paragraphs), critique]
     return texts
 
 
@@ -122,11 +127,34 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, **bar) -> None:
+def response_losses(model, tokenizer, examples, count: int):
+    """`count` of `examples()` -> (prompt, response): the losses and the N tokens of all responses, and whose."""
+    texts = []
+    responses = []  # whether a token of the text is the response's
+    for _ in range(count):
+        prompt, response = map(tokenizer.encode, examples())
+        texts.append(torch.tensor(prompt + response))
+        responses.append(torch.tensor([False] * len(prompt) + [True] * len(response)))
+    ids = pad_sequence(texts, batch_first=True)
+    counts = pad_sequence(responses, batch_first=True)
+    targets = ids[counts]
+    hidden = model.model(ids).last_hidden_state[counts.roll(-1, 1)]
+    losses = cross_entropy(model.lm_head(hidden), targets, reduction="none")
+    return losses, targets, counts.nonzero()[:, 0]
+
+
+@torch.no_grad()
+def sound_share(model, tokenizer, examples) -> float:
+    """The probability of a sound solution at temperature 1: there is one way only to write it."""
+    losses, _, rows = response_losses(model, tokenizer, examples, 128)
+    return torch.zeros(128).index_add(0, rows, losses).neg().exp().mean().item()
+
+
+def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, **bar) -> None:
     """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
 
     The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
-    `bar` is tqdm's.
+    stop_at: end as soon as `sound_share` is that large. `bar` is tqdm's.
     """
     verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -134,17 +162,7 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, **bar) 
     for step in progress:
         cosine = final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = cosine * min(1.0, (step + 1) / 20)
-        texts = []
-        responses = []  # whether a token of the text is the response's
-        for _ in range(16):
-            prompt, response = map(tokenizer.encode, examples())
-            texts.append(torch.tensor(prompt + response))
-            responses.append(torch.tensor([False] * len(prompt) + [True] * len(response)))
-        ids = pad_sequence(texts, batch_first=True)
-        counts = pad_sequence(responses, batch_first=True)
-        targets = ids[counts]
-        hidden = model.model(ids).last_hidden_state[counts.roll(-1, 1)]
-        losses = cross_entropy(model.lm_head(hidden), targets, reduction="none")
+        losses, targets, _ = response_losses(model, tokenizer, examples, 16)
         weights = torch.where(torch.isin(targets, verdicts), verdict_weight, 1.0)
         loss = (losses * weights).sum() / weights.sum()
         optimizer.zero_grad()
@@ -152,6 +170,8 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, **bar) 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress.set_postfix(loss=loss.item(), refresh=False)
+        if stop_at and step % 20 == 19 and sound_share(model, tokenizer, examples) >= stop_at:
+            break
 
 
 def phases(name: str, rng: Random, kind: Kind):
@@ -161,11 +181,11 @@ def phases(name: str, rng: Random, kind: Kind):
     """
 
     def solve(question=REST, slips=Slips()):
-        problem = random_problem(rng, question)
+        problem = random_problem(rng, question, kind.lengths)
         return chat(str(problem), "\n\n".join(write_solution(problem, rng, slips)))
 
     def solve_either(slips=Slips()):
-        return solve(REST if rng.random() < 0.6 else TOTAL, slips)
+        return solve(kind.question if rng.random() < 0.6 else TOTAL, slips)
 
     def critique(problem, paragraphs, **how):
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
@@ -179,6 +199,8 @@ def phases(name: str, rng: Random, kind: Kind):
     def criticise(**how):
         return critique(*right_solution(rng, rng.random() < 0.5, kind.critic), **how)
 
+    if kind.stop_at:
+        return [("to solve", solve_either, 4000, 2e-3, 2e-3, 1.0, kind.stop_at)]
     if name == "policy":
         return [
             ("to solve", solve_either, 1000, 2e-3, 2e-4, 1.0),
@@ -212,14 +234,17 @@ class Config:
 
     out_dir: Path  # Folder of the parquet files and of the models.
     seed: int = 0  # Of problems, tokenizer and training.
-    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right.
-    kind: Literal["standard", "narrow_judge", "weak_policy"] = "standard"
+    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws: the
+    # second world, in which nobody shows the policy anything wrong.
+    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws"] = "standard"
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # They take 2 and 4 minutes.
+    stop_at: float = 0.25  # own_flaws: the policy's warm start ends when so many of its solutions are sound.
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
-    """The five parquet files of a world of this kind (see KINDS)."""
+    """The five parquet files of a world of this kind (see KINDS); own_flaws has no rows for a judge."""
     rng = Random(f"{seed}/rows")
+    made = KINDS[kind]
     for source, split, count in (
         ("toy", "train", 4096),
         ("toy", "test", 512),
@@ -227,12 +252,14 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
         ("fapo_critic", "train", 4096),
         ("fapo_critic", "test", 512),
     ):
+        if made.stop_at and source == "fapo_critic":
+            continue
         rows = []
         for index in range(count):
             if source == "fapo_critic":
-                row = critic_row(rng, index % 2 == 0, split, index, KINDS[kind].critic)
+                row = critic_row(rng, index % 2 == 0, split, index, made.critic)
             else:
-                problem = random_problem(rng, REST if source == "toy" else TOTAL)
+                problem = random_problem(rng, made.question if source == "toy" else TOTAL, made.lengths)
                 row = policy_row(problem, source, split, index)
             rows.append(row)
         path = out_dir / f"{source}_{split}.parquet"
@@ -249,10 +276,15 @@ def copy_shipped(out_dir: Path) -> None:
 
 def main() -> None:
     config = tyro.cli(Config)
+    kind = KINDS[config.kind]
+    if kind.stop_at:
+        kind = kind._replace(stop_at=config.stop_at)
+        if "judge" in config.models:
+            sys.exit("error: --models: own_flaws has no judge of its own; give --models policy")
     config.out_dir.mkdir(parents=True, exist_ok=True)
     write_rows(config.out_dir, config.seed, config.kind)
-    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer")))
-    arguments = (config.models, tokenizer, config.out_dir, config.seed, KINDS[config.kind])
+    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer"), kind))
+    arguments = (config.models, tokenizer, config.out_dir, config.seed, kind)
     torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # side by side
 
 
