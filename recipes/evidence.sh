@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# The evidence: the demo's comparison over three warm starts and three seeds each, with the served judge, the
-# oracle and PAPO; the algorithms beside one another; other penalties; reward hacking of a narrow judge; a weak
-# start. Two to three hours on two cores. What is finished is not run again, so it can be stopped and started
-# anew. Ends with docs/make_evidence.py, which writes docs/evidence/.
+# The evidence. The first world: the demo's comparison over three warm starts and three seeds each, with the
+# served judge, the oracle and PAPO; the algorithms beside one another; other penalties; reward hacking of a
+# narrow judge; a weak start. The second: the algorithms from three starts whose flaws are the policy's own; what
+# each is told; learning rates, KL, penalties; judges that overlook. WORLDS="first second" has both; what is
+# finished is not run again, so it can be stopped and started anew. Ends with docs/make_evidence.py, which writes
+# docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=${OUT:-outputs/evidence}
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
+WORLDS=${WORLDS:-first second}
 SEEDS="0 1 2"
 # No part of a prefix is cut: the number of paragraphs is fixed here, so more steps cannot be earned.
 VPPO=(--advantage vppo --prefix-cut 0)
@@ -21,9 +24,9 @@ once() {  # once NAME COMMAND...: runs it in a lane of its own, unless it was fi
     touch "$OUT/$1.done"; stage "$1"; } &
 }
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
-world() {  # world NAME KIND SEED MODELS: its rows, and these models
+world() {  # world NAME KIND SEED MODELS [FURTHER FLAGS]: its rows, and these models
   for model in $4; do
-    once "$1/$model" python -m toy.warm_start --kind "$2" --models "$model" --seed "$3" --out-dir "$OUT/$1"
+    once "$1/$model" python -m toy.warm_start --kind "$2" --models "$model" --seed "$3" --out-dir "$OUT/$1" "${@:5}"
   done
 }
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
@@ -48,52 +51,98 @@ served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained an
   kill $SERVER; wait $SERVER || true
 }
 
-for warm in 0 1 2; do world "warm$warm" standard "$warm" "judge policy"; done
-world weak weak_policy 0 policy
-all_done
-for warm in 0 1 2; do
-  name=warm$warm
-  once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge" --val-greedy
-  for seed in $SEEDS; do
-    policy "$name" rule "$seed" "${RULE[@]}"
-    policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
-    policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+first_world() {
+  for warm in 0 1 2; do world "warm$warm" standard "$warm" "judge policy"; done
+  world weak weak_policy 0 policy
+  all_done
+  for warm in 0 1 2; do
+    name=warm$warm
+    once "$name/trained_judge" train_judge "$OUT/$name" 0 "$OUT/$name/trained_judge" --val-greedy
+    for seed in $SEEDS; do
+      policy "$name" rule "$seed" "${RULE[@]}"
+      policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
+      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+    done
+    all_done
+    served "$name"
+  done
+  for warm in 0 1 2; do  # the algorithms beside one another: the page has these from another kind of processor
+    name=algo$warm
+    world "$name" standard "$warm" "judge policy"
+    all_done
+    for seed in $SEEDS; do
+      policy "$name" rule "$seed" "${RULE[@]}"
+      policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
+      policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
+      policy "$name" vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
+      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+      [ $warm = 0 ] || continue
+      policy "$name" dr_grpo_oracle "$seed" "${ORACLE[@]}" --advantage dr_grpo
+      policy "$name" terms_oracle "$seed" "${ORACLE[@]}" --advantage terms --reward-terms acc=1 flawed_positive=-0.5
+      policy "$name" gspo_oracle "$seed" "${ORACLE[@]}" --loss gspo
+      policy "$name" cispo_oracle "$seed" "${ORACLE[@]}" --loss cispo
+      policy "$name" lora_oracle "$seed" "${ORACLE[@]}" "${LORA[@]}"
+    done
   done
   all_done
-  served "$name"
-done
-for warm in 0 1 2; do  # the algorithms beside one another: the page has these from another kind of processor
-  name=algo$warm
-  world "$name" standard "$warm" "judge policy"
+  once algo0/trained_judge train_judge "$OUT/algo0" 0 "$OUT/algo0/trained_judge" --val-greedy
   all_done
+  served algo0 prefix_judge vppo_judge
   for seed in $SEEDS; do
-    policy "$name" rule "$seed" "${RULE[@]}"
-    policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
-    policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
-    policy "$name" vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
-    policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
-    [ $warm = 0 ] || continue
-    policy "$name" dr_grpo_oracle "$seed" "${ORACLE[@]}" --advantage dr_grpo
-    policy "$name" terms_oracle "$seed" "${ORACLE[@]}" --advantage terms --reward-terms acc=1 flawed_positive=-0.5
-    policy "$name" gspo_oracle "$seed" "${ORACLE[@]}" --loss gspo
-    policy "$name" cispo_oracle "$seed" "${ORACLE[@]}" --loss cispo
-    policy "$name" lora_oracle "$seed" "${ORACLE[@]}" "${LORA[@]}"
+    policy weak rule "$seed" "${RULE[@]}"  # from a start at which wrong answers outnumber right ones
+    policy weak fapo_oracle "$seed" "${ORACLE[@]}"
+    for penalty in 0.667 1.333; do  # lambda, as in paper Table 5 (there as 1 - lambda)
+      policy warm0 "penalty$penalty" "$seed" "${ORACLE[@]}" --reward-kwargs "{\"penalty\": $penalty}"
+    done
   done
-done
-all_done
-once algo0/trained_judge train_judge "$OUT/algo0" 0 "$OUT/algo0/trained_judge" --val-greedy
-all_done
-served algo0 prefix_judge vppo_judge
-for seed in $SEEDS; do
-  policy weak rule "$seed" "${RULE[@]}"  # from a start at which wrong answers outnumber right ones
-  policy weak fapo_oracle "$seed" "${ORACLE[@]}"
-  for penalty in 0.667 1.333; do  # lambda, as in paper Table 5 (there as 1 - lambda)
-    policy warm0 "penalty$penalty" "$seed" "${ORACLE[@]}" --reward-kwargs "{\"penalty\": $penalty}"
+  world narrow narrow_judge 0 "judge policy"  # a judge that was shown forgotten carries only
+  all_done
+  once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
+  all_done
+  served narrow
+}
+
+own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
+  once "own$1/$2_seed$3" train_policy "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" --resume auto \
+    --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 "${@:4}"
+}
+told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
+  own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
+}
+second_world() {  # in an order in which every beginning says something
+  local start seed share stop_at=(0.2 0.45 0.3)  # the share of sound solutions at which each start is taken
+  for seed in $SEEDS; do
+    for start in 0 1 2; do
+      world own$start own_flaws $start policy --stop-at ${stop_at[$start]}
+      all_done
+      own $start rule "$seed" "${RULE[@]}"
+      own $start fapo_oracle "$seed" "${ORACLE[@]}"
+      own $start prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
+      own $start vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
+      own $start papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+      own $start steps_oracle "$seed" "${STEPS[@]}"
+    done
   done
-done
-world narrow narrow_judge 0 "judge policy"  # a judge that was shown forgotten carries only
-all_done
-once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
-all_done
-served narrow
+  for seed in $SEEDS; do  # what each is told: of wrong answers, too, or of right ones only
+    told 0 place_oracle "$seed" '{"place": 1.0}'
+    told 0 prefix_right "$seed" '{"judge_wrong": false}' --credit prefix
+    told 0 vppo_right "$seed" '{"judge_wrong": false}' "${VPPO[@]}"
+  done
+  for seed in $SEEDS; do
+    own 0 rule_lr1e-4 "$seed" "${RULE[@]}" --lr 1e-4
+    own 0 rule_lr4e-4 "$seed" "${RULE[@]}" --lr 4e-4
+    own 0 rule_kl0.05 "$seed" "${RULE[@]}" --kl-coef 0.05
+    told 0 penalty0.5 "$seed" '{"penalty": 0.5}'
+    told 0 penalty2 "$seed" '{"penalty": 2.0}'
+    for share in 0.9 0.7 0.5; do  # of the flawed solutions the judge sees so many
+      told 0 "fapo_recall$share" "$seed" "{\"recall\": $share}"
+      told 0 "prefix_recall$share" "$seed" "{\"recall\": $share}" --credit prefix
+    done
+  done
+  all_done
+}
+
+echo "worlds: $WORLDS, $LANES runs at a time. On two cores with AVX-512 the first takes 2 to 3 hours, the second HOURS"
+[[ " $WORLDS " != *" first "* ]] || first_world
+[[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"

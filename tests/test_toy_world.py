@@ -45,6 +45,56 @@ def test_a_foreign_question_is_refused(text):
 
 
 @pytest.mark.parametrize(
+    ("question", "answer", "head"),
+    [
+        ("Rest by 3?", "0", "Rest"),
+        ("Rest by 4?", "1", "Rest"),
+        ("Even?", "no", "Even"),
+        ("More than 68?", "yes", "More"),
+        ("More than 69?", "no", "More"),
+    ],
+)
+def test_coarse_questions(question, answer, head):
+    problem = BEN._replace(question=question)
+    assert toy_world.parse_problem(str(problem)) == problem and problem.answer == answer
+    sound = [*SOUND[:3], f"{head} \\boxed{{{answer}}}"]
+    assert write_solution(problem, random.Random(0)) == sound
+    assert first_wrong_paragraph(str(problem), sound) == -1
+    assert compute_score.compute_score("toy", sound[-1], answer)["acc"]
+    assert first_wrong_paragraph(str(problem), [*sound[:3], f"{head} \\boxed{{2}}"]) == 3
+
+
+def test_problems_of_the_second_world():
+    rng, kind, heads = random.Random(0), toy_world.KINDS["own_flaws"], {}
+    for _ in range(600):
+        problem = toy_world.random_problem(rng, kind.question, kind.lengths)
+        assert toy_world.parse_problem(str(problem)) == problem and 6 <= len(problem.steps) <= 9
+        answers = heads.setdefault(problem.question.split()[0], [])
+        answers.append(problem.answer)
+        flawless = write_solution(problem, rng, kind.policy)
+        assert flawless == write_solution(problem, random.Random(0))
+    assert all(len(answers) > 150 for answers in heads.values()) and set(heads) == {"More", "Even?", "Rest"}
+    for head in ("More", "Even?"):  # both answers are frequent, or one could guess
+        assert 0.4 < heads[head].count("yes") / len(heads[head]) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("solution", "kind"),
+    [
+        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], "arithmetic"),
+        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
+        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
+        (["65+9=74", "74+3=77", r"Rest \boxed{2}"], "skipped"),
+        (SOUND[:3] + [r"Rest \boxed{3}"], "answer"),
+        (SOUND[:3], "other"),
+        (["sixty-five"], "other"),
+    ],
+)
+def test_kinds_of_flaws_by_hand(solution, kind):
+    assert toy_world.kind_of_flaw(QUESTION, "\n\n".join(solution)) == kind
+
+
+@pytest.mark.parametrize(
     "left, step, result",
     [(65, 9, 64), (65, 4, None), (61, -8, 63), (68, -8, None), (95, 9, 94), (60, 5, None), (65, 5, 60)],
 )
@@ -171,6 +221,33 @@ def test_reward_functions():
         )
 
 
+def test_what_the_oracle_can_be_told_to_say():
+    info = {"question": QUESTION, "split": "train"}
+    flawed = "65+9=74\n\n74-8=76\n\n76+3=79\n\nRest \\boxed{4}"
+    wrong = flawed.replace("{4}", "{3}")
+
+    def said(solution, function=toy_world.compute_score_fapo_oracle, **settings):
+        return function("toy", solution, "4", info, **settings)
+
+    assert said(wrong)["first_wrong"] == 1 and said(wrong)["score"] == -1
+    assert said(wrong, place=1.0)["score"] == -0.75 and said(flawed, place=1.0)["score"] == 0
+    assert said(wrong, judge_wrong=False) == said(wrong) | {"first_wrong": None}
+    assert said(flawed, judge_wrong=False) == said(flawed)
+    blind = said(flawed, recall=0.0)
+    assert (blind["score"], blind["first_wrong"], blind["flawed_positive"]) == (1, -1, False)
+    assert blind["oracle_flawed_positive"] and not blind["truly_correct"]
+    seen = []
+    for result in range(1000):
+        text = flawed.replace("79", str(result))
+        seen.append(said(text, recall=0.7)["flawed_positive"])
+        assert seen[-1] == said(text, recall=0.7)["flawed_positive"]
+    assert abs(sum(seen) / 1000 - 0.7) < 0.05
+    steps = toy_world.compute_score_steps_oracle
+    assert said(wrong, steps) == said(wrong) | {"step_scores": [1.0, 0.0, 0.0, 0.0]}
+    assert said("\n\n".join(SOUND), steps)["step_scores"] == [1.0] * 4
+    assert said(flawed, steps, recall=0.0)["step_scores"] == [1.0] * 4
+
+
 def test_kinds_of_toy_worlds():
     rng, shares = random.Random(0), {}
     for name in ("standard", "weak_policy"):
@@ -284,6 +361,38 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
     assert told == [(("policy", "judge"), 0, kinds["standard"]), (("judge",), 1, kinds["weak_policy"])]
     shipped = (warm_start.SHIPPED / "policy/tokenizer.json").read_text()
     assert trained[0][1].backend_tokenizer.to_str(pretty=True) == shipped
+
+
+@pytest.mark.slow
+def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
+    """Three files and a policy; it ends as soon as so many solutions are sound. No judge."""
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: function(0, *of))
+    shares = iter((0.1, 0.3, 0.5))
+    measured = []
+    monkeypatch.setattr(warm_start, "sound_share", lambda *of: measured.append(next(shares)) or measured[-1])
+    command = ["warm_start.py", "--out-dir", str(tmp_path), "--kind", "own_flaws", "--stop-at", "0.2"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match="give --models policy"):
+        warm_start.main()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("sys.argv", [*command, "--models", "policy"])
+    warm_start.main()
+    assert measured == [0.1, 0.3]
+    files = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.glob("*.parquet")}
+    counts = {name: len(rows) for name, rows in files.items()}
+    assert counts == {"toy_train": 4096, "toy_test": 512, "toy_total_test": 512}
+    for rows in files.values():
+        prepare_data.validate_row(rows[0], "the first row")
+    assert all("How many?" in row["extra_info"]["question"] for row in files["toy_total_test"])
+    assert not any("How many?" in row["extra_info"]["question"] for row in files["toy_train"])
+    assert {path.name for path in (tmp_path / "policy").iterdir()} >= {"model.safetensors", "tokenizer.json"}
+
+
+def test_sound_share_of_a_model_that_knows_nothing(tokenizer):
+    model = warm_start.new_model(len(tokenizer), 0)
+    torch.nn.init.zeros_(model.lm_head.weight)  # every token is as probable as any other
+    share = warm_start.sound_share(model, tokenizer, lambda: warm_start.chat(QUESTION, "6"))
+    assert share == pytest.approx(len(tokenizer) ** -2.0)  # the digit, and the end
 
 
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path, tokenizer):
