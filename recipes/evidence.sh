@@ -109,36 +109,46 @@ own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
+compare() {  # compare SEED: the algorithms, from three starts
+  local start stop_at=(0.2 0.45 0.3)  # the share of sound solutions at which each start is taken
+  for start in 0 1 2; do
+    world own$start own_flaws $start policy --stop-at ${stop_at[$start]}
+    all_done
+    own $start rule "$1" "${RULE[@]}"
+    own $start fapo_oracle "$1" "${ORACLE[@]}"
+    own $start prefix_oracle "$1" "${ORACLE[@]}" --credit prefix
+    own $start vppo_oracle "$1" "${ORACLE[@]}" "${VPPO[@]}"
+    own $start papo_oracle "$1" "${ORACLE[@]}" --advantage papo
+    own $start steps_oracle "$1" "${STEPS[@]}"
+  done
+}
+be_fair() {  # be_fair SEED: FAPO told of wrong answers, too, or harder; those with places told of right ones only
+  told 0 penalty2 "$1" '{"penalty": 2.0}'
+  told 0 place_oracle "$1" '{"place": 1.0}'
+  told 0 prefix_right "$1" '{"judge_wrong": false}' --credit prefix
+  told 0 vppo_right "$1" '{"judge_wrong": false}' "${VPPO[@]}"
+}
+ablate() {  # ablate SEED: the rule more gently, other penalties, judges that see only a share of the flaws
+  local recall
+  own 0 rule_slow "$1" "${RULE[@]}" --lr 1e-4
+  own 0 rule_kl "$1" "${RULE[@]}" --kl-coef 0.05
+  for recall in 0.7 0.5 0.9; do
+    told 0 "fapo_recall$recall" "$1" "{\"recall\": $recall}"
+    told 0 "prefix_recall$recall" "$1" "{\"recall\": $recall}" --credit prefix
+  done
+  own 0 rule_fast "$1" "${RULE[@]}" --lr 4e-4
+  told 0 penalty0.5 "$1" '{"penalty": 0.5}'
+}
 second_world() {  # in an order in which every beginning says something
-  local start seed share stop_at=(0.2 0.45 0.3)  # the share of sound solutions at which each start is taken
-  for seed in $SEEDS; do
-    for start in 0 1 2; do
-      world own$start own_flaws $start policy --stop-at ${stop_at[$start]}
-      all_done
-      own $start rule "$seed" "${RULE[@]}"
-      own $start fapo_oracle "$seed" "${ORACLE[@]}"
-      own $start prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
-      own $start vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
-      own $start papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
-      own $start steps_oracle "$seed" "${STEPS[@]}"
-    done
-  done
-  for seed in $SEEDS; do  # what each is told: of wrong answers, too, or of right ones only
-    told 0 place_oracle "$seed" '{"place": 1.0}'
-    told 0 prefix_right "$seed" '{"judge_wrong": false}' --credit prefix
-    told 0 vppo_right "$seed" '{"judge_wrong": false}' "${VPPO[@]}"
-  done
-  for seed in $SEEDS; do
-    own 0 rule_lr1e-4 "$seed" "${RULE[@]}" --lr 1e-4
-    own 0 rule_lr4e-4 "$seed" "${RULE[@]}" --lr 4e-4
-    own 0 rule_kl0.05 "$seed" "${RULE[@]}" --kl-coef 0.05
-    told 0 penalty0.5 "$seed" '{"penalty": 0.5}'
-    told 0 penalty2 "$seed" '{"penalty": 2.0}'
-    for share in 0.9 0.7 0.5; do  # of the flawed solutions the judge sees so many
-      told 0 "fapo_recall$share" "$seed" "{\"recall\": $share}"
-      told 0 "prefix_recall$share" "$seed" "{\"recall\": $share}" --credit prefix
-    done
-  done
+  compare 0
+  compare 1
+  be_fair 0
+  be_fair 1
+  ablate 0
+  compare 2
+  be_fair 2
+  ablate 1
+  ablate 2
   all_done
 }
 
