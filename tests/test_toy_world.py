@@ -213,7 +213,7 @@ def test_reward_functions():
             toy_world.compute_score_fapo_oracle("toy", solution, "4", info, penalty=0.5)["score"]
             == score + 0.5 * is_flawed
         )
-        assert result["first_wrong"] == (-1 if truly else 0)
+        assert result["first_wrong"] == (-1 if truly else 0) and result["sums_right"] == truly
         baseline = asyncio.run(toy_world.compute_score_baseline("toy", solution, "4", info))
         assert (
             baseline["score"] == (1.0 if score >= 0 else -1.0)
@@ -233,6 +233,8 @@ def test_what_the_oracle_can_be_told_to_say():
     assert said(wrong, place=1.0)["score"] == -0.75 and said(flawed, place=1.0)["score"] == 0
     assert said(wrong, judge_wrong=False) == said(wrong) | {"first_wrong": None}
     assert said(flawed, judge_wrong=False) == said(flawed)
+    slipped_last = said("\n\n".join([*SOUND[:3], "Rest \\boxed{3}"]))
+    assert slipped_last["sums_right"] and not slipped_last["acc"] and not slipped_last["truly_correct"]
     blind = said(flawed, recall=0.0)
     assert (blind["score"], blind["first_wrong"], blind["flawed_positive"]) == (1, -1, False)
     assert blind["oracle_flawed_positive"] and not blind["truly_correct"]

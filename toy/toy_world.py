@@ -8,13 +8,17 @@ remainder on division by 5). A solution is one paragraph per sum ("65+9=74") and
 wrong, the answer still right. That is a flawed positive, and no rule that reads only the answer can see it.
 Asked "How many?" instead, the same slip costs the answer.
 
+In the second world (own_flaws of KINDS) nobody puts a flaw in. Its stories have six to nine sums, its
+questions coarse answers ("More than 57?", "Even?", "Rest by 4?"), so a wrong way often ends at the right
+one; its policy has read sound solutions only, too few of them.
+
 Here are the problems; solvers that slip and critics that overlook slips, at chosen rates; an oracle that
 finds every slip; the reward functions; the rows of the data sets. toy/warm_start.py trains models on them,
 toy/report.py draws the figure of the finished runs. To copy this file alone, take compute_score.py with it.
 
-What it leaves out: it is no benchmark. The flaw is put in by hand and is invisible to the rule by
-construction; real flawed positives are as varied as mathematics. It shows the mechanism and exercises every
-part of the code.
+What it leaves out: it is no benchmark. The first world's flaw is put in by hand and is invisible to the
+rule by construction; real flawed positives are as varied as mathematics. It shows the mechanism and
+exercises every part of the code.
 """
 
 import functools
@@ -25,7 +29,7 @@ from typing import NamedTuple
 
 import compute_score as scores
 
-# The first world's two questions. Only REST is trained with RL: there a forgotten carry never costs the answer.
+# The first world's questions. RL is asked REST only: there a forgotten carry never costs the answer.
 REST, TOTAL = "Rest by 5?", "How many?"
 COARSE = "coarse"  # the second world's: "More than 57?", "Even?" or "Rest by 4?", drawn with the problem
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
@@ -55,16 +59,23 @@ class Problem(NamedTuple):
 
     def answer_for(self, total: int) -> int | str:
         """What the question asks of a total."""
-        number = int((re.findall(r"\d+", self.question) or [0])[0])
+        number = self.question.strip("?").split()[-1]
         if self.question == TOTAL:
             return total
-        if self.question.startswith("Rest"):
-            return total % number
-        if self.question == "Even?":
-            said_yes = total % 2 == 0
+        if self.head == "Rest":
+            return total % int(number)
+        if number == "Even":
+            is_so = total % 2 == 0
         else:
-            said_yes = total > number
-        return ("no", "yes")[said_yes]
+            is_so = total > int(number)
+        return "yes" if is_so else "no"
+
+    @property
+    def head(self) -> str:
+        """How the last line begins."""
+        if self.question == TOTAL:
+            return "Total"
+        return self.question.strip("?").split()[0]
 
     @property
     def answer(self) -> str:
@@ -148,10 +159,7 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         answer = (answer + rng.randint(1, 4)) % 5
     elif slipped:
         answer = max(answer + rng.choice((-1, 1)), 0)
-    head = problem.question.split()[0]
-    if problem.question == TOTAL:
-        head = "Total"
-    return [*lines, f"{head.strip('?')} \\boxed{{{answer}}}"]
+    return [*lines, f"{problem.head} \\boxed{{{answer}}}"]
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
@@ -253,6 +261,7 @@ def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
     acc = result["acc"]
     return {
         "first_wrong": first_wrong,
+        "sums_right": first_wrong in (-1, len(parse_problem(extra_info["question"]).steps)),
         **result,
         "oracle_flawed_positive": acc and not sound,
         "truly_correct": acc and sound,
@@ -275,8 +284,8 @@ compute_score_baseline = watched(scores.compute_score_baseline)  # the rule's sc
 
 
 def compute_score_fapo_oracle(
-    data_source, solution_str, ground_truth, extra_info, *, penalty=1.0, recall=1.0, judge_wrong=True, place=0.0
-) -> dict:
+    data_source, solution_str, ground_truth, extra_info, *,
+    penalty=1.0, recall=1.0, judge_wrong=True, place=0.0) -> dict:  # fmt: skip
     """FAPO with the oracle as a judge, a perfect one (paper eq. 8: a flawed positive gets 1 - penalty).
 
     recall: the share of flawed solutions that it sees; the same solution is always seen, or never.
@@ -300,34 +309,13 @@ def compute_score_fapo_oracle(
 
 
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
-    """The same with a score for each step (--advantage steps): 1 before the first wrong one, 0 from there on."""
+    """The same with a score for each step (--advantage steps): 1 before the first wrong one, then 0."""
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
     first_wrong = result["first_wrong"]
-    count = len(scores.split_paragraphs(solution_str))
-    if first_wrong in (-1, None):
-        first_wrong = count
-    return result | {"step_scores": [float(index < first_wrong) for index in range(count)]}
-
-
-def kind_of_flaw(question: str, solution: str) -> str:
-    """What the first wrong paragraph of a flawed solution is, for counting: one of the five words below."""
-    problem = parse_problem(question)
-    sound = write_solution(problem, Random(0))
-    stated = scores.split_paragraphs(solution)
-    index = len(os.path.commonprefix([stated, sound]))
-    if index >= min(len(stated), len(problem.steps)):
-        return "answer" if index < len(stated) else "other"
-    left, is_sum, _ = stated[index].partition("=")
-    task = sound[index].partition("=")[0]
-    if left == task:
-        return "arithmetic"
-    value = re.split("[+-]", task)[0]
-    skipped = [f"{value}{step:+}" for step in problem.steps[index + 1 :]]
-    if left in skipped:
-        return "skipped"
-    if is_sum and re.fullmatch(r"\d+[+-]\d+", left):
-        return "copied"
-    return "other"
+    steps = [1.0] * len(scores.split_paragraphs(solution_str))
+    if first_wrong not in (-1, None):
+        steps[first_wrong:] = [0.0] * len(steps[first_wrong:])
+    return result | {"step_scores": steps}
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 
 def response_losses(model, tokenizer, examples, count: int):
-    """`count` of `examples()` -> (prompt, response): the losses and the N tokens of all responses, and whose."""
+    """Of `count` examples the N tokens of all responses: their losses, what they are, in which row."""
     texts = []
     responses = []  # whether a token of the text is the response's
     for _ in range(count):
@@ -234,8 +234,8 @@ class Config:
 
     out_dir: Path  # Folder of the parquet files and of the models.
     seed: int = 0  # Of problems, tokenizer and training.
-    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws: the
-    # second world, in which nobody shows the policy anything wrong.
+    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws:
+    # the second world, in which nobody shows the policy anything wrong.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws"] = "standard"
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # They take 2 and 4 minutes.
     stop_at: float = 0.25  # own_flaws: the policy's warm start ends when so many of its solutions are sound.
@@ -280,7 +280,7 @@ def main() -> None:
     if kind.stop_at:
         kind = kind._replace(stop_at=config.stop_at)
         if "judge" in config.models:
-            sys.exit("error: --models: own_flaws has no judge of its own; give --models policy")
+            sys.exit("error: --models: own_flaws has no judge; give --models policy")
     config.out_dir.mkdir(parents=True, exist_ok=True)
     write_rows(config.out_dir, config.seed, config.kind)
     tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer"), kind))
