@@ -79,22 +79,6 @@ def test_problems_of_the_second_world():
 
 
 @pytest.mark.parametrize(
-    ("solution", "kind"),
-    [
-        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], "arithmetic"),
-        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
-        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
-        (["65+9=74", "74+3=77", r"Rest \boxed{2}"], "skipped"),
-        (SOUND[:3] + [r"Rest \boxed{3}"], "answer"),
-        (SOUND[:3], "other"),
-        (["sixty-five"], "other"),
-    ],
-)
-def test_kinds_of_flaws_by_hand(solution, kind):
-    assert toy_world.kind_of_flaw(QUESTION, "\n\n".join(solution)) == kind
-
-
-@pytest.mark.parametrize(
     "left, step, result",
     [(65, 9, 64), (65, 4, None), (61, -8, 63), (68, -8, None), (95, 9, 94), (60, 5, None), (65, 5, 60)],
 )
