@@ -290,7 +290,7 @@ def compute_score_fapo_oracle(
 
     recall: the share of flawed solutions that it sees; the same solution is always seen, or never.
     judge_wrong: say where wrong answers go wrong, too, for the advantages that want to know.
-    place: what a wrong answer gets back if only its last paragraph is wrong; half of that if its last half is.
+    place: what a wrong answer gets back if only its end is wrong; half of that if its last half is.
     """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
