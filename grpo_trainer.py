@@ -18,16 +18,13 @@ Four words: score (the function's), penalty (for length), reward (their sum), ad
 
 import contextlib
 import json
-import math
 import os
 import random
 import sys
-import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -38,11 +35,25 @@ from tqdm import tqdm
 import reward_loop
 from algorithm import parse_terms
 from credit import set_advantages
-from metrics import mean, print_step, reward_metrics, validation_metrics
+from metrics import mean, reward_metrics, validation_metrics
 from policy import PolicyOptions, Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
 from run_folder import has_evaluation
+
+ABOVE_0 = (
+    "train_batch_size",
+    "mini_batch_size",
+    "max_response_length",
+    "temperature",
+    "tis_cap",
+    "rollout_batch_size",
+    "rollout_gpu_share",
+    "policy_gpu_share",
+    "policy_ranks",
+    "val_n",
+    "val_top_p",
+)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +64,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     out_dir: str  # Folder of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     val_file: tuple[str, ...] = ()  # Files of validation rows; gpqa.parquet:4 takes 4 samples of each row.
 
-    baseline: bool = False  # compute_score_baseline of --reward-fn's FILE: the rule pays, a judge measures.
     reward_mode: Literal["standalone", "colocate"] = "standalone"  # colocate: all rollouts, then all scores.
     max_no_verdict_rate: float = 0.5  # Stop when more of the samples that needed a verdict have none.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
@@ -101,79 +111,26 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
 
     def check(self) -> None:
-        """Refuses what cannot work before anything expensive starts. Raises ValueError."""
-        self.check_numbers()
-
-        def refuse(is_wrong, why: str) -> None:
-            if is_wrong:
-                raise ValueError(why)
-
-        refuse(
-            self.train_batch_size % self.mini_batch_size,
-            f"mini_batch_size: {self.mini_batch_size} does not divide train_batch_size "
-            f"{self.train_batch_size}",
-        )
-        for name in ("tensorboard", "wandb"):
-            is_missing = getattr(self, name) and not find_spec(name)
-            refuse(is_missing, f"{name}: it is missing; pip install {name}")
-        refuse(
-            self.rollout_gpu_share < 1 < self.rollout_tensor_parallel,
-            f"rollout_gpu_share: {self.rollout_gpu_share}, but several GPUs are taken whole; leave it at 1",
-        )
-        refuse(
-            not self.lora_rank and (self.lora_alpha or self.lora_targets != ("all-linear",)),
-            "lora_alpha, lora_targets: are about adapters, and there are none; give --lora-rank 32",
-        )
+        """Refuses what would go wrong in silence or late. Raises ValueError."""
+        for name in ABOVE_0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value} must be above 0")
+        if self.group_size < 2:
+            raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
         terms = parse_terms(self.reward_terms)
-        refuse(
-            bool(terms) != (self.advantage == "terms"),
-            "reward_terms: goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5",
-        )
-        refuse(
-            terms and self.overlong_buffer and "overlong_penalty" not in terms,
-            "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
-        )
-        refuse(
-            self.overlong_buffer > self.max_response_length,
-            f"overlong_buffer: {self.overlong_buffer} is larger than max_response_length "
-            f"{self.max_response_length}; lower it, 0 is no penalty",
-        )
-        ahead = "overlap: rolls out and judges during the update, and"
-        refuse(
-            self.overlap and self.rollout == "hf",
-            f"{ahead} --rollout hf in the same process cannot; take vllm",
-        )
-        refuse(
-            self.overlap and self.reward_mode == "colocate",
-            f"{ahead} with --reward-mode colocate the judge sleeps then; take standalone",
-        )
-        is_hub_name = self.model.count("/") == 1 and self.model[0] not in "./~"
-        refuse(
-            not Path(self.model).is_dir() and not is_hub_name,
-            f"model: {self.model!r} is neither a folder nor a hub name such as Qwen/Qwen2.5-Math-7B",
-        )
-        reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args)
+        if bool(terms) != (self.advantage == "terms"):
+            why = "goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"
+            raise ValueError(f"reward_terms: {why}")
+        if terms and self.overlong_buffer and "overlong_penalty" not in terms:
+            why = "the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0"
+            raise ValueError(f"reward_terms: {why}")
+        if self.overlong_buffer > self.max_response_length:
+            why = f"is larger than max_response_length {self.max_response_length}; 0 is no penalty"
+            raise ValueError(f"overlong_buffer: {self.overlong_buffer} {why}")
+        if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
+            raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
         self.check_rewards()
-
-    def check_numbers(self) -> None:
-        """No number may be below 0, or below what is said here. Raises ValueError."""
-        at_least_1 = (
-            "train_batch_size", "mini_batch_size", "max_prompt_length", "max_response_length", "val_n",
-            "clip_c", "rollout_servers", "rollout_tensor_parallel", "rollout_batch_size", "policy_ranks",
-        )  # fmt: skip
-        least = {"group_size": 2, "seed": -math.inf} | dict.fromkeys(at_least_1, 1)
-        for name, value in asdict(self).items():
-            if isinstance(value, (int, float)) and not value >= least.get(name, 0):
-                raise ValueError(f"{name}: {value} must be at least {least.get(name, 0)}")
-        for name in ("val_top_p", "policy_gpu_share", "rollout_gpu_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be above 0 and at most 1")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature: {self.temperature} must be above 0; greedy rollouts of a group "
-                             "are all the same")  # fmt: skip
-        if self.tis_cap is not None and not self.tis_cap > 0:
-            raise ValueError(f"tis_cap: {self.tis_cap} would multiply every loss by 0; leave it out to turn "
-                             "it off")  # fmt: skip
 
     def settled(self, gpus: float) -> "Config":
         """With what depends on the machines; `gpus`: how many Ray has."""
@@ -208,9 +165,6 @@ def train(config: Config) -> Path | None:
         stack.enter_context(run.lock)
         if config.dry_run:
             return print(json.dumps(asdict(config), indent=2))
-        if run.is_done():
-            print(f"nothing to do: {run.source} is step {run.step} of {config.total_steps}")
-            return Path(run.source)
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():
@@ -232,17 +186,17 @@ def train(config: Config) -> Path | None:
                         lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                         allowed = config.max_logprob_diff * (1 + batch.metrics.get("rollout/staleness", 0))
                         metrics = batch.metrics | policy.update(batch.kept, lr, allowed)
-                        run.finished(step, batch.drawn)  # from here on the step counts, whatever fails
+                        run.step = step  # from here on the step counts, whatever fails
+                        run.prompts_drawn = batch.drawn
+                        run.updates = policy.num_updates
                         metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - rewarded}
 
                         # 4. The new weights to the policy's servers, and the log.
-                        try:
+                        if run.servers:
                             metrics |= hand_over_weights(run)
-                        finally:
-                            metrics["time/step"] = time.perf_counter() - started
-                            metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
-                            log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        print_step(metrics, config.total_steps)
+                        metrics["time/step"] = time.perf_counter() - started
+                        metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
+                        log.metrics(metrics | {"actor/restarts": run.num_restarts})
                         if step == config.total_steps or config.save_every and step % config.save_every == 0:
                             run.save()
                     if step % 10 == 0:
@@ -285,21 +239,17 @@ def next_batch(run: Run, step: int) -> Batch:
 
 
 def start_ahead(run: Run, step: int) -> Ahead:
-    ahead = Ahead(Future(), Future())
-    staleness = step - 1 - run.step  # the servers have the weights of after run.step
+    rolled_out = Future()
+    pool = ThreadPoolExecutor(1, f"step {step} ")
+    batch = pool.submit(draw_and_score, run, step, rolled_out)
+    pool.shutdown(wait=False)  # of a thread that ends with this
 
-    def work():
-        try:
-            batch = draw_and_score(run, step, ahead.rolled_out)
-            batch.metrics["rollout/staleness"] = staleness
-            ahead.batch.set_result(batch)
-        except BaseException as error:  # for the main thread
-            for future in (ahead.rolled_out, ahead.batch):
-                if not future.done():
-                    future.set_exception(error)
+    def ended(batch: Future) -> None:
+        if not rolled_out.done():
+            rolled_out.set_exception(batch.exception())
 
-    threading.Thread(target=work, name=f"step {step}", daemon=True).start()
-    return ahead
+    batch.add_done_callback(ended)
+    return Ahead(rolled_out, batch)
 
 
 def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
@@ -308,6 +258,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
     """
     config = run.config
+    staleness = step - 1 - run.step  # the servers have the weights of after run.step
     groups, kept = [], []
     times = Counter()
     rounds = 1
@@ -350,6 +301,8 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         metrics["dynamic/prompts"] = len(groups)
         metrics["dynamic/refills"] = number
         metrics["dynamic/kept"] = num_teaching
+    if config.overlap:
+        metrics["rollout/staleness"] = staleness
     return Batch(groups, kept, metrics, drawn)
 
 
@@ -446,8 +399,6 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
 
 def hand_over_weights(run: Run) -> dict:
     """The new weights to the servers, once nothing is being generated."""
-    if not run.servers:
-        return {}
     started = time.perf_counter()
     while run.ahead and not wait([run.ahead.rolled_out], timeout=0.2).done:
         if run.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
@@ -473,28 +424,22 @@ def evaluate(run: Run) -> None:
         log.metrics({"step": step})
     if not run.val_rows or not due or has_evaluation(log.history[-1]):
         return
-    metrics = sample_and_measure(run, config.val_temperature)
+    groups = answers(run, config.val_temperature)
+    metrics = validation_metrics(groups)
     if config.val_greedy:
-        metrics |= sample_and_measure(run, 0.0, "greedy")
-    sources = {f"val/{row['data_source']}" for row, _ in run.val_rows}  # a name may have slashes
-    accuracies = [f"{key} {value:.3f}" for key, value in metrics.items() if key.rpartition("/")[0] in sources]
-    print(f"step {step}: " + ", ".join(accuracies))
+        metrics |= validation_metrics(answers(run, 0.0, 1), "greedy")
     log.metrics({"step": step} | metrics)
-    log.plot()
+    log.samples(step, "val", groups, run.eos_ids)
 
 
-def sample_and_measure(run: Run, temperature: float, suffix: str = "") -> dict:
-    """Metrics of the validation rows. suffix: of one sample a row, in place of "mean@n"."""
+def answers(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
+    """To the validation rows, with their verdicts. count: of samples a row; default: the row's own."""
     config, step = run.config, run.step
-    groups = []
-    for row, n in run.val_rows:
-        groups.append(new_group(row, 1 if suffix else n))
+    groups = [new_group(row, count or n) for row, n in run.val_rows]
     roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
     await_verdicts(run, groups, step)
     check_verdicts(run, step, "val", groups)
-    if not suffix:
-        run.log.samples(step, "val", groups, run.eos_ids)
-    return validation_metrics(groups, suffix)
+    return groups
 
 
 def main() -> None:

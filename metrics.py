@@ -1,19 +1,37 @@
 """The numbers of a run: what its samples add up to, and how they are shown while the run goes.
 
-A group is a list of policy.Sample, whose `result` is what reward_loop.py returns; `config` is that of
-grpo_trainer.py. A new metric is a line in `reward_metrics` (training) or `source_metrics` (evaluation);
-what the user's function returns is averaged without one.
+A group is a list of policy.Sample, whose `result` is what reward_loop.py returns. A new metric is a line in
+`reward_metrics` (training) or `source_metrics` (evaluation); what the user's function returns is averaged
+without one.
 
 Needs none of our other files. Left out: histograms, error bars. tools/view_run.py shows more, and several
 runs together.
 """
 
 import math
-import os
-from dataclasses import asdict
+from collections import Counter
 from pathlib import Path
 
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")  # answers and places, and what is counted apart
+ON_SCREEN = (
+    "reward/mean",
+    "reward/acc",
+    "reward/flawed_positive_rate",
+    "reward/no_verdict",
+    "response_length/mean",
+    "response_length/clipped",
+    "actor/entropy",
+    "rollout/logprob_diff",
+    "time/step",
+)
+PANELS = {
+    "reward": ["reward/mean", "reward/score"],
+    "accuracy": ["reward/acc"],  # and that of each evaluation
+    "flawed positives among right answers": ["reward/flawed_positive_rate"],
+    "response length (tokens)": ["response_length/mean", "response_length/max"],
+    "entropy": ["actor/entropy"],
+    "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
+}
 
 
 # ---- made from samples
@@ -35,16 +53,13 @@ def averages(infos: list[dict]) -> dict:
     numbers = {}
     for info in infos:
         for key, value in info.items():
-            if key in WITHOUT_MEAN:
-                continue
             # No NaN, and no integer too large for a float, which a model may write out.
             is_number = isinstance(value, (int, float)) and abs(value) <= 1e308
             if key.endswith("flawed_positive"):
                 key = f"{key}_rate"
                 is_number = is_number and info.get("acc") == 1
-            found = numbers.setdefault(key, [])
-            if is_number:
-                found.append(value)
+            if is_number and key not in WITHOUT_MEAN:
+                numbers.setdefault(key, []).append(value)
     return {key: mean(found) for key, found in numbers.items()}
 
 
@@ -52,20 +67,28 @@ def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; what no sample has is left out."""
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
-    metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
+    metrics = {}
+    for key, value in averages(infos).items():
+        metrics[f"reward/{key}"] = value
     metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
-    seconds = [sample.result["seconds"] for sample in samples if sample.result.get("seconds") is not None]
+    seconds = [sample.result["seconds"] for sample in samples if "seconds" in sample.result]
     if seconds:
         metrics["reward/seconds_mean"] = mean(seconds)
         metrics["reward/seconds_max"] = max(seconds)
-    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
+    statuses = Counter()
+    shared = []
+    for info in infos:
+        status = info.get("genrm_status", "skipped")
+        if status != "skipped":
+            statuses[status] += 1
+            shared.append(info.get("genrm_shared"))
+    asked = statuses.total()
     if asked:
-        statuses = [info["genrm_status"] for info in asked]
-        metrics["genrm/error_rate"] = (len(asked) - statuses.count("ok")) / len(asked)
-        metrics["genrm/truncated"] = statuses.count("truncated") / len(asked)
-        metrics["genrm/shared"] = mean(info.get("genrm_shared") for info in asked)
-        metrics["genrm/asked"] = len(asked)
+        metrics["genrm/asked"] = asked
+        metrics["genrm/error_rate"] = 1 - statuses["ok"] / asked
+        metrics["genrm/truncated"] = statuses["truncated"] / asked
+        metrics["genrm/shared"] = mean(shared)
     return without_none(metrics)
 
 
@@ -78,37 +101,40 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     metrics = {}
     for source, n in sorted(of_source):  # pass@k is that of the larger n
         found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
-        metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
+        for name, value in found.items():
+            metrics[f"val/{source}/{name}"] = value
     return without_none(metrics)
 
 
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
     """Those of the groups of n samples of one data source."""
     samples = sum(groups, [])
-    rewards = [sample.result["reward_score"] for sample in samples]
     means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
-    means["no_verdict"] = rewards.count(None) / len(rewards)
-    metrics = {f"{key}/{label}": value for key, value in means.items()}
-    metrics[label] = accuracy
+    metrics = {label: accuracy}
+    for key, value in means.items():
+        metrics[f"{key}/{label}"] = value
+    metrics[f"no_verdict/{label}"] = mean(sample.result["reward_score"] is None for sample in samples)
     if n == 1 or accuracy is None:
         return metrics
-    # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
-    answers = []
+    chances = {}  # k: that of each group
+    k = 1
+    while k < n:
+        chances[k] = []
+        k = 2 * k
+    chances[n] = []
+    votes = []
     for group in groups:
-        answers.append([info for info in infos_of(group) if info.get("acc") is not None])
-    if any("pred" in info for info in sum(answers, [])):
-        metrics[f"maj@{n}"] = mean(majority(infos) for infos in answers if infos)
-    sizes = [1]
-    while 2 * sizes[-1] < n:
-        sizes.append(2 * sizes[-1])
-    for k in [*sizes, n]:
-        chances = []
-        for infos in answers:
+        # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
+        infos = [info for info in infos_of(group) if info.get("acc") is not None]
+        votes.append(majority(infos))
+        correct = sum(info["acc"] == 1 for info in infos)
+        for k, found in chances.items():
             if len(infos) >= k:
-                correct = sum(info["acc"] == 1 for info in infos)
-                chances.append(pass_at_k(len(infos), correct, k))
-        metrics[f"pass@{k}"] = mean(chances)
+                found.append(pass_at_k(len(infos), correct, k))
+    metrics[f"maj@{n}"] = mean(votes)
+    for k, found in chances.items():
+        metrics[f"pass@{k}"] = mean(found)
     return metrics
 
 
@@ -116,8 +142,13 @@ def infos_of(samples: list) -> list[dict]:
     return [sample.result["reward_extra_info"] for sample in samples]
 
 
-def majority(infos: list[dict]) -> bool:
-    """Whether the answer that most samples give is right; a sample without an answer casts no vote."""
+def majority(infos: list[dict]) -> bool | None:
+    """Whether the answer that most samples give is right; None where the function does not say answers.
+
+    A sample without an answer casts no vote.
+    """
+    if not any("pred" in info for info in infos):
+        return None
     votes = [info for info in infos if info.get("pred") not in (None, "[INVALID]")]
     preds = [info["pred"] for info in votes]
     winner = max(votes, key=lambda info: preds.count(info["pred"]), default={})
@@ -136,122 +167,46 @@ def without_none(metrics: dict) -> dict:
 # ---- shown
 
 
-def print_step(line: dict, total_steps: int) -> None:
-    """Prints the most important of a step's metrics."""
+def accuracies(line: dict) -> list[str]:
+    """The keys of an evaluation's accuracies, one for each data source, whose name may have slashes."""
+    keys = []
+    for key in line:
+        if "/no_verdict/" in key:  # each source has this one as well
+            keys.append(key.replace("/no_verdict/", "/"))
+    return keys
+
+
+def print_line(line: dict, total_steps: int) -> None:
+    """Prints the most important of a step's metrics, or of an evaluation's."""
     parts = [f"step {line['step']}/{total_steps}"]
-    for key in (
-        "reward/mean",
-        "reward/acc",
-        "reward/flawed_positive_rate",
-        "reward/no_verdict",
-        "response_length/mean",
-        "actor/entropy",
-        "rollout/logprob_diff",
-        "time/step",
-    ):
+    for key in [*ON_SCREEN, *accuracies(line)]:
         if key in line:
             parts.append(f"{key} {line[key]:.4g}")
-    if line["response_length/clipped"]:
-        parts.append(f"{line['response_length/clipped']:.0%} cut")
     print("  ".join(parts), flush=True)
 
 
-def print_samples(lines: list[dict]) -> None:
-    """Prints lines of samples.jsonl: how the prompt begins and the response ends, the truth, the reward."""
-    for line in lines:
-        response = line["response"]
-        if len(response) > 60:
-            response = "…" + response[-60:]
-        parts = [repr(shortened(line["prompt"], 40)), repr(response)]
-        if line["clipped"]:
-            parts.append("cut")
-        parts.append(f"truth {shortened(str(line['ground_truth']), 12)}")
-        reward = line["reward_score"]
-        parts.append("reward none" if reward is None else f"reward {reward:.4g}")
-        print("    " + " | ".join(parts))
-
-
-def shortened(text: str, length: int) -> str:
-    """The first characters of a text; an ellipsis for what follows."""
-    if len(text) <= length:
-        return text
-    return text[:length] + "…"
-
-
 def draw_curves(history: list[dict], path: Path) -> None:
-    """Draws the lines of metrics so far; evaluations as points, not lines."""
+    """Draws the lines of metrics so far, in the panels of PANELS."""
     from matplotlib.figure import Figure  # which takes half a second
 
-    curves = {}  # metric: its steps, its values
+    evaluated = {}  # as a set that keeps its order
     for line in history:
-        for key, value in line.items():
-            steps, values = curves.setdefault(key, ([], []))
-            steps.append(line["step"])
-            values.append(value)
-    accuracies = ["reward/acc"]
-    flawed = []
-    for key in sorted(curves):
-        if "/no_verdict/mean@" in key:  # each data source has it; its accuracy has no name
-            accuracies.append(key.replace("/no_verdict/", "/"))
-        if "flawed_positive_rate" in key and not key.endswith("/greedy"):
-            flawed.append(key)
-    panels = {
-        "reward": ["reward/mean", "reward/score"],
-        "accuracy": accuracies,
-        "flawed positives among right answers": flawed,
-        "response length (tokens)": ["response_length/mean", "response_length/max"],
-        "entropy": ["actor/entropy"],
-        "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
-    }
+        evaluated |= dict.fromkeys(accuracies(line))
     figure = Figure(figsize=(15, 7.5), layout="constrained")
-    for axis, (title, keys) in zip(figure.subplots(2, 3).flat, panels.items()):
+    for axis, (title, keys) in zip(figure.subplots(2, 3).flat, PANELS.items()):
+        if title == "accuracy":
+            keys = [*keys, *evaluated]
         for key in keys:
-            if key in curves:
-                axis.plot(*curves[key], "o" if key.startswith("val/") else "-", label=key)
+            steps = []
+            values = []
+            for line in history:
+                if key in line:
+                    steps.append(line["step"])
+                    values.append(line[key])
+            if steps:
+                axis.plot(steps, values, ".-", label=key)
         axis.set(title=title, xlabel="step")
         axis.grid()
         if axis.lines:
             axis.legend()
     figure.savefig(path)
-
-
-class TensorBoard:
-    """Takes lines of metrics to OUT_DIR/tensorboard."""
-
-    def __init__(self, config, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(Path(config.out_dir, "tensorboard"), purge_step=first_step + 1)
-
-    def send(self, line: dict) -> None:
-        for key, value in line.items():
-            self.writer.add_scalar(key, value, line["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandB:
-    """Takes them to Weights & Biases, where a resumed run is the same run: its id stays in the folder."""
-
-    def __init__(self, config, first_step: int):
-        import wandb
-
-        folder = Path(config.out_dir)
-        id_file = folder / "wandb_id"
-        if not (first_step and id_file.is_file()):
-            id_file.write_text(os.urandom(4).hex())
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "fapo"),
-            name=folder.name,
-            dir=folder,
-            id=id_file.read_text(),
-            resume="allow",
-            config=asdict(config),
-        )
-
-    def send(self, line: dict) -> None:
-        self.run.log(line, step=line["step"])
-
-    def close(self) -> None:
-        self.run.finish()

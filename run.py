@@ -8,15 +8,13 @@ import functools
 import json
 import math
 import re
-import shutil
 import threading
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import ray
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -27,19 +25,13 @@ from algorithm import overlong_penalty
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import check_sampling
-from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, has_evaluation
-from run_folder import read_lines, save_checkpoint, write_config
+from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, save_checkpoint
 
 
 class Run:
     """One run. The constructor refuses bad input; `start` starts models, judges and servers."""
 
     def __init__(self, config):
-        if config.baseline:
-            file = f"{reward_loop.HERE}/compute_score.py"
-            if config.reward_fn:
-                file = re.sub(r":\w*$", "", config.reward_fn)
-            config = replace(config, reward_fn=f"{file}:compute_score_baseline")
         config.check()
         self.config = config
         transformers_logging.disable_progress_bar()
@@ -50,17 +42,14 @@ class Run:
         self.num_restarts = 0
         self.updates = 0  # of the policy by the end of the newest step
         self.find_checkpoint()
-        self.remote = dict(trust_remote_code=config.trust_remote_code)
-        # Of a whole model, made of the newest checkpoint's adapters: that checkpoint's trainer_state.json.
-        self.merged = Path(config.out_dir, "merged/trainer_state.json")
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
+        self.remote = dict(trust_remote_code=config.trust_remote_code)
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
         self.read_data()
         self.lock = check_folder(config)  # no other run writes there until it is closed
-        self.longest = self.check_sizes()
 
     def find_checkpoint(self) -> None:
         """Where the run goes on, `source`: its newest checkpoint, or the model."""
@@ -68,27 +57,11 @@ class Run:
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         if checkpoints:
-            newest = checkpoints[-1]
-            self.source = str(newest)
-            state = json.loads((newest / "trainer_state.json").read_text())
-            self.check_adapters(newest / "adapter_config.json")
+            self.source = str(checkpoints[-1])
+            state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
-
-    def check_adapters(self, path: Path) -> None:
-        """ValueError where the run's checkpoints have other adapters than this configuration."""
-        saved = {"r": 0, "lora_alpha": 0}
-        if path.is_file():
-            saved = json.loads(path.read_text())
-        rank = self.config.lora_rank
-        alpha = self.config.lora_alpha or 2 * rank
-        for field, has, wanted in (
-            ("lora_rank", saved["r"], rank),
-            ("lora_alpha", saved["lora_alpha"], alpha),
-        ):
-            if has != wanted:
-                raise ValueError(f"{field}: {wanted}, but the run in out_dir has {has}; take that")
 
     def read_data(self) -> None:
         config = self.config
@@ -103,42 +76,15 @@ class Run:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             for row in load_rows(path, self.tokenizer, config):
                 self.val_rows.append((row, int(n or config.val_n)))
-
-    def check_sizes(self) -> int:
-        """Tokens of the longest prompt and response. ValueError where model or disk are too small."""
-        config = self.config
         rows = self.train_rows + [row for row, _ in self.val_rows]
-        longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
+        self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
-        # Beyond these lengths such models compute all positions differently: a sample's log-probabilities
-        # would depend on the others in its micro-batch.
-        rope = getattr(shape, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
-        if longest > limit:
+        if self.longest > limit:
             raise ValueError(
-                f"max_response_length: {config.max_response_length} and the longest prompt are {longest} "
-                f"tokens, the model takes {limit}; lower it, or max_prompt_length"
+                f"max_response_length: with the longest prompt {self.longest} tokens, the model takes {limit}; "
+                "lower it, or max_prompt_length"
             )
-        weights = count_weights(self.base)
-        if self.source != self.base:
-            count_weights(self.source)  # adapters: are they whole?
-        if config.total_steps:  # an evaluation writes no checkpoint
-            # adapters: the merged model at the end
-            gb_per_weight = 1.5e-9 if config.lora_rank else 12e-9
-            check_room(config, gb_per_weight * weights)
-        return longest
-
-    def is_done(self) -> bool:
-        """Whether a resumed run has nothing left: no step, no adapters to merge, no evaluation."""
-        if self.step < self.config.total_steps:
-            return False
-        if self.config.lora_rank and self.step and not self.merged.is_file():
-            return False
-        lines, _ = read_lines(Path(self.config.out_dir, "metrics.jsonl"))
-        evaluated = any(line["step"] == self.step and has_evaluation(line) for line in lines)
-        return evaluated or not self.val_rows
 
     # ---- what a run starts
 
@@ -153,7 +99,7 @@ class Run:
 
             self.places = placement.Places(placement.parts_of(config))
             stack.callback(self.places.close)
-        write_config(config, resumed=self.step > 0)
+        Path(config.out_dir, "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         self.log = Log(config, self.step)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
@@ -185,18 +131,20 @@ class Run:
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
         config = self.config
-        if config.device == "cpu" and config.policy_ranks == 1:
-            self.policy = Policy(config, self.source, torch.device("cpu"))
-        else:
-            from cluster.policy_group import PolicyGroup
+        with self.naming_the_source():
+            if config.device == "cpu" and config.policy_ranks == 1:
+                self.policy = Policy(config, self.source, torch.device("cpu"))
+            else:
+                from cluster.policy_group import PolicyGroup
 
-            self.policy = PolicyGroup(config, self.source, self.places)
-            stack.callback(self.policy.shutdown)
-        if self.step:
+                self.policy = PolicyGroup(config, self.source, self.places)
+                stack.callback(self.policy.shutdown)
             self.load_optimizer()
         about = self.policy.about()
         if about["adapters"]:
             print(about["adapters"], flush=True)
+        elif config.total_steps:  # an evaluation writes no checkpoint
+            check_room(config, 12e-9 * about["numel"])  # adapters are small
         eos_ids = about["eos_token_id"]
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
@@ -208,15 +156,21 @@ class Run:
             self.policy.samples_itself = True
 
     def load_optimizer(self) -> None:
-        try:
+        if self.step:
             self.policy.load_optimizer(Path(self.source))
-        except RanksLost:
+
+    @contextlib.contextmanager
+    def naming_the_source(self):
+        """Inside, files that were cut, which raise many kinds of errors, are one: ValueError."""
+        try:
+            yield
+        except (ValueError, RanksLost):
             raise
-        except (Exception, CheckpointException) as error:  # a cut file raises many kinds, one no Exception
-            why = str(error).strip().splitlines()[-1]
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            why = reward_loop.describe(error).splitlines()[-1]
             raise ValueError(
-                f"{self.source}/optimizer cannot be read ({why}); delete {self.source} to go on from the "
-                "checkpoint before it"
+                f"model: {self.source} cannot be loaded ({why}); where a file of a checkpoint is cut, "
+                "delete the checkpoint to go on from the one before"
             ) from error
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
@@ -242,15 +196,8 @@ class Run:
 
     # ---- what a run keeps
 
-    def finished(self, step: int, prompts_drawn: int) -> None:
-        """The update of this step has happened."""
-        self.step = step
-        self.prompts_drawn = prompts_drawn
-        self.updates = self.policy.num_updates
-
     def save(self) -> None:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
-        self.merged.unlink(missing_ok=True)  # from here on it is of an earlier checkpoint
         try:
             self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RuntimeError as error:
@@ -265,10 +212,8 @@ class Run:
         if config.lora_rank and self.step:
             import lora
 
-            self.merged.unlink(missing_ok=True)
-            folder = self.merged.parent
+            folder = Path(config.out_dir, "merged")
             lora.merge(Path(self.source), folder, config.model, config.max_positions, **self.remote)
-            shutil.copy(Path(self.source, self.merged.name), self.merged)
         try:
             from tools.view_run import write_page
         except ImportError as error:
@@ -313,8 +258,7 @@ class Run:
         print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
         try:
             self.policy.restart(self.source)
-            if self.saved:
-                self.load_optimizer()
+            self.load_optimizer()
             if self.servers:
                 self.servers.sync()
         except RanksLost as again:
@@ -322,22 +266,6 @@ class Run:
             return
         self.updates = self.policy.num_updates
         self.log.rewind(self.saved)
-
-
-def count_weights(folder: str) -> int:
-    """The numbers in a folder's safetensors files; 0 for a hub name. ValueError where a file is cut."""
-    total = 0
-    for path in Path(folder).glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():
-                    total += math.prod(file.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ValueError(
-                f"model: {path} cannot be read ({error}); copy it anew, or delete its folder if it is a "
-                "checkpoint, to go on from the one before"
-            ) from error
-    return total
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:

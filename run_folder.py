@@ -15,64 +15,39 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import metrics
+from metrics import draw_curves, print_line
 
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
 
 def check_folder(config):
-    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go. Raises
-    ValueError, with nothing deleted, where a run is not to be resumed or goes on, or it cannot be written."""
+    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
+
+    ValueError, with nothing deleted, where a run is not to be resumed or is going on; OSError where the
+    folder cannot be written.
+    """
     out_dir = Path(config.out_dir)
-    checkpoints = checkpoints_in(out_dir / "checkpoints")
-    if checkpoints and config.resume == "never":
-        newest = checkpoints[-1].name
-        raise ValueError(f"out_dir: {out_dir} holds a run ({newest}); give another or --resume auto")
+    if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
+        raise ValueError(f"out_dir: {out_dir} holds a run; give another one or --resume auto")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(out_dir / ".lock", "w")
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / ".lock", "a+")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        raise ValueError(f"out_dir: {out_dir} is in use by {lock.read()}; wait or give another one") from None
-    except OSError as error:
-        raise ValueError(f"out_dir: {out_dir} cannot be written to ({error}); give another one") from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
+        raise ValueError(f"out_dir: {out_dir} is in use by another run; wait or give another one") from None
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
         shutil.rmtree(rest, ignore_errors=True)
     return lock
 
 
 def check_room(config, checkpoint: float) -> None:
-    """Raises ValueError where the disk has no room for the checkpoints to come, of so many GB each."""
+    """ValueError where the disk has no room for the checkpoints that a run keeps, of so many GB each."""
     kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-    to_come = max(1, config.keep_checkpoints + 1 - kept)  # the newest is written before the oldest goes
-    needed = to_come * checkpoint
+    # The newest is written before the oldest goes.
+    needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
-        where = f"out_dir: {free:.1f} GB are free in {config.out_dir}"
-        raise ValueError(f"{where}, checkpoints need {needed:.1f}; make room")
-
-
-def write_config(config, resumed: bool) -> None:
-    """Writes config.json; of a run that goes on, prints which settings have changed."""
-    path = Path(config.out_dir, "config.json")
-    settings = json.dumps(asdict(config), indent=2)
-    if resumed:
-        before = json.loads(path.read_text())
-        for name, value in json.loads(settings).items():
-            if value != before.get(name) and name != "resume":
-                print(f"{name}: {value!r} from here on; it was {before.get(name)!r}")
-    replace_file(path, settings + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that exists in its old or in its new form at any moment."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, errors=AS_JSON)
-    temporary.replace(path)
+        raise ValueError(f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room")
 
 
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
@@ -90,20 +65,14 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # on the disk before older ones go
-        shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
-        checkpoints = checkpoints_in(folder)
-        last = checkpoints[-1].name if checkpoints else "the start"
-        why = f"{target}: could not be written ({error}); --resume auto goes on from {last}"
-        raise RuntimeError(why) from error
+        why = f"{target}: could not be written ({error})"
+        raise RuntimeError(f"{why}; --resume auto goes on from the one before") from error
     if config.keep_checkpoints:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
-            try:
-                shutil.rmtree(old)
-            except OSError as error:  # a file that is open elsewhere, on NFS; the next checkpoint tries again
-                print(f"warning: {old} could not be deleted ({error}); delete it by hand")
+            shutil.rmtree(old, ignore_errors=True)  # a file may be open elsewhere, on NFS
     return target
 
 
@@ -135,8 +104,12 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    replace_file(path, text)
+    """Writes a JSONL file that exists in its old or in its new form at any moment."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", errors=AS_JSON) as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    temporary.replace(path)
 
 
 def has_evaluation(line: dict) -> bool:
@@ -152,74 +125,93 @@ class Log:
         self.config = config
         self.folder = Path(config.out_dir)
         self.rewind(first_step or -1)
-        self.trackers = []
+        self.tensorboard = None
         if config.tensorboard:
-            self.trackers.append(metrics.TensorBoard(config, first_step))
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step + 1)
+        self.wandb = None
         if config.wandb:
-            self.trackers.append(metrics.WandB(config, first_step))
+            self.wandb = start_wandb(config, first_step)
 
     def rewind(self, step: int) -> None:
-        """Drops lines of later steps, and samples of an evaluation that ended before it wrote its metrics."""
-        path = self.folder / "metrics.jsonl"
-        lines, _ = read_lines(path)
-        self.history = [line for line in lines if line["step"] <= step]
-        write_lines(path, self.history)
-        evaluated = {line["step"] for line in self.history if has_evaluation(line)}
-        path = self.folder / "samples.jsonl"
-        lines, _ = read_lines(path)
-        kept = []
-        for line in lines:
-            is_whole = line["split"] == "train" or line["step"] in evaluated
-            if is_whole and line["step"] <= step:
-                kept.append(line)
-        write_lines(path, kept)
+        """Drops the lines of later steps."""
+        for name in ("samples.jsonl", "metrics.jsonl"):
+            lines, _ = read_lines(self.folder / name)
+            kept = [line for line in lines if line["step"] <= step]
+            write_lines(self.folder / name, kept)
+        self.history = kept  # of metrics.jsonl
 
     def metrics(self, values: dict) -> None:
-        """Writes a step's line. What comes later for that step, such as its evaluation, is added to it."""
-        values = dict(values)
+        """Writes a step's line, and prints a part of it. What comes later for that step, such as its
+        evaluation, is added to it."""
+        line = {}
         for key, value in values.items():
             if isinstance(value, float):
-                values[key] = float(f"{value:.6g}")
-        if self.history and self.history[-1]["step"] == values["step"]:
-            self.history[-1] |= values
+                value = float(f"{value:.6g}")
+            line[key] = value
+        step = line["step"]
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1] |= line
             write_lines(self.folder / "metrics.jsonl", self.history)
         else:
-            self.history.append(values)
+            self.history.append(line)
             with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(values) + "\n")
-        for tracker in self.trackers:
-            tracker.send(values)
+                file.write(json.dumps(line) + "\n")
+        if self.tensorboard:
+            for key, value in line.items():
+                self.tensorboard.add_scalar(key, value, step)
+        if self.wandb:
+            self.wandb.log(line, step=step)
+        print_line(line, self.config.total_steps)
 
     def samples(self, step: int, split: str, groups: list[list], eos_ids, decode=None) -> None:
         """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
-        whole groups of training; of an evaluation the first sample of each, three of them on the screen.
+        whole groups of training, of an evaluation the first sample of each.
         decode: of token ids, for the advantages of paragraphs."""
         written = Counter()
-        lines = []
-        for number, group in enumerate(groups):
-            source = group[0].row["data_source"]
-            if written[source] >= self.config.samples_per_step:
-                continue
-            if split == "val":
-                group = group[:1]
-            written[source] += len(group)
-            for sample in group:
-                place = {"step": step, "split": split, "group": number, "data_source": source}
-                lines.append(place | line_of(sample, eos_ids, decode))
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
-            file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-        if split == "val":
-            metrics.print_samples(lines[:3])
+            for number, group in enumerate(groups):
+                source = group[0].row["data_source"]
+                if written[source] >= self.config.samples_per_step:
+                    continue
+                if split == "val":
+                    group = group[:1]
+                written[source] += len(group)
+                for sample in group:
+                    place = {"step": step, "split": split, "group": number, "data_source": source}
+                    line = place | line_of(sample, eos_ids, decode)
+                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""
-        metrics.draw_curves(self.history, self.folder / "curves.png")
+        draw_curves(self.history, self.folder / "curves.png")
 
     def close(self) -> None:
         """Draws the curves a last time and ends TensorBoard and W&B."""
         self.plot()
-        for tracker in self.trackers:
-            tracker.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def start_wandb(config, first_step: int):
+    """A run of Weights & Biases. One that goes on is the same run there: its id stays in the folder."""
+    import wandb
+
+    folder = Path(config.out_dir)
+    id_file = folder / "wandb_id"
+    if not (first_step and id_file.is_file()):
+        id_file.write_text(os.urandom(4).hex())
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "fapo"),
+        name=folder.name,
+        dir=folder,
+        id=id_file.read_text(),
+        resume="allow",
+        config=asdict(config),
+    )
 
 
 def line_of(sample, eos_ids, decode) -> dict:
@@ -250,41 +242,20 @@ def paragraph_advantages(sample, decode) -> list[float]:
 
 
 class Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP: at once while nothing can be lost; within `held` when that is done."""
+    """Ctrl-C and SIGTERM: at once while nothing can be lost; within `held` when that is done."""
 
     def __init__(self):
         self.hold = False
         self.asked = False
         self.before = {}  # the handlers that were there
-        with contextlib.suppress(ValueError):  # not in the main thread: Python allows no handlers there
-            self.replace(signal.SIGINT)
-            self.replace(signal.SIGTERM)
-            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-                self.replace(signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self.handle)
 
-    def replace(self, number: int) -> None:
-        self.before[number] = signal.signal(number, self.handle)
-
-    def handle(self, *_) -> None:
-        waits = self.hold and not self.asked
-        later = b""
-        if waits:
-            later = (
-                b"finishing this step, then saving; "
-                b"Ctrl-C again leaves at once, with the last checkpoint\n"
-            )
-        self.say(1, later)
-        self.say(2, b"")
-        if not waits:
+    def handle(self, *_):
+        if self.asked or not self.hold:
             raise KeyboardInterrupt
         self.asked = True
-
-    def say(self, stream: int, text: bytes) -> None:
-        """Where the terminal is gone, this goes nowhere, and so does what is printed from here on."""
-        try:
-            os.write(stream, text)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os.write(1, b"finishing this step, then saving; Ctrl-C again leaves at once\n")
 
     @contextlib.contextmanager
     def held(self):

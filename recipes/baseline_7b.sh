@@ -14,7 +14,7 @@ WHERE=()
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/baseline_7b" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
-  --baseline --reward-fn compute_score.py:compute_score_fapo \
+  --reward-fn compute_score.py:compute_score_baseline \
   --reward-kwargs '{"genrm_max_tokens": 16384, "judge_test": true}' "${WHERE[@]}" \
   --policy-ranks 4 --rollout vllm --rollout-servers 4 \
   --total-steps 200 --train-batch-size 512 --group-size 8 --mini-batch-size 32 \

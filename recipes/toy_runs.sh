@@ -54,7 +54,7 @@ train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FURTHER FLAGS]
 
 # What pays the policy: the rule alone (the oracle looks on), the oracle as a perfect judge, or the served
 # judge (paper eq. 8).
-RULE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle --baseline)
+RULE=(--reward-fn toy/toy_world.py:compute_score_baseline)
 ORACLE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle)
 STEPS=(--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps)
 JUDGE=(--reward-fn toy/toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import huggingface_hub
@@ -239,7 +238,6 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop, monkeypatch
     part = run_config(workshop, "part", total_steps=2, val_file=whole.val_file, val_every=2, val_greedy=True)
     grpo_trainer.train(part)
     resumed = grpo_trainer.train(dataclasses.replace(part, total_steps=4, resume="auto"))
-    monkeypatch.setattr(Run, "start", None)  # nothing is left to do
     assert grpo_trainer.train(dataclasses.replace(part, total_steps=4, resume="auto")) == resumed
     assert without_times(lines_of(workshop / "part/metrics.jsonl")) == without_times(metrics)
     again = AutoModelForCausalLM.from_pretrained(resumed)
@@ -386,7 +384,7 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
 @pytest.mark.slow
 def test_baseline_calls_the_function_that_only_measures(workshop):
     grpo_trainer.train(
-        run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_fapo", baseline=True)
+        run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_baseline")
     )
     metrics = lines_of(workshop / "base/metrics.jsonl")[-1]
     assert metrics["reward/no_verdict"] == 0 and 0 <= metrics["reward/flawed_positive_rate"] <= 1
@@ -482,7 +480,7 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
     assert grpo_trainer.train(config) == workshop / "model"
     (metrics,) = lines_of(workshop / "evaluation/metrics.jsonl")
     assert {"val/toy/mean@2", "val/toy/pass@2", "val/an/other/mean@4", "val/an/other/pass@4"} <= set(metrics)
-    assert "val/an/other/maj@4 " in capsys.readouterr().out
+    assert "val/an/other/mean@4 " in capsys.readouterr().out
     assert "val/an/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
 
 
@@ -720,22 +718,6 @@ def test_what_depends_on_the_machines():
             config_of(**changes).settled(gpus)
 
 
-def test_the_baseline_of_a_file_of_a_function_in_it_or_of_none(tmp_path, model, tokenizer):
-    for number, name in enumerate(("", ":likes_sevens")):
-        (tmp_path / str(number)).mkdir()
-        run = prepared(
-            tmp_path / str(number),
-            model,
-            tokenizer,
-            baseline=True,
-            reward_fn=f"{tmp_path}/{number}/reward.py{name}",
-        )
-        assert run.config.reward_fn == f"{tmp_path}/{number}/reward.py:compute_score_baseline"
-    assert prepared(tmp_path, model, tokenizer, baseline=True, reward_fn=None).config.reward_fn.endswith(
-        "compute_score.py:compute_score_baseline"
-    )
-
-
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text", "mamba", "llama"])
 def test_an_estimate_that_a_family_does_not_allow_is_unknown_and_stops_nothing(tmp_path, family):
     AutoConfig.for_model(family, **({"head_dim": 8} if family == "llama" else {})).save_pretrained(tmp_path)
@@ -892,7 +874,7 @@ grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
     assert (
         run.returncode == 1
         and "step_2: could not be written" in last
-        and "--resume auto goes on from step_1" in last
+        and "--resume auto goes on from the one before" in last
     )
     assert [p.name for p in (workshop / "full/checkpoints").iterdir()] == ["step_1"]
     grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
@@ -940,66 +922,33 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     }
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
-    config_of(**{name: True}, model=str(Path(__file__).parent)).check()
-    monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=f"{name}: it is missing; pip install {name}"):
-        config_of(**{name: True}, model=str(Path(__file__).parent)).check()
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
-        (dict(mini_batch_size=3), "mini_batch_size: 3 does not divide"),
-        (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0 and at most 1"),
-        (dict(rollout_gpu_share=1.5), "rollout_gpu_share: 1.5 must be above 0"),
-        (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "rollout_gpu_share: 0.5, but several GPUs"),
+        (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
         (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length 8"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),
         (dict(reward_kwargs="[1]"), "or no JSON object"),
-        (dict(model="nowhere"), "model: 'nowhere' is neither a folder nor a hub name"),
         (
             dict(genrm=(str(Path(__file__).parent),), router_address=("y:1",)),
             "router_address names a running one",
         ),
         (dict(max_prompt_length=1), "no row is left"),
-        (dict(total_steps=-1), "total_steps: -1 must be at least 0"),
         (dict(group_size=1), "group_size: 1 must be at least 2"),
-        (dict(max_response_length=1000), "1000 and the longest prompt are 10"),
+        (dict(max_response_length=1000), "max_response_length: with the longest prompt 10"),
         (dict(val_top_p=0.0), "val_top_p: 0.0 must be above 0"),
-        (dict(out_dir="/proc/run"), "out_dir: /proc/run cannot be written to"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "reward_fn is 'nowhere.py:x': there is no file"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
         (dict(genrm=("nowhere",)), "--model nowhere: no such folder"),
-        (
-            dict(rollout_vllm_args='--x "y'),
-            """rollout_vllm_args: '--x "y' cannot be read (No closing quotation)""",
-        ),
         (dict(val_file=("val.parquet:0",)), "val.parquet:0: the name must end with .parquet or .jsonl"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         prepared(tmp_path, model, tokenizer, **changes)
-
-
-def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
-    with pytest.raises(
-        ValueError, match=r"out_dir: 0.0 GB are free in .*run, checkpoints need 0.[0-9]; make room"
-    ):
-        prepared(tmp_path, model, tokenizer)
-    prepared(tmp_path, model, tokenizer, total_steps=0)  # an evaluation writes none
-    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/step_1/trainer_state.json").write_text('{"step": 1, "prompts_drawn": 4}')
-    size = 12e-9 * sum(tensor.numel() for tensor in model.state_dict().values())
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1.1e9 * size))
-    config = SimpleNamespace(out_dir=str(tmp_path / "run"), keep_checkpoints=1)
-    run_folder.check_room(config, checkpoint=size)  # a run that goes on keeps one and writes one
 
 
 def prepared(folder, tiny, tokenizer, **changes):
@@ -1011,29 +960,6 @@ def prepared(folder, tiny, tokenizer, **changes):
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
     return Run(run_config(folder, "run", **changes))
-
-
-@pytest.mark.parametrize(
-    "rope_type, boundary", [("longrope", "original_max_position_embeddings"), ("dynamic", None)]
-)
-def test_positions_that_depend_on_the_longest_text_of_a_batch_are_refused(
-    tmp_path, model, tokenizer, rope_type, boundary
-):
-    """Beyond the boundary such models compute all positions differently."""
-    run = prepared(tmp_path, model, tokenizer)
-    config = copy.deepcopy(model.config)
-    factors = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16) if boundary else {}
-    config.rope_parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4} | factors
-    config.max_position_embeddings = 4 * run.longest
-    if boundary:
-        config.rope_parameters[boundary] = run.longest - 1
-    else:
-        config.max_position_embeddings = run.longest - 1
-    run.lock.close()
-    config.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"tokens, the model takes {run.longest - 1}; lower it"):
-        Run(run.config)
-    Run(dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))).lock.close()
 
 
 def test_max_positions_is_the_models_limit_from_then_on(tmp_path, model, tokenizer):
@@ -1052,7 +978,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing(tmp_path
         process = start_run(dataclasses.replace(run.config, **changes))
         assert process.wait(300) == 2 and half.is_dir()
         text = Path(f"{run.config.out_dir}.log").read_text()
-        assert f"is in use by process {os.getpid()}" in text.strip().splitlines()[-1]
+        assert "is in use by another run" in text.strip().splitlines()[-1]
     run.lock.close()
     Run(run.config).lock.close()
     assert not half.exists()

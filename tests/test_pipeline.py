@@ -478,15 +478,9 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            dict(rollout="hf"),
-            "overlap: rolls out and judges during the update, and --rollout hf in the same process",
-        ),
-        (
-            dict(reward_mode="colocate"),
-            "overlap: .* with --reward-mode colocate the judge sleeps then; take standalone",
-        ),
-        (dict(tis_cap=0.0), "tis_cap: 0.0 would multiply every loss by 0"),
+        (dict(rollout="hf"), "overlap: needs servers .* not hf"),
+        (dict(reward_mode="colocate"), "overlap: needs .* a judge of their own, .* not colocate"),
+        (dict(tis_cap=0.0), "tis_cap: 0.0 must be above 0"),
     ],
 )
 def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
@@ -515,7 +509,7 @@ def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_pa
         scene.run()
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2] and "time/update" in lines[2]
+    assert [line["step"] for line in lines] == [0, 1]  # that of the step was not yet written
 
 
 def test_a_judge_that_is_down_ends_an_evaluation_also_the_last_one(settings, tmp_path):

@@ -1,7 +1,9 @@
 """What a run reads, and in which words it refuses what it cannot read."""
 
+import contextlib
 import random
 import re
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,49 +75,57 @@ def write_checkpoint(folder, model, tokenizer, **changes):
     return run_folder.save_checkpoint(policy, tokenizer, {"step": 1, "prompts_drawn": 4}, config)
 
 
+def load(run):
+    """As `start` does."""
+    run.config = run.config.settled(0)
+    run.places = None
+    with contextlib.ExitStack() as stack:
+        run.start_policy(stack)
+
+
 @pytest.mark.parametrize("changes, name", [({}, "model"), (dict(lora_rank=2), "adapter_model")])
 def test_cut_weights_of_a_checkpoint_are_named_in_one_line(tmp_path, model, tokenizer, changes, name):
     checkpoint = write_checkpoint(tmp_path, model, tokenizer, **changes)
-    prepared(tmp_path, model, tokenizer, resume="auto", **changes).lock.close()
+    run = prepared(tmp_path, model, tokenizer, resume="auto", **changes)
+    load(run)
     cut(checkpoint / f"{name}.safetensors")
-    message = rf"^model: .*step_1/{name}.safetensors cannot be read \(.*\); copy .*$"
-    with pytest.raises(ValueError, match=message):
-        prepared(tmp_path, model, tokenizer, resume="auto", **changes)
-
-
-def test_a_cut_model_is_named_also_for_an_evaluation(tmp_path, model, tokenizer):
-    config = prepared(tmp_path, model, tokenizer, total_steps=0).config
-    cut(tmp_path / "model/model.safetensors")
-    with pytest.raises(ValueError, match="^model: .*model/model.safetensors cannot be read"):
-        Run(grpo_trainer.replace(config, out_dir=str(tmp_path / "another")))
+    with pytest.raises(ValueError, match=r"^model: .*step_1 cannot be loaded \(.*\); where .*$"):
+        load(run)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     checkpoint = write_checkpoint(tmp_path, model, tokenizer)
-    run = prepared(tmp_path, model, tokenizer, resume="auto", device="cpu")
-    run.policy = Policy(run.config, run.source, torch.device("cpu"))
-    run.load_optimizer()
+    run = prepared(tmp_path, model, tokenizer, resume="auto")
+    load(run)
     cut(checkpoint / "optimizer" / name)
     with pytest.raises(ValueError) as refused:
-        run.load_optimizer()
-    message = r".*step_1/optimizer cannot be read \(.*\); delete .*step_1 to go on from the .* before it"
+        load(run)
+    message = r"model: .*step_1 cannot be loaded \(.*\); .* delete the checkpoint to go on from the one before"
     assert re.fullmatch(message, str(refused.value))
 
 
 # ---- adapters of a run that goes on
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(lora_rank=4), "lora_rank: 4, but the run in out_dir has 2; take that"),
-        (dict(lora_rank=0), "lora_rank: 0, but the run in out_dir has 2; take that"),
-        (dict(lora_rank=2, lora_alpha=160), "lora_alpha: 160, but the run in out_dir has 4; take that"),
-    ],
-)
-def test_a_run_goes_on_with_its_own_adapters(tmp_path, model, tokenizer, changes, message):
-    write_checkpoint(tmp_path, model, tokenizer, lora_rank=2)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        prepared(tmp_path, model, tokenizer, resume="auto", **changes)
-    prepared(tmp_path, model, tokenizer, resume="auto", lora_rank=2, lora_alpha=4)
+@pytest.mark.parametrize("before, after", [(2, 4), (2, 0), (0, 2)])
+def test_a_run_does_not_go_on_with_other_adapters(tmp_path, model, tokenizer, before, after):
+    write_checkpoint(tmp_path, model, tokenizer, lora_rank=before)
+    with pytest.raises((ValueError, OSError)):
+        load(prepared(tmp_path, model, tokenizer, resume="auto", lora_rank=after))
+
+
+# ---- room on the disk
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
+    free = SimpleNamespace(free=20_000_000)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
+    run = prepared(tmp_path, model, tokenizer)
+    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room$"
+    with pytest.raises(ValueError, match=message):
+        load(run)
+    run.lock.close()
+    load(prepared(tmp_path, model, tokenizer, total_steps=0, out_dir=str(tmp_path / "evaluation")))
+    free.free = 3.1 * 12 * sum(tensor.numel() for tensor in model.state_dict().values())
+    load(run)
