@@ -175,19 +175,6 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
     assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(lora_rank=-1), "lora_rank: -1 must be at least 0"),
-        (dict(lora_alpha=64), "lora_alpha, lora_targets: are about adapters, and there are none"),
-        (dict(lora_targets=("q_proj",)), "give --lora-rank 32"),
-    ],
-)
-def test_wrong_settings_are_refused(tmp_path, model, tokenizer, changes, message):
-    with pytest.raises(ValueError, match=message):
-        prepared(tmp_path, model, tokenizer, **changes)
-
-
 def test_targets_that_are_in_no_layer_are_named(model):
     with pytest.raises(ValueError, match="^lora_targets: query: Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))
