@@ -35,7 +35,7 @@ from tqdm import tqdm
 import reward_loop
 from algorithm import parse_terms
 from credit import set_advantages
-from metrics import mean, reward_metrics, validation_metrics
+from metrics import mean, no_verdict_rate, reward_metrics, validation_metrics
 from policy import PolicyOptions, Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -388,7 +388,7 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
     """RuntimeError where too many samples have no verdict."""
     results = [sample.result for group in groups for sample in group]
     limit = run.config.max_no_verdict_rate
-    rate = reward_loop.no_verdict_rate(results)
+    rate = no_verdict_rate(results)
     if rate > limit:
         run.log.samples(step, split, groups, run.eos_ids)  # they explain it
         first = next(result for result in results if result["reward_score"] is None)

@@ -1,4 +1,4 @@
-"""The numbers of a run: what its samples add up to, and how they are shown while the run goes.
+"""The numbers of a run: what the samples of a step or of an evaluation add up to.
 
 A group is a list of policy.Sample, whose `result` is what reward_loop.py returns. A new metric is a line in
 `reward_metrics` (training) or `source_metrics` (evaluation); what the user's function returns is averaged
@@ -10,31 +10,8 @@ runs together.
 
 import math
 from collections import Counter
-from pathlib import Path
 
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")  # answers and places, and what is counted apart
-ON_SCREEN = (
-    "reward/mean",
-    "reward/acc",
-    "reward/flawed_positive_rate",
-    "reward/no_verdict",
-    "response_length/mean",
-    "response_length/clipped",
-    "actor/entropy",
-    "rollout/logprob_diff",
-    "time/step",
-)
-PANELS = {
-    "reward": ["reward/mean", "reward/score"],
-    "accuracy": ["reward/acc"],  # and that of each evaluation
-    "flawed positives among right answers": ["reward/flawed_positive_rate"],
-    "response length (tokens)": ["response_length/mean", "response_length/max"],
-    "entropy": ["actor/entropy"],
-    "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
-}
-
-
-# ---- made from samples
 
 
 def mean(values) -> float | None:
@@ -160,53 +137,20 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+def needed_verdict(result: dict) -> bool:
+    """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
+    info = result["reward_extra_info"]
+    judged = info.get("genrm_status")
+    if result["reward_score"] is None or not judged:
+        return True
+    return judged != "skipped" and info.get("acc") is not False
+
+
+def no_verdict_rate(results: list[dict]) -> float:
+    """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
+    missing = sum(result["reward_score"] is None for result in results)
+    return missing / max(sum(map(needed_verdict, results)), 1)
+
+
 def without_none(metrics: dict) -> dict:
     return {key: value for key, value in metrics.items() if value is not None}
-
-
-# ---- shown
-
-
-def accuracies(line: dict) -> list[str]:
-    """The keys of an evaluation's accuracies, one for each data source, whose name may have slashes."""
-    keys = []
-    for key in line:
-        if "/no_verdict/" in key:  # each source has this one as well
-            keys.append(key.replace("/no_verdict/", "/"))
-    return keys
-
-
-def print_line(line: dict, total_steps: int) -> None:
-    """Prints the most important of a step's metrics, or of an evaluation's."""
-    parts = [f"step {line['step']}/{total_steps}"]
-    for key in [*ON_SCREEN, *accuracies(line)]:
-        if key in line:
-            parts.append(f"{key} {line[key]:.4g}")
-    print("  ".join(parts), flush=True)
-
-
-def draw_curves(history: list[dict], path: Path) -> None:
-    """Draws the lines of metrics so far, in the panels of PANELS."""
-    from matplotlib.figure import Figure  # which takes half a second
-
-    evaluated = {}  # as a set that keeps its order
-    for line in history:
-        evaluated |= dict.fromkeys(accuracies(line))
-    figure = Figure(figsize=(15, 7.5), layout="constrained")
-    for axis, (title, keys) in zip(figure.subplots(2, 3).flat, PANELS.items()):
-        if title == "accuracy":
-            keys = [*keys, *evaluated]
-        for key in keys:
-            steps = []
-            values = []
-            for line in history:
-                if key in line:
-                    steps.append(line["step"])
-                    values.append(line[key])
-            if steps:
-                axis.plot(steps, values, ".-", label=key)
-        axis.set(title=title, xlabel="step")
-        axis.grid()
-        if axis.lines:
-            axis.legend()
-    figure.savefig(path)

@@ -587,21 +587,6 @@ def with_equal_keys(results: list[dict]) -> list[dict]:
     return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
 
 
-def needed_verdict(result: dict) -> bool:
-    """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
-    info = result["reward_extra_info"]
-    judged = info.get("genrm_status")
-    if result["reward_score"] is None or not judged:
-        return True
-    return judged != "skipped" and info.get("acc") is not False
-
-
-def no_verdict_rate(results: list[dict]) -> float:
-    """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
-    missing = sum(result["reward_score"] is None for result in results)
-    return missing / max(sum(map(needed_verdict, results)), 1)
-
-
 def connect_ray() -> bool:
     """Joins the Ray of RAY_ADDRESS or of this machine, or starts one: True. RuntimeError if refused."""
     import ray

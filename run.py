@@ -82,8 +82,8 @@ class Run:
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         if self.longest > limit:
             raise ValueError(
-                f"max_response_length: with the longest prompt {self.longest} tokens, the model takes {limit}; "
-                "lower it, or max_prompt_length"
+                f"max_response_length: with the longest prompt {self.longest} tokens, the model takes "
+                f"{limit}; lower it, or max_prompt_length"
             )
 
     # ---- what a run starts

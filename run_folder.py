@@ -1,8 +1,8 @@
 """What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
 Used by grpo_trainer.py, whose configuration is `config`. A group is a list of policy.Sample, whose `result`
-is what reward_loop.py returns. Also: Ctrl-C. Left out: object stores. Needs metrics.py; for the
-advantages of paragraphs algorithm.py.
+is what reward_loop.py returns. Also: Ctrl-C. Left out: object stores, histograms, error bars.
+tools/view_run.py shows more. Needs none of our other files; for the advantages of paragraphs algorithm.py.
 """
 
 import contextlib
@@ -15,8 +15,25 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from metrics import draw_curves, print_line
-
+ON_SCREEN = (
+    "reward/mean",
+    "reward/acc",
+    "reward/flawed_positive_rate",
+    "reward/no_verdict",
+    "response_length/mean",
+    "response_length/clipped",
+    "actor/entropy",
+    "rollout/logprob_diff",
+    "time/step",
+)
+PANELS = {
+    "reward": ["reward/mean", "reward/score"],
+    "accuracy": ["reward/acc"],  # and that of each evaluation
+    "flawed positives among right answers": ["reward/flawed_positive_rate"],
+    "response length (tokens)": ["response_length/mean", "response_length/max"],
+    "entropy": ["actor/entropy"],
+    "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
+}
 AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
 
 
@@ -239,6 +256,52 @@ def paragraph_advantages(sample, decode) -> list[float]:
         start = count_tokens_before(place, sample.text, sample.response_ids, decode)
         advantages.append(sample.token_advantages[start])
     return advantages
+
+
+def accuracies(line: dict) -> list[str]:
+    """The keys of an evaluation's accuracies, one for each data source, whose name may have slashes."""
+    keys = []
+    for key in line:
+        if "/no_verdict/" in key:  # each source has this one as well
+            keys.append(key.replace("/no_verdict/", "/"))
+    return keys
+
+
+def print_line(line: dict, total_steps: int) -> None:
+    """Prints the most important of a step's metrics, or of an evaluation's."""
+    parts = [f"step {line['step']}/{total_steps}"]
+    for key in [*ON_SCREEN, *accuracies(line)]:
+        if key in line:
+            parts.append(f"{key} {line[key]:.4g}")
+    if len(parts) > 1:
+        print("  ".join(parts), flush=True)
+
+
+def draw_curves(history: list[dict], path: Path) -> None:
+    """Draws the lines of metrics so far, in the panels of PANELS."""
+    from matplotlib.figure import Figure  # which takes half a second
+
+    evaluated = {}  # as a set that keeps its order
+    for line in history:
+        evaluated |= dict.fromkeys(accuracies(line))
+    figure = Figure(figsize=(15, 7.5), layout="constrained")
+    for axis, (title, keys) in zip(figure.subplots(2, 3).flat, PANELS.items()):
+        if title == "accuracy":
+            keys = [*keys, *evaluated]
+        for key in keys:
+            steps = []
+            values = []
+            for line in history:
+                if key in line:
+                    steps.append(line["step"])
+                    values.append(line[key])
+            if steps:
+                axis.plot(steps, values, ".-", label=key)
+        axis.set(title=title, xlabel="step")
+        axis.grid()
+        if axis.lines:
+            axis.legend()
+    figure.savefig(path)
 
 
 class Interrupts:

@@ -22,10 +22,9 @@ import pyarrow
 import pyarrow.parquet as pq
 import tyro
 
-from metrics import averages
+from metrics import averages, needed_verdict
 from prepare_data import read_rows
-from reward_loop import HERE, STATUSES, RewardOptions, by_group
-from reward_loop import needed_verdict, start_rewards, with_equal_keys
+from reward_loop import HERE, STATUSES, RewardOptions, by_group, start_rewards, with_equal_keys
 
 # What --resume may not change, beside the data and the function's files. (The judge may have moved.)
 CHANGE_A_SCORE = (

@@ -268,7 +268,7 @@ print(len(learning), all(".q_proj.lora_" in name for name in learning), same)
     assert run("-c", code) == "8 True True\n"
 
 
-def test_run_folder_with_metrics(alone):
+def test_run_folder_alone(alone):
     folder = alone("run_folder.py")
     code = """
 from types import SimpleNamespace

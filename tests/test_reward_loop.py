@@ -23,7 +23,8 @@ from aiohttp import web
 import reward_loop
 import reward_worker
 from algorithm import overlong_penalty
-from reward_loop import RewardLoopManager, RewardOptions, no_verdict_rate
+from metrics import no_verdict_rate
+from reward_loop import RewardLoopManager, RewardOptions
 
 ROOT = Path(reward_loop.__file__).parent
 FUNCTIONS = Path(__file__).parent / "reward_functions"

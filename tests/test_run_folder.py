@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import run_folder
-from metrics import pass_at_k, print_line, reward_metrics, validation_metrics
+from metrics import pass_at_k, reward_metrics, validation_metrics
 from policy import Sample
 from tiny import config_of, policy_of
 
@@ -148,8 +148,8 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
 
 
 def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(capsys):
-    print_line({"step": 3, "reward/mean": 2 / 3, "reward/other": 1.0, "response_length/clipped": 0.25}, 10)
-    print_line({"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}, 10)
+    run_folder.print_line({"step": 3, "reward/mean": 2 / 3, "reward/other": 1.0, "response_length/clipped": 0.25}, 10)
+    run_folder.print_line({"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}, 10)
     assert capsys.readouterr().out == (
         "step 3/10  reward/mean 0.6667  response_length/clipped 0.25\nstep 3/10  val/a/b/mean@2 0.5\n"
     )
