@@ -66,6 +66,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
     reward_mode: Literal["standalone", "colocate"] = "standalone"  # colocate: all rollouts, then all scores.
     max_no_verdict_rate: float = 0.5  # Stop when more of the samples that needed a verdict have none.
+    max_idle_steps: int = 10  # Stop after so many steps in a row in which no group taught anything; 0: never.
     overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
     overlong_factor: float = 1.0  # Penalty of a response of full length.
 
@@ -201,6 +202,7 @@ def train(config: Config) -> Path | None:
                             run.save()
                     if step % 10 == 0:
                         log.plot()
+                    log.diagnose()
         run.finish()
         return Path(run.source)
 

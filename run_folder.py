@@ -141,6 +141,7 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config = config
         self.folder = Path(config.out_dir)
+        self.recent = []  # lines of samples.jsonl, of the last steps
         self.rewind(first_step or -1)
         self.tensorboard = None
         if config.tensorboard:
@@ -187,6 +188,7 @@ class Log:
         whole groups of training, of an evaluation the first sample of each.
         decode: of token ids, for the advantages of paragraphs."""
         written = Counter()
+        self.recent = [line for line in self.recent if line["step"] > step - 12]
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             for number, group in enumerate(groups):
                 source = group[0].row["data_source"]
@@ -198,7 +200,24 @@ class Log:
                 for sample in group:
                     place = {"step": step, "split": split, "group": number, "data_source": source}
                     line = place | line_of(sample, eos_ids, decode)
+                    self.recent.append(line)
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def diagnose(self) -> None:
+        """Prints what keeps the run from learning when it appears; RuntimeError where nothing teaches it."""
+        found = []
+        with contextlib.suppress(ImportError):  # a copy without tools/
+            from tools.diagnose import diagnose
+
+            found = diagnose(self.history[:4] + self.history[4:][-25:], self.recent)
+        step = self.history[-1]["step"]
+        for finding in found:
+            if finding.steps[-1] == step and step - 1 not in finding.steps:
+                print(finding, flush=True)
+        limit = self.config.max_idle_steps
+        idle = [line.get("reward/groups_with_spread") == 0 for line in self.history[-limit:]]
+        if limit and len(idle) == limit and all(idle):
+            raise RuntimeError(f"max_idle_steps: in {limit} steps no group taught anything; see samples.jsonl")
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""

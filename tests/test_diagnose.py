@@ -1,0 +1,245 @@
+"""Why a run does not learn: each cause is named by step 10, and runs that learn ring no alarm."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_trainer
+from prepare_data import Config as DataConfig
+from prepare_data import prepare
+from run_folder import Log
+from tiny import config_of
+from tools import diagnose
+
+HERE = Path(__file__).parent
+GOOD = json.loads((HERE / "data/good_runs.json").read_text())  # {name: {metric: values, or one for all}}
+BAD = json.loads((HERE / "data/bad_runs.json").read_text())  # {cause: {"metrics": as there, "samples": []}}
+
+
+def lines_of(columns):
+    lines = [{"step": step} for step in range(1, columns["step"] + 1)]
+    for key, values in columns.items():
+        if key != "step":
+            values = values if isinstance(values, list) else [values] * len(lines)
+            for line, value in zip(lines, values):
+                if value is not None:
+                    line[key] = value
+    return lines
+
+
+def samples_of(samples):
+    more = {"split": "train", "reward_score": 0.0}
+    return [more | sample | {"reward_extra_info": {"pred": sample["pred"]}} for sample in samples]
+
+
+def named(lines, samples=()):
+    return {finding.name: finding for finding in diagnose.diagnose(lines, samples)}
+
+
+# ---- alarms
+
+
+@pytest.mark.parametrize("cause", BAD)
+def test_a_recorded_run_that_cannot_learn(cause):
+    """Ten steps of real runs of the toy world: a constant reward, 22 tokens, --lr 1e-9, four rows ..."""
+    lines = lines_of(BAD[cause]["metrics"])
+    finding = named(lines, samples_of(BAD[cause]["samples"]))[cause]
+    assert finding.steps[0] <= 10 and finding.remedy in str(finding)
+    for condition in next(rule[2] for rule in diagnose.RULES if rule[0] == cause):
+        assert condition.split()[0] in finding.evidence
+
+
+# What is added to ten good steps, the last seven of them, or what only the sampled answers show.
+MADE = {
+    "ends-at-once": {"response_length/mean": 2.0},
+    "never-ends": {"response_length/clipped": 0.95},
+    "no-answer": {},
+    "no-verdict": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
+    "slow-judge": {"time/reward_wait": 90.0, "time/step": 200.0},
+    "apart": {"rollout/logprob_diff": 0.1},
+    "fell": {"reward/acc": 0.2},
+    "longer": {"response_length/mean": 70.0, "reward/acc": 0.5},
+    "shorter": {"response_length/mean": 10.0, "reward/acc": 0.5},
+    "sure": {"actor/entropy": 0.01, "reward/acc": 0.6},
+    "narrow-judge": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224},
+    "no-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
+}
+
+
+def answers(step, pred):
+    """Two groups of eight samples."""
+    about = {"split": "train", "reward_extra_info": {"pred": pred}, "response": f"so {pred}"}
+    about |= {"ground_truth": "3", "reward_score": 1.0, "step": step}
+    return [about | {"group": number, "prompt": f"{step}.{number}"} for number in range(2) for _ in range(8)]
+
+
+@pytest.mark.parametrize("cause", MADE)
+def test_a_made_up_run_that_cannot_learn(cause):
+    lines = lines_of(GOOD["fapo"])[:10]
+    for line in lines[3:]:
+        line |= MADE[cause]
+    pred = "[INVALID]" if cause == "no-answer" else "3"
+    found = named(lines, sum([answers(step, pred) for step in range(1, 11)], []))
+    assert list(found) == [cause]
+    assert found[cause].steps[0] <= 10 and found[cause].steps[-1] == 10
+
+
+def test_every_rule_is_tested():
+    assert {rule[0] for rule in diagnose.RULES} == BAD.keys() | MADE.keys()
+    assert len(BAD.keys() | MADE.keys()) >= 15
+
+
+def test_a_finding_ends_with_its_cause():
+    lines = lines_of(GOOD["fapo"])
+    for line in lines[20:30]:
+        line["reward/no_verdict"] = 0.3
+    found = named(lines)
+    assert found["no-verdict"].steps == list(range(23, 31))  # three in a row, first
+    assert "reward/no_verdict 0.3" in found["no-verdict"].evidence
+
+
+def test_a_second_opinion_that_says_little_rings_nothing():
+    """Of 20 steps: 5 % of 100, a judge that misses 8 %; then one answer of two; then half of 60."""
+    about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
+    cases = ((20, 0.05, 0.08, False), (1, 0.02, 0.5, False), (20, 0.03, 0.5, True))
+    for steps, audited, flawed, rings in cases:
+        about |= {"reward/audited": audited, "reward/audit_flawed": flawed}
+        lines = [{"step": step} | about for step in range(1, steps + 1)]
+        assert ("narrow-judge" in named(lines)) == rings
+    share, error = diagnose.audit(lines)  # 31 of 62
+    assert share == 0.5 and error == pytest.approx((0.25 / 62) ** 0.5)
+
+
+def test_a_rule_of_ones_own_is_a_row(monkeypatch):
+    mine = ("too-nice", 2, ["reward/politeness > 0.9"], "be rude")
+    monkeypatch.setattr(diagnose, "RULES", [*diagnose.RULES, mine])
+    lines = [{"step": step, "reward/mean": 1.0, "reward/politeness": 0.95} for step in (1, 2, 3)]
+    (finding,) = diagnose.diagnose(lines, [])
+    assert (finding.name, finding.steps, finding.remedy) == ("too-nice", [2, 3], "be rude")
+
+
+def test_flags_in_remedies_exist():
+    fields = {field.name for field in dataclasses.fields(grpo_trainer.Config)}
+    flags = re.findall(r"--([\w-]+)", " ".join(rule[3] for rule in diagnose.RULES))
+    assert flags and {flag.replace("-", "_") for flag in flags} <= fields
+
+
+# ---- no alarms
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_recorded_run_that_learns_rings_nothing(name):
+    """The toy world with the oracle as judge and other seeds, the rule alone, adapters, VPPO, PAPO ..."""
+    lines = lines_of(GOOD[name])
+    assert len(lines) >= 25 and named(lines) == {}
+
+
+def test_the_runs_of_the_evidence_ring_nothing():
+    """Each step's accuracy and flawed positives of 125 runs are known. All right answers were judged."""
+    files = (HERE.parent / "docs/evidence/runs.jsonl").read_text().splitlines()
+    assert len(files) == 125
+    for run in map(json.loads, files):
+        curves = run["curves"]
+        lines = []
+        for index, acc in enumerate(curves["acc"]):
+            line = {"step": index + 1, "reward/mean": acc, "reward/acc": acc, "genrm/asked": 128 * acc}
+            if "flawed_positive_rate" in curves:
+                line["reward/flawed_positive_rate"] = curves["flawed_positive_rate"][index]
+            lines.append(line)
+        assert named(lines) == {}, (run["world"], run["algorithm"], run["seed"])
+
+
+# ---- the command
+
+
+def command(*arguments):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tools.diagnose", *map(str, arguments)],
+        cwd=HERE.parent, capture_output=True, text=True, timeout=60)  # fmt: skip
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def write(folder, lines, end=""):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+    return folder
+
+
+def test_the_command_says_it_of_a_folder(tmp_path):
+    code, out, _ = command(write(tmp_path / "low", lines_of(BAD["low-lr"]["metrics"]), end='{"step": 1'))
+    assert code == 0 and out.startswith("low-lr, steps 5-10: actor/approx_kl ") and "ten times" in out
+    code, out, _ = command(write(tmp_path / "good", lines_of(GOOD["rule"])))
+    assert (code, out) == (0, "no finding\n")
+
+
+def test_bad_folders_are_refused_in_one_line(tmp_path):
+    evaluated = write(tmp_path / "evaluated", [{"step": 0, "val/toy/mean@1": 0.5}])
+    foreign = write(tmp_path / "foreign", [{"step": 1, "reward/mean": "high", "actor/entropy": "low"}] * 3)
+    older = write(tmp_path / "older", [{"step": 1, "reward/mean": 0.5}])
+    (older / "samples.jsonl").write_text('{"step": 1, "text": "of another version"}\n')
+    for folder in (tmp_path / "none", evaluated, foreign, older):
+        code, out, err = command(folder)
+        assert code == 2 and out == "" and err.count("\n") == 1 and str(folder) in err, err
+
+
+# ---- the trainer
+
+
+def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
+    """What the trainer calls after each step; without tools/ it still stops."""
+    config = config_of(out_dir=str(tmp_path), max_idle_steps=4)
+    log = Log(config, 0)
+    log.metrics({"step": 0, "val/toy/mean@1": 0.5})
+    lines = [{"reward/mean": 0.0, "reward/acc": 0.4, "reward/groups_with_spread": 0.0}] * 8
+    for step, line in enumerate(lines[:3], 1):
+        log.metrics({"step": step} | line)
+        log.diagnose()
+    out = capsys.readouterr().out
+    assert out.count("one-number, steps 3-3: ") == 1 and out.count("no-signal, steps 3-3: ") == 1
+    log.metrics({"step": 4} | line)
+    with pytest.raises(RuntimeError, match="max_idle_steps: in 4 steps no group taught anything"):
+        log.diagnose()
+    log.metrics({"step": 5} | line | {"reward/groups_with_spread": 0.1})
+    log.diagnose()
+    for step in (6, 7, 8):  # three, since a step that taught something
+        log.metrics({"step": step} | line)
+        log.diagnose()
+    assert capsys.readouterr().out.count("one-number, ") == 1  # again since step 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tools.diagnose", None)
+        log.metrics({"step": 9} | line)
+        with pytest.raises(RuntimeError, match="max_idle_steps"):
+            log.diagnose()
+    config.max_idle_steps = 0
+    log.diagnose()
+
+
+@pytest.mark.slow
+def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
+    """A reward of 0 for everything in the toy world; then with --max-idle-steps 0 and without tools/."""
+    prepare(DataConfig(tasks=["toy"], out_dir=tmp_path))
+    zero = "def score(solution_str, **_):\n    return {'score': 0.0, 'acc': '7' in solution_str}"
+    (tmp_path / "zero.py").write_text(zero)
+    flags = f"""--model {tmp_path}/policy --train-file {tmp_path}/toy_train.parquet
+        --reward-fn {tmp_path}/zero.py:score --train-batch-size 4 --mini-batch-size 4
+        --max-response-length 40 --overlong-buffer 0 --num-threads 1 --num-workers 1
+        --sync-processes 1 --lr 1e-4"""
+
+    def train(name, script, *more):
+        command = [sys.executable, *script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
+        return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
+
+    ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
+    assert ran.returncode == 1, ran.stderr
+    assert "error: max_idle_steps: in 5 steps no group taught anything" in ran.stderr
+    assert ran.stdout.count("one-number, steps 3-3: reward/groups_with_spread 0, reward/acc") == 1
+    assert (tmp_path / "stops/checkpoints/step_5/trainer_state.json").is_file()
+    hidden = "import sys, runpy; sys.modules['tools.diagnose'] = None; sys.argv[0] = 'grpo_trainer.py'; "
+    hidden += "runpy.run_path('grpo_trainer.py', run_name='__main__')"
+    ran = train("goes_on", ["-c", hidden], "--total-steps", "6", "--max-idle-steps", "0")
+    assert ran.returncode == 0 and "one-number" not in ran.stdout, ran.stderr
