@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
-.PHONY: setup demo demo-quick evidence test test-quick check-gpu clean
+.PHONY: setup demo demo-quick evidence test test-quick changes check-gpu clean
 
 setup: .venv/.ready
 
@@ -66,6 +66,10 @@ test: .venv/.extra
 
 test-quick: .venv/.extra
 	$(TEST) -m "not slow"
+
+# Each diff of docs/changes applied to a copy, and its test there.
+changes: .venv/.extra
+	$(BIN)/python -m pytest tests/test_changes.py
 
 # What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.
 check-gpu:

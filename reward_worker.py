@@ -70,6 +70,8 @@ def load_function(spec: str):
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = f"loading the file failed: {describe(error, file)}"
+        if "relative import" in reason:  # it is a part of a package
+            reason += "; import it in a file of yours"
         raise ValueError(f"reward function {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):

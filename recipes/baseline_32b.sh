@@ -24,4 +24,4 @@ python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir "$OUT/baseline_32b" \
   --temperature 1.0 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
   --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
   --val-every 10 --val-n 32 --val-temperature 1.0 --val-top-p 0.7 \
-  --gradient-checkpointing --save-every 20 "$@"
+  --gradient-checkpointing --save-every 20 --resume auto "$@"

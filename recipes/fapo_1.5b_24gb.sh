@@ -23,4 +23,4 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_
   --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
   --train-batch-size 64 --mini-batch-size 16 --max-prompt-length 1024 --max-response-length 3072 \
-  --overlong-buffer 1024 --lr 1e-5 --val-n 8 --val-every 20 "$@"
+  --overlong-buffer 1024 --lr 1e-5 --val-n 8 --val-every 20 --resume auto "$@"

@@ -22,4 +22,4 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-
   --genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-gpu-share 0.22 --genrm-vllm-args="--max-model-len 28672" \
   --policy-gpu-share 0.45 --rollout-gpu-share 0.3 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 10240 --gradient-checkpointing \
-  --train-batch-size 128 --lr 1e-5 --val-n 8 --val-every 20 "$@"
+  --train-batch-size 128 --lr 1e-5 --val-n 8 --val-every 20 --resume auto "$@"

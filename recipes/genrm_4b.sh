@@ -17,4 +17,4 @@ python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir "$OUT/genrm
   --temperature 1.2 --lr 1e-6 --adam-betas 0.9 0.999 --lr-warmup-steps 10 --weight-decay 0.1 \
   --max-grad-norm 1.0 --clip-low 0.2 --clip-high 0.28 --clip-c 10 --entropy-coef 0 \
   --val-every 10 --val-n 1 --val-temperature 0.6 --val-top-p 0.95 \
-  --gradient-checkpointing --save-every 10 --keep-checkpoints 0 "$@"
+  --gradient-checkpointing --save-every 10 --keep-checkpoints 0 --resume auto "$@"

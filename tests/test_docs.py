@@ -16,10 +16,11 @@ from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md"]
+PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
+OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
 
 
 def blocks(page, *languages):

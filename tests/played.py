@@ -1,0 +1,98 @@
+"""For the tests of docs/changes: samples, a server that plays a script, and a run in the toy world."""
+
+import contextlib
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import credit
+import grpo_trainer
+from policy import PolicyOptions, Sample
+from toy import toy_world
+
+MODELS = Path(__file__).resolve().parent.parent / "toy/models"
+
+
+def sample_of(score, text="x", **info):
+    """A sample with this score (None: no verdict) whose tokens are its characters."""
+    result = {"reward_score": score, "reward_extra_info": {"score": score} | info, "status": "ok"}
+    ids = [*map(ord, text)]
+    return Sample({}, [1], ids, [-1.0] * len(ids), text, result)
+
+
+def advantages_of(*groups, **options):
+    """What the trainer would set: of each sample one advantage, or one for each token."""
+    credit.set_advantages(groups, PolicyOptions(model="m", **options), lambda ids: "".join(map(chr, ids)))
+    return [sample.token_advantages or sample.advantage for group in groups for sample in group]
+
+
+@contextlib.contextmanager
+def server(answer):
+    """HTTP on this machine: `answer(path, body)` is the JSON that a POST gets. Yields its host:port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply(answer(self.path, body))
+
+        def do_GET(self):
+            self.reply({"data": [{"id": "a-model"}]})
+
+        def reply(self, value):
+            content = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+
+
+def says(text):
+    """A judge's answer with this text."""
+    return {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+
+
+def rows(path, count, split="train", seed=0):
+    """Writes problems of the toy world. Returns the path."""
+    rng = random.Random(seed)
+    problems = [toy_world.random_problem(rng, toy_world.REST) for _ in range(count)]
+    lines = [json.dumps(toy_world.policy_row(p, "toy", split, i)) for i, p in enumerate(problems)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def toy_config(folder, **changes):
+    """A short run of the toy world's policy with the oracle as judge."""
+    settings = dict(
+        model=str(MODELS / "policy"),
+        train_file=rows(folder / "train.jsonl", 32),
+        out_dir=str(folder / "run"),
+        reward_fn="toy/toy_world.py:compute_score_fapo_oracle",
+        total_steps=2,
+        train_batch_size=8,
+        mini_batch_size=4,
+        group_size=4,
+        max_response_length=48,
+        overlong_buffer=0,
+        lr=2e-4,
+        num_threads=1,
+        num_workers=1,
+        sync_processes=1,
+        samples_per_step=32,
+    )
+    return grpo_trainer.Config(**settings | changes)
+
+
+def lines_of(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]

@@ -1,0 +1,135 @@
+"""docs/changes: each diff applies to a copy of today's files, and its own test passes there. And what
+docs/from_verl.md and docs/reward_functions.md say of functions written for others."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import grpo_trainer
+from reward_loop import RewardOptions
+from test_docs import blocks
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs/changes"
+DIFFS = sorted(FOLDER.glob("*.diff"))
+each_change = pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
+COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "cluster/*.py", "tests/*.py",
+          "docs/glossary.md")  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The scripts and their tests in a folder that is no repository."""
+    for pattern in COPIED:
+        for path in ROOT.glob(pattern):
+            if path.is_file():
+                target = tmp_path / "copy" / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+    return tmp_path / "copy"
+
+
+def apply(diff, folder):
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(["git", "apply", str(diff)], cwd=folder, env=outside, check=True)
+
+
+@each_change
+def test_a_change_applies_to_todays_files(diff, copy):
+    apply(diff, copy)
+    for path in copy.glob("*.py"):
+        compile(path.read_text(), str(path), "exec")
+
+
+@pytest.mark.slow
+@each_change
+def test_a_change_does_what_it_says(diff, copy):
+    """By the test that it brings along."""
+    (test,) = re.findall(r"^\+\+\+ b/(tests/.*)", diff.read_text(), re.M)
+    apply(diff, copy)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def counted(diff):
+    """(files of ours that it touches, files of its own), each with lines added and removed. Code only."""
+    ours, own = {}, {}
+    for part in re.split(r"^diff --git ", diff.read_text(), flags=re.M)[1:]:
+        name = part.split()[1].removeprefix("b/")
+        if not name.startswith(("tests/", "docs/")):
+            added = len(re.findall(r"^\+(?!\+\+ )", part, re.M))
+            removed = len(re.findall(r"^-(?!-- )", part, re.M))
+            (own if "\nnew file mode" in part else ours)[name] = added, removed
+    return ours, own
+
+
+def test_the_table_says_what_each_change_touches():
+    """`name.diff` | its files | lines, as counted here; at most two files of ours and 40 lines there."""
+    page = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"\]\((\w+)\.diff\) \|(.*?)\|(.*?)\|", page)
+    assert [name for name, _, _ in rows] == list(dict.fromkeys(name for name, _, _ in rows))
+    assert {name for name, _, _ in rows} == {diff.stem for diff in DIFFS}
+    for name, files, lines in rows:
+        ours, own = counted(FOLDER / f"{name}.diff")
+        assert re.findall(r"`([\w/.]+)`", files) == [*ours, *own], name
+        added = sum(a for a, _ in [*ours.values(), *own.values()])
+        removed = sum(r for _, r in ours.values())
+        assert lines.split() == [f"+{added}", f"-{removed}"], name
+        assert len(ours) <= 2 and sum(a for a, _ in ours.values()) <= 40, name
+
+
+# ---- for those who come from elsewhere
+
+
+def test_functions_of_verls_batch_manager_see_groups(monkeypatch):
+    """The four lines of docs/from_verl.md, around a function with plural names."""
+    (block,) = blocks(ROOT / "docs/from_verl.md", "python")
+
+    def plural(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+        assert len({id(info) for info in extra_infos}) == len(data_sources) == 2
+        assert extra_infos[1] == {"index": 7}
+        return [float(text == truth) + bonus for text, truth in zip(solution_strs, ground_truths)]
+
+    monkeypatch.setitem(sys.modules, "their_file", types.SimpleNamespace(compute_score=plural))
+    names = {}
+    exec(compile(block, "docs/from_verl.md", "exec"), names)
+    asked = dict(data_source="x", ground_truth="4", extra_info={"index": 7})
+    assert names["from_batch"](solution_strs=["4", "5"], **asked) == [1.0, 0.0]
+    assert names["from_batch"](solution_strs=["4", "5"], bonus=0.5, **asked) == [1.5, 0.5]
+
+
+def test_the_loop_takes_it_as_a_function_of_groups(tmp_path):
+    (block,) = blocks(ROOT / "docs/from_verl.md", "python")
+    (tmp_path / "my_reward.py").write_text(block)
+    (tmp_path / "their_file.py").write_text("def compute_score(*lists, **settings):\n    return lists[1]\n")
+    job = RewardOptions(reward_fn=f"{tmp_path}/my_reward.py:from_batch").check_rewards()
+    assert job.sees_group
+
+
+def test_the_defaults_that_the_page_gives_are_those_of_today():
+    """Of rows with an arrow: the first number after it is the default of the first flag of the row."""
+    defaults = {"--" + one.name.replace("_", "-"): one.default for one in fields(grpo_trainer.Config)}
+    found = 0
+    for line in (ROOT / "docs/from_verl.md").read_text().splitlines():
+        cells = line.split(" | ")
+        if len(cells) == 3 and "→" in line:
+            flag = re.search(r"`(--[a-z-]+)", cells[1])
+            number = re.match(r" *\**([\d.]+)\b(?! on)", cells[2].split("→")[1])
+            if flag and number and defaults[flag[1]] is not None:
+                assert float(number[1]) == defaults[flag[1]], line
+                found += 1
+    assert found >= 15
+
+
+def test_a_file_of_a_package_is_to_be_imported_in_a_file_of_yours(tmp_path):
+    (tmp_path / "rewards.py").write_text("from ..utils import x\ndef f(**_): return 1.0\n")
+    with pytest.raises(ValueError, match="relative import.*import it in a file of yours"):
+        RewardOptions(reward_fn=f"{tmp_path}/rewards.py:f").check_rewards()
