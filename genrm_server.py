@@ -15,7 +15,6 @@ import contextlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -62,24 +61,18 @@ class Config:
 
     def check(self) -> None:
         """ValueError naming the field, the value and the remedy."""
-        least = dict(num_servers=1, tensor_parallel_size=1, max_model_len=0, ray_cpus=0, startup_timeout=0.01)
-        for name, lowest in least.items():
-            if not getattr(self, name) >= lowest:
-                self.refuse(name, f"must be at least {lowest}")
+        for name in ("num_servers", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                self.refuse(name, "must be at least 1")
         path = Path(self.model).expanduser()
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
-        if not path.exists() and not is_on_hub:
-            self.refuse("model", "no such folder (a name on the Hub is OWNER/NAME)")
-        if path.exists() and not (path / "config.json").is_file():
-            self.refuse("model", "no config.json in it")
+        if not (path / "config.json").exists() and (path.exists() or not is_on_hub):
+            self.refuse("model", "no folder with a config.json, nor OWNER/NAME on the Hub")
         if not 0 < self.gpu_share <= 1:
             self.refuse("gpu_share", "must be above 0 and at most 1")
         if self.gpu_share < 1 < self.tensor_parallel_size:
-            gpus = self.tensor_parallel_size
-            self.refuse("gpu_share", f"a server takes its {gpus} GPUs whole; leave it at 1")
-        if self.cpus and not self.cpus.replace(",", "").isdigit():
-            self.refuse("cpus", "write numbers such as 0,1")
-        router.Config(allow_empty=True, port=self.port, queue_timeout=self.queue_timeout).check()
+            self.refuse("gpu_share", "a server of several GPUs takes them whole; leave it at 1")
+        router.Config(port=self.port).check()
 
     def refuse(self, name: str, remedy: str) -> None:
         raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
@@ -87,7 +80,7 @@ class Config:
 
 def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
     """One small request: (status, text), and (0, what went wrong) when there was no answer."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {api_key}"}
     with requests.Session() as session:
         session.trust_env = False  # no proxy, and no key from ~/.netrc
         try:
@@ -100,7 +93,6 @@ def http(method: str, url: str, body: dict | None = None, api_key: str = "", tim
 WATCH_EVERY = 0.5  # seconds between two looks at a server
 HEALTH_TIMEOUT = 2.0  # seconds; one that is late is only counted out after
 HANG_SECONDS = 180.0  # without an answer of /health: then it is killed and restarted
-ROUTER_HANG_SECONDS = 30.0  # the same for the router, which has nothing to do that takes long
 MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
 RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
 CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
@@ -120,18 +112,20 @@ class Watched:
     joined: int = 0  # the start of the router that it has joined; 0: not in the router
     ready: bool = False  # it has been, since it was started
     restarts: int = 0
-    given_up: bool = False
+    given_up: str = ""  # why
 
 
 class RouterProcess(Process):
     """router.py as a process of its own, at an address of its own."""
 
     def __init__(self, config: Config):
-        self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
+        try:
+            self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
+        except OSError as error:
+            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error})") from None
         port = str(self.reserved.getsockname()[1])
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.address = f"{host}:{port}"
-        command = [sys.executable, router.__file__, "--host", config.host, "--port", port, "--allow-empty"]
+        self.address = f"{config.host}:{port}"
+        command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
         command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
         super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
@@ -151,9 +145,8 @@ class ModelServers:
         self.config = config = complete(config)
         self.before_starting = before_starting
         self.before_joining = before_joining
-        self.label = f"[{name}] " if name else ""
+        label = f"[{name}] " if name else ""
         self.asleep = False
-        self.failure = ""  # why a start failed
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
@@ -162,19 +155,15 @@ class ModelServers:
             servers = [VllmServer(config, i, i, n, deal_gpus(config, i)) for i in range(n)]
         self.slots = []
         for i, server in enumerate(servers):
-            self.slots.append(Watched(f"server {i}", server, config.log_dir / f"server_{i}.log"))
-        try:
-            process = RouterProcess(config)
-        except OSError as error:
-            why = f"cannot listen there ({error.strerror or error}); choose another one"
-            raise OSError(f"--host {config.host} --port {config.port}: {why}") from None
-        self.router = Watched("router", process, process.log)
+            log = config.log_dir / f"server_{i}.log"
+            self.slots.append(Watched(f"{label}server {i}", server, log))
+        process = RouterProcess(config)
+        self.router = Watched(f"{label}router", process, process.log)
         self.router_address = process.address
         router.warn_if_open(config.host, config.api_key, self.say)
-        if config.sleep_mode and config.device == "cpu":
-            self.say("sleep and wake do nothing here: vLLM cannot on CPU")
+        self.watched = [self.router, *self.slots]
         self.threads = []
-        for slot in [self.router, *self.slots]:
+        for slot in self.watched:
             thread = threading.Thread(target=self.keep, args=[slot], daemon=True)
             thread.start()
             self.threads.append(thread)
@@ -185,12 +174,13 @@ class ModelServers:
         """Blocks until all servers are ready. RuntimeError when one fails to start."""
         try:
             while not self.all_ready.wait(0.1):
-                if self.failure:
-                    raise RuntimeError(self.label + self.failure)
+                for slot in self.watched:
+                    if slot.given_up:
+                        raise RuntimeError(slot.given_up)
         except BaseException:
             self.shutdown()
             raise
-        self.say(f"router ready at http://{self.router_address} ({len(self.slots)} servers)")
+        self.say(f"{self.router.name} ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     def given_up(self) -> bool:
         """True when no server is left that could come back."""
@@ -198,40 +188,31 @@ class ModelServers:
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: no reason to stop
-            print(self.label + text, flush=True)
-
-    def call_router(self, method: str, path: str, body: dict | None = None) -> int:
-        """The status of its answer."""
-        url = self.router.url + path
-        return http(method, url, body, self.config.server_key, HEALTH_TIMEOUT)[0]
+            print(text, flush=True)
 
     def keep(self, slot: Watched) -> None:
         """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
         tries = 0  # in a row
-        deaths = 0  # of these, by its own doing
         while not self.stopping.is_set():
-            died = False
+            own_doing = False
+            said = ""
             try:
                 what = self.run(slot)
-                end = f"the end of {slot.log}:\n{self.call(slot, 'last_lines') or '(nothing)'}"
-                died = slot is not self.router and not self.asleep  # or the trainer has the memory it needs
-            except Exception as error:  # a full disk, a node that is gone: that is waited for, not counted
-                said = str(error).strip().rpartition("\n")[2]  # an actor's error comes after a traceback
-                what = f"cannot be run ({type(error).__name__}: {said:.200})"
-                end = f"log: {slot.log}"
+                said = self.call(slot, "last_lines")
+                own_doing = slot is not self.router and not self.asleep  # or the trainer has the memory
+            except Exception as error:  # a full disk, a node that is gone: that is waited for
+                last = str(error).strip().rpartition("\n")[2]  # an actor's error comes after a traceback
+                what = f"cannot be run ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
                 break
-            if not self.all_ready.is_set():
-                self.failure = f"{slot.name} {what} while starting; {end}"
-                break
             if slot.ready:
-                tries = deaths = 0
+                tries = 0
             else:
                 tries += 1
-                deaths += int(died)
-            if deaths >= MAX_DEATHS:
-                self.say(f"GIVING UP on {slot.name}: it {what}, the {deaths}th time in a row; {end}")
-                slot.given_up = True
+            if not self.all_ready.is_set() or own_doing and tries >= MAX_DEATHS:
+                slot.given_up = f"{slot.name} {what}; the end of {slot.log}:\n{said}"
+                if self.all_ready.is_set():
+                    self.say(f"GIVING UP: {slot.given_up}")
                 break
             delay = min(60.0, RESTART_DELAY * 2**tries)
             self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
@@ -243,54 +224,49 @@ class ModelServers:
     def run(self, slot: Watched) -> str:
         """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
         slot.ready = False
-        with contextlib.ExitStack() as turn:
+        with contextlib.ExitStack() as turn:  # until it is ready, and the next one may start on its GPU
             if slot is not self.router:
-                if self.config.device == "cuda" and self.config.gpu_share < 1:
+                if self.config.device == "cuda":
                     turn.enter_context(STARTING[self.call(slot, "gpu")])
-                if self.stopping.is_set():  # while it waited
-                    return "was stopped"
                 self.before_starting(slot)
             slot.url = self.call(slot, "start")
+            started = answered = time.monotonic()
             try:
-                return self.watch(slot, turn)
+                while not self.stopping.wait(WATCH_EVERY):
+                    status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                    silent = time.monotonic() - answered
+                    if status == 200 or slot is self.router and status:  # 503 while it has no server
+                        answered = time.monotonic()
+                        self.join(slot, answered - started)
+                    elif not self.call(slot, "alive"):
+                        return "died"
+                    elif not slot.ready and silent > self.config.startup_timeout:
+                        return f"was not ready after {silent:.1f} s (--startup-timeout)"
+                    elif slot.ready and silent > HANG_SECONDS:
+                        return f"hangs: no answer of /health for {silent:.0f} s"
+                    if slot.ready:
+                        turn.close()
+                    if self.router.ready and all(other.joined for other in self.slots):
+                        self.all_ready.set()
             finally:
                 self.leave(slot)
-
-    def watch(self, slot: Watched, turn: contextlib.ExitStack) -> str:
-        """turn: closed when it is ready, and the next one may start on its GPU."""
-        started = answered = time.monotonic()
-        while not self.stopping.wait(WATCH_EVERY):
-            status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
-            silent = time.monotonic() - answered
-            hangs_after = ROUTER_HANG_SECONDS if slot is self.router else HANG_SECONDS
-            if slot is self.router and status:  # 503 while it has no server
-                answered = time.monotonic()
-                slot.ready = True
-            elif status == 200:
-                answered = time.monotonic()
-                if slot.joined != self.router.restarts + 1:
-                    self.join(slot, answered - started)
-            elif not self.call(slot, "alive"):
-                return "died"
-            elif not slot.ready and silent > self.config.startup_timeout:
-                return f"was not ready after {silent:.1f} s (--startup-timeout)"
-            elif slot.ready and silent > hangs_after:
-                return f"hangs: no answer of /health for {silent:.0f} s"
-            if slot.ready:
-                turn.close()
-            if self.router.ready and all(other.joined for other in self.slots):
-                self.all_ready.set()
         return "was stopped"
 
     def join(self, slot: Watched, seconds: float) -> None:
         """Lets a healthy server into the router, and into a new router again; else at the next look."""
+        start = self.router.restarts + 1
+        if slot is self.router:
+            slot.ready = True
+            return
+        if slot.joined == start:
+            return
         with self.lock:
             if self.asleep and not slot.joined:  # it must not take the memory left to the trainer
                 self.ask(slot, SLEEP)
             if not (slot.joined or self.before_joining(slot)):
                 return
-            start = self.router.restarts + 1
-            if self.call_router("POST", "/workers", {"url": slot.url}) == 200:
+            url = f"{self.router.url}/workers"
+            if http("POST", url, {"url": slot.url}, self.config.server_key)[0] == 200:
                 if not slot.ready:
                     self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
                 slot.ready = True
@@ -299,7 +275,8 @@ class ModelServers:
     def leave(self, slot: Watched) -> None:
         if slot.joined:
             slot.joined = 0
-            self.call_router("DELETE", f"/workers?url={slot.url}")
+            url = f"{self.router.url}/workers?url={slot.url}"
+            http("DELETE", url, None, self.config.server_key)
 
     def call(self, slot: Watched, method: str, *args):
         """A method of the server, here or in its actor; it waits until Ray has found a place for that."""
@@ -315,28 +292,27 @@ class ModelServers:
         """A control call to one server. RuntimeError where it does not say 200."""
         status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
         if status != 200:
-            raise RuntimeError(f"{self.label}{slot.name}: POST {path} failed ({status}): {text[:300]}")
+            raise RuntimeError(f"{slot.name}: POST {path} failed ({status}): {text[:300]}")
 
     def ask_all(self, path: str, body: dict | None = None) -> None:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
-        One that dies of it, or fails where others do not, is restarted and joins as they are then.
-        RuntimeError where all refuse, or none is left that could come back."""
+        One that dies of it is restarted and joins as they are then. RuntimeError where one refuses, or none
+        is left that could come back."""
         with ThreadPoolExecutor(64) as pool:
             joined = [slot for slot in self.slots if slot.joined]
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in joined}
-        failed = {slot: answer.exception() for slot, answer in asked.items() if answer.exception()}
-        if len(failed) == len(asked):
-            for slot, error in failed.items():
-                if http("GET", slot.url + "/health")[0] == 200:
-                    raise error
+        for slot, answer in asked.items():
+            error = answer.exception()
+            if not error:
+                continue
+            if http("GET", slot.url + "/health")[0] == 200:
+                raise error
+            self.say(f"{error}; it is restarted")
+            with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
+                self.call(slot, "stop")
+            self.leave(slot)
         if self.given_up():
-            raise RuntimeError(f"{self.label}every server was given up")
-        for slot, error in failed.items():
-            if slot.joined:  # else its thread knows
-                self.say(f"{error}; it is restarted")
-                with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
-                    self.call(slot, "stop", 0)
-                self.leave(slot)
+            raise RuntimeError("every server was given up")
 
     def sleep(self, asleep: bool = True) -> bool:
         """Frees GPU memory when what they are at has ended, or takes it again. False where they cannot."""
@@ -374,22 +350,9 @@ def complete(config: Config) -> Config:
     if path.exists():
         config.model = str(path.absolute())  # not resolved: a link may lead elsewhere on each node
     if config.device == "auto":
-        config.device = choose_device()
+        import torch  # only here: it takes seconds to import
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
     return config
-
-
-def choose_device() -> str:
-    """cuda where PyTorch can use a GPU, else cpu. ValueError where there is a GPU that it cannot use."""
-    import torch  # only here: it takes seconds to import
-    if torch.cuda.is_available():
-        return "cuda"
-    with contextlib.suppress(OSError):  # no such program
-        if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
-            raise ValueError(
-                f"--device auto: nvidia-smi shows a GPU, torch {torch.__version__} uses none; take the vllm "
-                "that fits the driver (see requirements.txt), or say --device cpu"
-            )
-    return "cpu"
 
 
 def deal_gpus(config: Config, part: int) -> str:
@@ -406,33 +369,24 @@ def deal_gpus(config: Config, part: int) -> str:
     sharing = int(1 / config.gpu_share)  # so many servers are on one GPU
     first = part // sharing * size
     if len(gpus) < first + size:
-        there = ",".join(gpus)
-        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {there}; lower it")
+        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(gpus)}; lower it")
     return ",".join(gpus[first:first + size])
 
 
 def main() -> None:
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    servers = None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
-        config = tyro.cli(Config)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup wants it
-            signals.remove(signal.SIGHUP)
-        for number in signals:
-            signal.signal(number, lambda *_: sys.exit(0))
-        servers = ModelServers(config, wait=False)
-        servers.wait_ready()
-        while not servers.given_up():
-            time.sleep(1)
+        servers = ModelServers(tyro.cli(Config))
+        try:
+            while not servers.given_up():
+                time.sleep(1)
+        finally:
+            servers.shutdown()
         raise RuntimeError("every server was given up")
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
-    finally:
-        for number in signals:  # a second Ctrl-C must not leave half of it running
-            signal.signal(number, signal.SIG_IGN)
-        if servers is not None:
-            servers.shutdown()
 
 
 if __name__ == "__main__":

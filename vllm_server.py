@@ -11,13 +11,13 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = str(Path(__file__).parent)
@@ -32,10 +32,9 @@ def share(things: list, count: int) -> list[list]:
 def reserve(host: str, port: int = 0) -> socket.socket:
     """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it, and
     hardly anybody else gets it, neither before that (vLLM takes 20 s) nor between restarts."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind)
+    sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(address)
+    sock.bind((host, port))
     return sock
 
 
@@ -46,14 +45,14 @@ import os, select, sys
 here, parent, folder, *command = sys.argv[1:]
 watched = os.pidfd_open(os.getppid())
 sys.path.insert(0, here)
-from vllm_server import end_group, shared_memory
+from vllm_server import end_group
 if os.getppid() != int(parent):
     sys.exit("the program that started this has ended")
 os.mkdir(folder, 0o700)
 if os.fork() == 0:
     if os.fork() == 0:
         select.select([watched], [], [])
-        end_group(os.getpgrp(), folder, shared_memory(os.getpgrp()))
+        end_group(os.getpgrp(), folder)
     os._exit(0)
 os.wait()
 if cores := os.environ.get("GUARD_CORES"):
@@ -62,35 +61,21 @@ os.execv(command[0], command)
 """
 
 
-def shared_memory(group: int) -> list[str]:
-    """The files of the shared memory that the processes of this group have mapped. They are told by their
-    inodes: a semaphore's file has another name than when it was mapped."""
+def end_group(group: int, folder: str) -> None:
+    """SIGKILL for a process group, after the removal of what it would leave behind: the folder, and the files
+    of the shared memory that its processes have mapped. Those are told by their inodes: a semaphore's file
+    has another name than when it was mapped."""
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            if os.getpgid(int(maps.parent.name)) != group:
-                continue
-            for line in maps.read_text().splitlines():
-                if " /dev/shm/" in line:
-                    inodes.add(int(line.split()[4]))
-    return [file.path for file in os.scandir("/dev/shm") if file.inode() in inodes]
-
-
-def end_group(group: int, folder: str, memory: list[str]) -> None:
-    """SIGKILL for a process group, after the removal of what it would leave behind."""
-    for name in memory:
-        Path(name).unlink(missing_ok=True)
+            if os.getpgid(int(maps.parent.name)) == group:
+                inodes.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
+    for file in os.scandir("/dev/shm"):
+        if str(file.inode()) in inodes:
+            Path(file.path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-
-
-def temporary_folder() -> str:
-    """The name of a folder for a child's sockets. vLLM appends 37 characters; a path of 107 is the limit."""
-    base = tempfile.gettempdir()
-    if len(base) > 56:
-        base = "/tmp"
-    return f"{base}/vllm_{secrets.token_hex(4)}"
 
 
 class Process:
@@ -106,9 +91,10 @@ class Process:
 
     def start(self) -> str:
         """Starts it (again) and returns its URL."""
-        self.stop(patience=0)  # an engine can outlive its API server
+        self.stop()  # an engine can outlive its API server
         self.log.parent.mkdir(parents=True, exist_ok=True)  # again: somebody may have tidied up
-        self.folder = temporary_folder()  # made by the guard, once it sees to its removal
+        # For sockets, whose whole names must be short. Made by the guard, once it sees to its removal.
+        self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
         guard = [sys.executable, "-S", "-c", GUARD, HERE, str(os.getpid()), self.folder]
         with open(self.log, "ab") as file:
             self.log_start = file.tell()
@@ -126,31 +112,19 @@ class Process:
         child = self.child
         return child is not None and child.poll() is None
 
-    def stop(self, patience: float = 5.0) -> None:
-        """SIGTERM, `patience` seconds later SIGKILL to the whole group (vLLM's engine is a process, too)."""
+    def stop(self) -> None:
+        """SIGKILL to the whole group: vLLM's engine is a process, too, and there is nothing to save."""
         child = self.child
         self.child = None  # at once: another thread may stop it too
         if child:
-            memory = shared_memory(child.pid)  # vLLM does not remove all of it
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(patience)
-            end_group(child.pid, self.folder, memory)
+            end_group(child.pid, self.folder)
             child.wait()
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
         """The last lines that the child has written since it was started, and that have this in them."""
-        if not self.log.exists():  # somebody may have tidied up
-            return ""
         written = self.log.read_bytes()[self.log_start:]
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
-
-
-def refusal(text: str, status: int):
-    """An error as one quoted text: functions that ignore the status look for keys, and find none."""
-    from starlette.responses import Response
-    return Response(json.dumps(text), status, media_type="text/plain")
 
 
 class KeyGuard:
@@ -166,15 +140,15 @@ class KeyGuard:
         if scope["type"] != "lifespan" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
-                app = refusal("missing or wrong key", 401)
+                from starlette.responses import PlainTextResponse
+                app = PlainTextResponse("missing or wrong key", 401)
         await app(scope, receive, send)
 
 
 class Generate:
     """The other --middleware: SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
     {"text" or "input_ids": one or a list, "sampling_params": {"max_new_tokens": 128, ...}} -> {"text",
-    "output_ids", "meta_info"} or a list of them. An error is that of /v1/completions as one text. Left out:
-    streams."""
+    "output_ids", "meta_info"} or a list of them. Errors are those of /v1/completions. Left out: streams."""
 
     def __init__(self, app):
         self.app = app
@@ -185,21 +159,7 @@ class Generate:
         from starlette.requests import Request
         from starlette.responses import Response
         asked = as_completion(await Request(scope, receive).body())
-        status, body = await self.complete(scope, receive, asked)
-        if status == 200:
-            answers = as_sglang(json.loads(body))
-            prompt = json.loads(asked)["prompt"]
-            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-            if not several and len(answers) == 1:
-                answers = answers[0]
-            response = Response(json.dumps(answers), media_type="application/json")
-        else:
-            response = refusal(body.decode("utf-8", "replace"), status)
-        await response(scope, receive, send)
-
-    async def complete(self, scope, receive, body: bytes) -> tuple[int, bytes]:
-        """What /v1/completions answers: status and body."""
-        bodies = [body]
+        bodies = [json.dumps(asked).encode()]
         messages = []
 
         async def give():
@@ -211,19 +171,28 @@ class Generate:
             messages.append(message)
 
         await self.app(scope | {"path": "/v1/completions"}, give, keep)
-        return messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+        status = messages[0]["status"]
+        body = b"".join(message.get("body", b"") for message in messages)
+        if status == 200:
+            answers = as_sglang(json.loads(body))
+            prompt = asked["prompt"]
+            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+            if not several and len(answers) == 1:
+                answers = answers[0]
+            body = json.dumps(answers)
+        await Response(body, status, media_type="application/json")(scope, receive, send)
 
 
-def as_completion(body: bytes) -> bytes:
-    """SGLang's request as one for /v1/completions; what is none is left for that to refuse."""
+def as_completion(body: bytes) -> dict:
+    """SGLang's request as one for /v1/completions, which refuses it where this is none."""
     try:
         asked = json.loads(body)
         params = {"max_new_tokens": 128} | (asked.get("sampling_params") or {})
         params["max_tokens"] = params.pop("max_new_tokens")
         params["prompt"] = asked.get("input_ids") or asked.get("text")
     except (ValueError, TypeError, AttributeError):
-        return body
-    return json.dumps(params | {"return_token_ids": True}).encode()
+        return {}
+    return params | {"return_token_ids": True}
 
 
 def as_sglang(completion: dict) -> list[dict]:
@@ -290,7 +259,7 @@ class VllmServer(Process):
                 env["CUDA_VISIBLE_DEVICES"] = gpus
             if config.sleep_mode:
                 command.append("--enable-sleep-mode")
-            if config.gpu_share < 1 and "--gpu-memory-utilization" not in config.vllm_args:
+            if config.gpu_share < 1:
                 command += ["--gpu-memory-utilization", str(config.gpu_share)]
         if config.task == "classify":
             command += ["--runner", "pooling"]
@@ -316,6 +285,5 @@ def deal_cores(config, part: int, parts: int) -> list[list[str]]:
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:
         if core not in here:
-            there = ",".join(here)
-            raise ValueError(f"--cpus {config.cpus}: there is no core {core} here; the cores are {there}")
+            raise ValueError(f"--cpus {config.cpus}: no core {core} here; there are {','.join(here)}")
     return share(share(cores, parts)[part], config.tensor_parallel_size)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -230,18 +229,7 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
         assert all("--gpu-memory-utilization 0.4" in " ".join(one["argv"]) for one in seen)
     given = ("--gpu-memory-utilization", "0.2")
     with running(settings(stand_in, device="cuda", gpu_share=0.4, vllm_args=given)) as servers:
-        assert told(servers)["argv"].count("--gpu-memory-utilization") == 1
-
-
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
-    shows = stand_in.parent / "nvidia-smi"
-    shows.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
-    shows.chmod(0o755)
-    assert complete(settings(stand_in, device="auto")).device == "cpu"
-    monkeypatch.setenv("PATH", f"{shows.parent}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU.* or say --device cpu"):
-        complete(settings(stand_in, device="auto"))
-    assert complete(settings(stand_in)).device == "cpu"
+        assert told(servers)["argv"][-2:] == ["--gpu-memory-utilization", "0.2"]  # vLLM takes the last one
 
 
 @pytest.mark.parametrize(
@@ -250,16 +238,14 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(model="./nowhere"), "--model ./nowhere"),
         (dict(model="name"), "--model name"),
         (dict(num_servers=0), "--num-servers 0"),
-        (dict(cpus="0;1"), "--cpus 0;1"),
-        (dict(cpus="0,4099"), "--cpus 0,4099: there is no core 4099 here; the cores are 0"),
+        (dict(cpus="0;1"), "--cpus 0;1: no core 0;1 here"),
+        (dict(cpus="0,4099"), "--cpus 0,4099: no core 4099 here; there are 0"),
         (dict(port=-1), "--port -1"),
-        (dict(startup_timeout=0), "--startup-timeout"),
-        (dict(api_key="schlüssel"), "ROUTER_API_KEY: the key has"),
         (
             dict(device="cuda", num_servers=2),
             "--num-servers 2: the GPUs are 7; lower it",
         ),
-        (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server takes its 2 GPUs whole"),
+        (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of several GPUs"),
         (dict(gpu_share=0), "--gpu-share 0: must be above 0 and at most 1"),
         (dict(gpu_share=1.5), "--gpu-share 1.5: must be"),
     ],
@@ -314,7 +300,7 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         until(lambda: servers.slots[0].given_up)
         assert not servers.given_up() and ask(f"http://{servers.router_address}")
         until(lambda: len(router_workers(servers)) == 1)
-        assert re.search(r"GIVING UP on server 0.*\n.*these weights do not fit", capfd.readouterr().out)
+        assert re.search(r"GIVING UP: server 0 died.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
 def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
@@ -330,7 +316,7 @@ def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
 def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
     (stand_in / "die_at_start").touch()
     with pytest.raises(
-        RuntimeError, match=r"(?s)server 0 died while starting.*server_0\.log.*these weights do not fit"
+        RuntimeError, match=r"(?s)server 0 died; the end of .*server_0\.log.*these weights do not fit"
     ):
         ModelServers(settings(stand_in))
 
@@ -411,9 +397,9 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     with running(settings(stand_in, num_servers=2, port=port)) as servers:
         hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
-        monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 1.0)
+        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 1.0)
         until(lambda: not alive(hanging))
-        monkeypatch.setattr(genrm_server, "ROUTER_HANG_SECONDS", 30.0)
+        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 30.0)
         until(
             lambda: (
                 all(worker["healthy"] for worker in router_workers(servers))
@@ -534,28 +520,6 @@ def test_the_key_guard(monkeypatch):
         vllm_server.KeyGuard(None)
 
 
-@pytest.mark.parametrize("key", ["Bearer k", "Bearer wrong"])
-def test_errors_on_generate_have_no_keys_that_a_reward_function_could_look_for(key, monkeypatch):
-    import httpx
-    from starlette.responses import JSONResponse
-
-    async def vllm(scope, receive, send):
-        assert scope["path"] == "/v1/completions"
-        await JSONResponse({"error": {"message": "too long"}}, 400)(scope, receive, send)
-
-    monkeypatch.setenv("VLLM_API_KEY", "k")
-    app = vllm_server.KeyGuard(vllm_server.Generate(vllm))
-
-    async def post():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            return await client.post("/generate", json={"text": "1"}, headers={"Authorization": key})
-
-    answer = asyncio.run(post())
-    status, said = (400, "too long") if key == "Bearer k" else (401, "missing or wrong key")
-    assert answer.status_code == status and answer.headers["content-type"].startswith("text/plain")
-    assert said in json.loads(answer.text) and isinstance(json.loads(answer.text), str)
-
-
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert (
@@ -563,13 +527,6 @@ def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
         )
     with running(settings(stand_in, host="0.0.0.0", api_key="k")):
         assert "WARNING" not in capfd.readouterr().out
-
-
-def test_a_router_that_listens_on_ipv6(stand_in):
-    if not Path("/proc/net/if_inet6").exists():
-        pytest.skip("no IPv6 here")
-    with running(settings(stand_in, host="::1")) as servers:
-        assert servers.router_address.startswith("[::1]:") and ask(f"http://{servers.router_address}")
 
 
 def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer):
@@ -646,10 +603,9 @@ def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model
         assert "policy servers: " in line and str(servers.folder.folder.parent) in line
 
 
-def test_sleep_and_wake(stand_in, capfd, monkeypatch):
+def test_sleep_and_wake(stand_in, monkeypatch):
     with running(settings(stand_in, sleep_mode=True)) as servers:
         assert [servers.sleep(), servers.wake_up(), servers.sleep()] == [False] * 3  # harmless
-        assert capfd.readouterr().out.count("sleep and wake do nothing here: vLLM cannot on CPU") == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
         assert servers.sleep()
@@ -777,15 +733,6 @@ def processes():
         with contextlib.suppress(psutil.Error):
             process.cmdline()
             yield process
-
-
-def test_a_long_tmpdir_leaves_room_for_the_names_of_sockets(stand_in, tmp_path, monkeypatch):
-    """vLLM's sockets are called TMPDIR and a / and 36 characters; Linux takes 107."""
-    folder = tmp_path / ("x" * 80)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with running(settings(stand_in)) as servers:
-        assert len(told(servers)["env"]["TMPDIR"]) + 37 <= 107
 
 
 FORKS = """
@@ -1165,10 +1112,10 @@ print("host", slot.url, ask(), flush=True)
 cluster.remove_node(node)
 wait_for(lambda: not slot.joined)
 time.sleep(8)  # no node has room: nothing is counted, nothing given up
-print("alone", slot.joined, slot.given_up, flush=True)
+print("alone", slot.joined, bool(slot.given_up), flush=True)
 cluster.add_node(num_cpus=1)
 wait_for(lambda: slot.joined)
-print("back", slot.url, ask(), slot.given_up, flush=True)
+print("back", slot.url, ask(), bool(slot.given_up), flush=True)
 manager.shutdown()
 ray.shutdown()
 cluster.shutdown()

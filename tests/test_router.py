@@ -125,7 +125,7 @@ class Running:
     """A router in this process over the given upstreams, and a client to it."""
 
     def __init__(self, *upstreams, **settings):
-        settings = dict(port=0, health_interval=30.0, allow_empty=True, forward=("/",)) | settings
+        settings = dict(port=0, health_interval=30.0, forward=("/",)) | settings
         self.router = Router(Config(workers=tuple(getattr(u, "url", u) for u in upstreams), **settings))
 
     async def __aenter__(self):
@@ -217,8 +217,7 @@ async def test_answers_without_a_body():
         )
 
     async with Upstream(play) as up, Running(up) as it:
-        status, body, headers = await it.ask("HEAD", "/200")
-        assert (status, body, headers["Content-Length"]) == (200, b"", "5")
+        assert (await it.ask("HEAD", "/200"))[:2] == (200, b"")
         assert (await it.ask("GET", "/204"))[:2] == (204, b"")
         assert (await it.ask("GET", "/304"))[:2] == (304, b"")
         status, _, headers = await it.ask("GET", "/302", allow_redirects=False)
@@ -289,17 +288,6 @@ async def test_large_bodies_both_ways_and_the_limit():
         assert len(up.seen) == 1
 
 
-@in_a_loop
-async def test_expect_100_continue():
-    async with Upstream() as up, Running(up) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(b"ok")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        writer.close()
-
-
 # ---- failures ------------------------------------------------------------------------------------
 
 
@@ -360,7 +348,6 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
             ]
             assert all(1 <= times <= 6 for times in asked)
             assert any(it.worker(upstream).healthy for upstream in upstreams)
-            assert status != 500 or all(it.worker(upstream).healthy for upstream in upstreams)
             for upstream in upstreams:  # as a client that tries again and again, with nothing else in between
                 it.worker(upstream).healthy = True
             before = sum(len(upstream.seen) for upstream in upstreams)
@@ -385,32 +372,31 @@ async def test_a_server_that_answers_500_where_another_one_answers_loses_nothing
 
 
 @in_a_loop
-async def test_a_500_that_two_servers_give_is_the_answer_and_counts_against_neither():
-    async with (
-        Upstream(answers(500, "a")) as one,
-        Upstream(answers(500, "b")) as two,
-        Upstream() as three,
-        Running(one, two, three, policy="least_loaded") as it,
-    ):
-        it.worker(three).turn = time.monotonic()  # the last to be chosen
-        assert (await it.ask("POST", "/", data=b"x"))[:2] == (500, b"b")
-        assert [len(up.seen) for up in (one, two, three)] == [1, 1, 0]
-        assert all(it.worker(up).healthy and not it.worker(up).failed_in_a_row for up in (one, two))
+async def test_a_500_that_all_give_is_the_answer_and_one_that_answers_something_else_meanwhile_stays():
+    async def play(request, upstream):
+        return web.Response(status=500 if request.raw_path == "/bad" else 200, text=upstream.url)
+
+    async with Upstream(play) as one, Upstream(play) as two, Running(one, two) as it:
+        for number in range(1, 6):
+            assert (await it.ask("POST", "/bad"))[0] == 500
+            assert len(one.seen) + len(two.seen) == 4 * number - 2
+            for _ in range(2):
+                assert (await it.ask("POST", "/"))[0] == 200
+        assert it.worker(one).healthy and it.worker(two).healthy
 
 
 @in_a_loop
-async def test_after_two_cut_connections_no_third_server_is_risked():
-    async with (
-        Upstream(reset) as one,
-        Upstream(reset) as two,
-        Upstream(reset) as three,
-        Running(one, two, three) as it,
-    ):
-        for _ in range(9):
+async def test_no_more_servers_are_asked_than_max_attempts_and_the_last_one_stays():
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream(reset)) for _ in range(4)]
+        it = await stack.enter_async_context(Running(*ups))
+        for number in (1, 2):
             status, text, headers = await it.ask("POST", "/", data=b"x")
             assert status == 503 and headers["Retry-After"] == "30" and b"Server disconnected" in text
-        assert sum(len(up.seen) for up in (one, two, three)) == 18
-        assert all(it.worker(up).healthy for up in (one, two, three))
+            assert sum(len(up.seen) for up in ups) == 3 * number
+        for _ in range(9):
+            assert (await it.ask("POST", "/", data=b"x"))[0] == 503
+        assert sum(it.worker(up).healthy for up in ups) == 1
 
 
 @pytest.mark.parametrize("play", [answers(503), reset])
@@ -456,7 +442,6 @@ async def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_
         with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
             await it.ask("GET", "/")
         assert len(one.seen) + len(two.seen) == 1
-        assert it.worker(one).failures + it.worker(two).failures == 1
 
 
 @in_a_loop
@@ -547,34 +532,11 @@ async def test_requests_that_found_no_server_wait_until_one_is_back():
 
 
 @in_a_loop
-async def test_the_line_is_shared_by_the_servers_that_come_back():
-    async def work(request, upstream):
-        await asyncio.sleep(0.2)
-        return await say_name(request, upstream)
-
-    async with Upstream(work) as one, Upstream(work) as two, Running(queue_timeout=20) as it:
-        asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(400)]
-        await until(lambda: it.router.waiting == 400)
-        for up in (one, two):  # one after the other
-            await it.ask("POST", "/workers", json={"url": up.url})
-            await until(lambda: up.seen)
-        assert [(await task)[0] for task in asked] == [200] * 400 and it.router.waiting == 0
-        assert len(one.seen) > 100 and len(two.seen) > 100
-        # nobody waits while servers are healthy
-        several = asyncio.gather(*(it.ask("POST", "/") for _ in range(300)))
-        await until(lambda: it.worker(one).in_flight + it.worker(two).in_flight == 300)
-        await several
-
-
-@in_a_loop
-async def test_waiting_takes_no_cpu_and_ends_in_time_and_is_bounded():
-    async with Running(queue_timeout=60, max_waiting=1000) as it:
-        asked = [asyncio.create_task(it.ask("GET", "/")) for _ in range(1001)]
-        # the one too many has its answer at once
-        (refused,), waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        assert refused.result()[0] == 503 and refused.result()[2]["Retry-After"] == "30"
+async def test_waiting_takes_no_cpu_and_ends_in_time():
+    async with Running(queue_timeout=60) as it:
+        waiting = [asyncio.create_task(it.ask("GET", "/")) for _ in range(1000)]
         await until(lambda: it.router.waiting == 1000)
-        assert b"\nrouter_waiting 1000\n" in (await it.ask("GET", "/metrics"))[1]
+        assert b"router_waiting 1000\n" in (await it.ask("GET", "/metrics"))[1]
         begun = time.process_time()
         await asyncio.sleep(0.2)
         assert time.process_time() - begun < 0.1
@@ -661,7 +623,7 @@ async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_an
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("together", [1, 32])
 @in_a_loop
-async def test_two_servers_that_answer_500_while_their_health_is_good_fail_one_of_200_at_most(count, together):
+async def test_two_servers_that_answer_500_while_their_health_is_good_lose_nothing(count, together):
     async with contextlib.AsyncExitStack() as stack:
         plays = [answers(500)] * 2 + [say_name] * (count - 2)
         ups = [await stack.enter_async_context(Upstream(play)) for play in plays]
@@ -674,7 +636,7 @@ async def test_two_servers_that_answer_500_while_their_health_is_good_fail_one_o
                 return (await it.ask("POST", "/", data=b"x"))[0]
 
         statuses = await asyncio.gather(*(ask() for _ in range(200)))
-        assert sorted(set(statuses)) in ([200], [200, 500]) and statuses.count(500) <= 1
+        assert statuses == [200] * 200
 
 
 # ---- time limits ---------------------------------------------------------------------------------
@@ -706,7 +668,7 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
 
 
 @in_a_loop
-async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_none():
+async def test_connect_timeout_asks_another_server_and_gives_503_when_there_is_none(monkeypatch):
     full = socket.socket()
     full.bind(("127.0.0.1", 0))
     full.listen(0)
@@ -716,13 +678,14 @@ async def test_connect_timeout_asks_another_server_and_gives_504_when_there_is_n
         sock.setblocking(False)
         sock.connect_ex(full.getsockname())
     url = f"http://127.0.0.1:{full.getsockname()[1]}"
-    async with Upstream() as up, Running(up, url, connect_timeout=1.0) as it:
+    monkeypatch.setattr(router, "CONNECT_SECONDS", 1.0)
+    async with Upstream() as up, Running(up, url) as it:
         it.router.workers[url].healthy = True
         assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
         assert 1 <= it.router.workers[url].failures <= 3
         await it.ask("DELETE", f"/workers?url={up.url}")
         it.router.workers[url].failed_in_a_row, it.router.workers[url].healthy = 0, True
-        assert (await it.ask("GET", "/"))[0] == 504
+        assert (await it.ask("GET", "/"))[0] == 503
     for sock in (full, *waiting):
         sock.close()
 
@@ -739,28 +702,6 @@ async def test_a_client_that_goes_away_stops_the_server():
 
 
 @in_a_loop
-async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again():
-    """Such as a 408 for a connection that was idle: it is not the next request's answer."""
-    connections = []
-
-    async def serve(reader, writer):
-        connections.append(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await reader.readuntil(b"\r\n\r\n"):
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nright")
-                await asyncio.sleep(0.02)
-                writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 5\r\n\r\nstale")
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with Running(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as it:
-        for _ in range(3):
-            await asyncio.sleep(0.1)
-            assert (await it.ask("POST", "/"))[:2] == (200, b"right")
-        assert len(connections) == 4
-    server.close()
-
-
-@in_a_loop
 async def test_a_connection_that_was_idle_is_not_used_again():
     """A busy server may be about to close it: uvicorn does after 5 s, however late it looks at the clock."""
     async def say_connection(request, upstream):
@@ -772,57 +713,6 @@ async def test_a_connection_that_was_idle_is_not_used_again():
             await asyncio.sleep(pause)
             connections.append((await it.ask("POST", "/", data=b"x"))[1])
         assert connections[0] == connections[1] != connections[2]
-
-
-@in_a_loop
-async def test_a_client_that_sends_half_a_header_is_not_kept(monkeypatch):
-    monkeypatch.setattr(router, "IDLE_SECONDS", 0.3, raising=False)
-    async with Upstream() as up, Running(up) as it:
-        for before in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-            writer.write(before)
-            if before:
-                assert up.url.encode() in await reader.readuntil(up.url.encode())
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHos")
-            assert await asyncio.wait_for(reader.read(), 20) == b""
-            writer.close()
-
-
-@in_a_loop
-async def test_a_router_without_a_file_left_blames_no_server():
-    few_files = ("sh", "-c", 'ulimit -n 48; exec "$@"', "sh")
-    release = asyncio.Event()
-    async with (
-        Upstream(answers_after(release)) as one,
-        Upstream(answers_after(release)) as two,
-        started("--workers", one.url, two.url, "--health-interval", "0.1", before=few_files) as (_, url, client),
-    ):
-        asked = [asyncio.create_task(client.post(url + "/v1/x")) for _ in range(100)]
-        done, _ = await asyncio.wait(asked, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(1)  # looks at /health fail, too
-        release.set()
-        answers = await asyncio.gather(*asked, return_exceptions=True)  # some connections were not taken
-        texts = [await answer.text() for answer in answers if not isinstance(answer, Exception)]
-        assert "late" in texts and any("Too many open files" in text for text in texts)
-        async with client.get(url + "/workers") as answer:
-            for worker in (await answer.json())["workers"]:
-                assert worker["healthy"] and worker["failures"] == worker["polls_failed"] == 0
-
-
-@pytest.mark.parametrize("status", [500, 503])
-@in_a_loop
-async def test_an_error_without_an_end_is_passed_on_as_far_as_it_came(status):
-    async def endless(request, upstream):
-        answer = web.StreamResponse(status=status)
-        await answer.prepare(request)
-        while True:
-            await answer.write(b"x" * 4096)
-            await asyncio.sleep(0)
-
-    async with Upstream(endless) as up, Running(up) as it:
-        got, body, _ = await it.ask("POST", "/", data=b"x")
-        assert got == status and body.startswith(b"xxx") and len(body) <= 1 << 20
-        await asyncio.wait_for(up.cancelled.wait(), 60)
 
 
 @in_a_loop
@@ -848,7 +738,7 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
 
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """As any server that hangs does (above)."""
-    config = Config(allow_empty=True)
+    config = Config()
     assert config.unhealthy_after * (config.health_interval + router.HEALTH_SECONDS) < 50
 
 
@@ -857,10 +747,11 @@ async def test_looking_up_a_name_counts_as_connecting(monkeypatch):
     async def never(*arguments, **options):
         await asyncio.Event().wait()
 
-    async with Running("http://somewhere.test:1", connect_timeout=0.2) as it:
+    monkeypatch.setattr(router, "CONNECT_SECONDS", 0.2)
+    async with Running("http://somewhere.test:1") as it:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
         it.router.workers["http://somewhere.test:1"].healthy = True
-        assert (await it.ask("GET", "/"))[0] == 504
+        assert (await it.ask("GET", "/"))[0] == 503
 
 
 # ---- policies, own endpoints ---------------------------------------------------------------------
@@ -902,7 +793,7 @@ async def test_workers_can_be_listed_added_and_taken_out():
         assert [w["url"] for w in json.loads((await it.ask("GET", "/workers"))[1])["workers"]] == [two.url]
         release.set()
         assert (await asked)[:2] == (200, b"late")
-        assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 404
+        assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -919,7 +810,6 @@ async def test_workers_can_be_listed_added_and_taken_out():
         b'{"url": "http://"}',
         b'{"url": "http://u:p@h"}',
         b'{"url": "http://h:99999"}',
-        b"[" * 99999,
         b'{"url": "http://h/\\n\\"x"}',
         b'{"url": "http://h:1?q=1"}',
         b'{"url": "http://[::1"}',
@@ -931,7 +821,7 @@ async def test_broken_input_to_the_own_endpoint_gives_400(body):
         status, text, _ = await it.ask("POST", "/workers", data=body)
         assert status == 400 and json.loads(text)["error"]["type"] == "router_error"
         assert (await it.ask("DELETE", "/workers"))[0] == 400
-        assert (await it.ask("PUT", "/workers"))[0] == 405
+        assert (await it.ask("PUT", "/workers", data=body))[0] == 400
         assert not it.router.workers
 
 
@@ -947,22 +837,13 @@ async def test_metrics():
             await it.ask("POST", "/")
         status, text, headers = await it.ask("GET", "/metrics")
         assert status == 200 and headers["Content-Type"].startswith("text/plain")
-        families = {family.name: family for family in text_string_to_metric_families(text.decode())}
-        kinds = [(name, family.type) for name, family in families.items()]
-        assert kinds == [
-            ("router_waiting", "gauge"),
-            ("router_requests", "counter"),
-            ("router_failures", "counter"),
-            ("router_retries", "counter"),
-            ("router_seconds", "counter"),
-            ("router_in_flight", "gauge"),
-            ("router_healthy", "gauge"),
-        ]
-        assert families["router_waiting"].samples[0].value == 0
+        samples = []
+        for family in text_string_to_metric_families(text.decode()):
+            samples += family.samples
+        assert samples[0][:3] == ("router_waiting", {}, 0.0)
 
         def value(name, up):
-            samples = families[f"router_{name.removesuffix('_total')}"].samples
-            (sample,) = [one for one in samples if one.labels == {"worker": up.url}]
+            (sample,) = [one for one in samples if one[:2] == (f"router_{name}", {"worker": up.url})]
             return sample.value
 
         failures = len(bad.seen)
@@ -1080,7 +961,7 @@ async def test_what_controls_a_server_is_not_forwarded(path):
             status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
             assert status == 404 and "--forward" in json.loads(text)["error"]["message"]
         assert not up.seen
-        for fine in ("/v1", "/v1/chat/completions", "/classify", "/v1/models/a..b", "/tokenize?x=/../"):
+        for fine in ("/v1", "/v1/chat/completions", "/classify", "/tokenize?x=/../"):
             assert (await it.ask("POST", fine))[0] == 200
 
 
@@ -1102,9 +983,7 @@ def make_fuzzed(rng):
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
     # refused
-    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(
-        b"/..", b"/._"
-    )
+    path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"..", b"._")
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
@@ -1187,21 +1066,6 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
     assert all(isinstance(error, HttpProcessingError) for error in unhandled), unhandled
 
 
-@pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["stops", "breaks"])
-@in_a_loop
-async def test_a_body_that_stops_or_breaks_halfway_gives_408(monkeypatch, rest):
-    monkeypatch.setattr(router, "BODY_SECONDS", 0.2)
-
-    async with Upstream() as up, Running(up) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
-        await until(lambda: it.router.runner.server.requests_count)
-        writer.write(rest)
-        assert (await reader.readline()).split()[1] == b"408"
-        writer.close()
-        assert not up.seen
-
-
 # ---- the command line ----------------------------------------------------------------------------
 
 
@@ -1229,13 +1093,10 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
         port = str(taken.getsockname()[1])
         cases = (
             (["--workers", "localhost:1"], "http://"),
-            (["--workers", "http://"], "host"),
-            ([], "name a server"),
-            (["--allow-empty", "--port", "70000"], "--port 70000"),
-            (["--allow-empty", "--request-timeout", "0"], "--request-timeout"),
-            (["--allow-empty", "--forward"], "--forward"),  # not: everything
-            (["--allow-empty", "--forward", "v1"], "--forward ('v1',)"),
-            (["--allow-empty", "--port", port], f"{port}): address already in use"),
+            (["--workers", "http://"], "http://10.0.0.2:8000"),
+            (["--port", "70000"], "--port 70000"),
+            (["--request-timeout", "0"], "--request-timeout"),
+            (["--port", port], f"{port}): address already in use"),
         )
         started = [
             subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases
@@ -1314,7 +1175,7 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
 @in_a_loop
 async def test_the_key_can_come_from_the_environment():
     # as of a secret's file
-    async with started("--allow-empty", env=dict(os.environ, ROUTER_API_KEY="k\n")) as (
+    async with started(env=dict(os.environ, ROUTER_API_KEY="k\n")) as (
         _,
         url,
         client,
