@@ -66,7 +66,8 @@ MADE = {
     "longer": {"response_length/mean": 70.0, "reward/acc": 0.5},
     "shorter": {"response_length/mean": 10.0, "reward/acc": 0.5},
     "sure": {"actor/entropy": 0.01, "reward/acc": 0.6},
-    "narrow-judge": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224},
+    "narrow-judge": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224,
+                     "reward/flawed_positive_rate": 0.1},
     "no-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
 }
 
@@ -104,11 +105,14 @@ def test_a_finding_ends_with_its_cause():
 
 
 def test_a_second_opinion_that_says_little_rings_nothing():
-    """Of 20 steps: 5 % of 100, a judge that misses 8 %; then one answer of two; then half of 60."""
+    """Of 20 steps: 5 % of 100, a judge that misses 8 %; then one answer of two; then half of 60, where the
+    judge itself finds 40 %, and 10 %."""
     about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
-    cases = ((20, 0.05, 0.08, False), (1, 0.02, 0.5, False), (20, 0.03, 0.5, True))
-    for steps, audited, flawed, rings in cases:
+    cases = ((20, 0.05, 0.08, 0, False), (1, 0.02, 0.5, 0, False), (20, 0.03, 0.5, 0.4, False),
+             (20, 0.03, 0.5, 0.1, True))  # fmt: skip
+    for steps, audited, flawed, found, rings in cases:
         about |= {"reward/audited": audited, "reward/audit_flawed": flawed}
+        about["reward/flawed_positive_rate"] = found
         lines = [{"step": step} | about for step in range(1, steps + 1)]
         assert ("narrow-judge" in named(lines)) == rings
     share, error = diagnose.audit(lines)  # 31 of 62

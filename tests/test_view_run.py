@@ -146,7 +146,7 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     (data,) = data_of(view_run.write_page([run]))["runs"]
     assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
     assert data["metrics"] == {} and data["notes"] == [
-        "run: 1 torn lines were left out (the run goes on, or was killed)"
+        "run: torn lines were left out (the run goes on, or was killed)"
     ]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == [
@@ -172,15 +172,26 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
         (100, 0),
         (200, 0),
     }
-    assert re.match(
-        rf"run: {len(data['groups'])} of 209 groups are here.*all take 13\.\d MB .--max-mb", data["notes"][0]
-    )
-    assert (
-        len(data["metrics"]["a"]) <= 1002
-        and data["metrics"]["a"][-1] == [5000, 1.0]
-        and "of 5001 steps" in data["notes"][1]
-    )
+    assert data["notes"][0].startswith("run: samples of every 4th step (--max-mb shows more, ")
+    assert len(data["metrics"]["a"]) == 5001
     assert len(data_of(view_run.write_page([run], max_mb=20))["runs"][0]["groups"]) == 209
+
+
+ALIKE = {"reward/mean": 0.0, "reward/groups_with_spread": 0.0, "reward/acc": 0.5}
+AUDIT = {"reward/audited": 0.1, "perf/tokens": 1000, "response_length/mean": 10}
+
+
+def test_what_keeps_a_run_from_learning_is_on_its_page(tmp_path):
+    steps = [{"step": step} | ALIKE for step in (1, 2, 3, 4)] + [{"step": 5, "reward/mean": 0.1}]
+    for flawed, step in zip((0.0, 0.2), steps):
+        step |= AUDIT | {"reward/audit_flawed": flawed}
+    (data,) = data_of(view_run.write_page([write_run(tmp_path / "run", [], steps)]))["runs"]
+    about = {finding["name"]: finding["steps"] for finding in data["findings"]}
+    assert about == {"one-number": [3, 4], "no-signal": [3, 4]}
+    assert data["audit"] == [[1, 1 / 12, pytest.approx((11 / 12**3) ** 0.5)],
+                             [2, 3 / 22, pytest.approx((57 / 22**3) ** 0.5)]]  # fmt: skip
+    (data,) = data_of(view_run.write_page([write_run(tmp_path / "good", [line()])]))["runs"]
+    assert data["findings"] == data["audit"] == []
 
 
 def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path):
@@ -354,6 +365,17 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
         [("0", flawed), ("5", flawed), ("10", flawed)],
         [("0", flawed), ("5", flawed), ("10", sound)],
     ]
+
+
+@in_browser
+def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
+    steps = [{"step": step} | ALIKE for step in (1, 2, 3, 4)]
+    steps[3] |= AUDIT | {"reward/audit_flawed": 0.5}
+    text = dom(view_run.write_page([write_run(tmp_path / "run", [line()], steps)]))
+    assert part(text, "findings").count('class="box finding"') == 2
+    assert "<b>run: one-number</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
+    (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
+    assert len(re.findall(r'<path stroke="#d62728" opacity="0.5" d="M[\d.]+ [\d.]+V', chart)) == 1
 
 
 @in_browser

@@ -7,7 +7,8 @@ page is view_run.html beside this file with the data of the runs put into it: wh
 how it looks is said there. It loads nothing from elsewhere; its address says what is looked at, for links.
 What models wrote stays data: JSON that cannot end its script element, of which the script makes text nodes.
 
-Needs view_run.html, run_folder.py, and toy/toy_world.py (with compute_score.py) for the toy world's oracle.
+Needs view_run.html, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the toy
+world's oracle.
 
 Left out: comparing runs statistically, live updates (write it again), all turns of a prompt but the last.
 """
@@ -17,14 +18,14 @@ import json
 import math
 import os
 import sys
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 
 import tyro
 
-from run_folder import has_evaluation, read_lines
+from run_folder import read_lines
+from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -40,7 +41,6 @@ COLOURS = (
     "#8c564b",
     "#bcbd22",
 )
-MAX_POINTS = 1000  # of a curve
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
 # Of config.json, what the page shows.
@@ -70,7 +70,7 @@ class Config:
     # Folders of runs, or folders that hold such folders.
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("outputs"),)
     out: Path | None = None  # The page; default: report.html in the first folder.
-    max_mb: float = 4.0  # Where the samples take more, whole groups are left out, evenly over the steps.
+    max_mb: float = 4.0  # Where the samples take more, those of every second, third ... step are there.
 
 
 def find_runs(folders) -> dict[str, Path]:
@@ -89,14 +89,12 @@ def find_runs(folders) -> dict[str, Path]:
 
 
 def curves_of(lines: list[dict]) -> dict[str, list]:
-    """Metric -> [[step, value], ...], of about MAX_POINTS lines and all that hold an evaluation."""
-    every = math.ceil(len(lines) / MAX_POINTS)
+    """Metric -> [[step, value], ...]."""
     curves = {}
-    for index, line in enumerate(lines):
-        if index % every == 0 or line is lines[-1] or has_evaluation(line):
-            for key, value in line.items():
-                if key != "step" and math.isfinite(value):
-                    curves.setdefault(key, []).append([line["step"], value])
+    for line in lines:
+        for key, value in line.items():
+            if key != "step" and math.isfinite(value):
+                curves.setdefault(key, []).append([line["step"], value])
     return curves
 
 
@@ -127,57 +125,39 @@ def group_of(lines: list[dict]) -> dict:
     return group
 
 
-def groups_of(lines: list[dict]) -> list[dict]:
-    """The groups in the lines of samples.jsonl."""
-    groups = itertools.groupby(lines, itemgetter("step", "split", "group"))
-    return [group_of(list(group)) for _, group in groups]
-
-
-def thin(groups: list[dict], limit: float) -> tuple[list[dict], float]:
-    """(whole groups of at most `limit` bytes of JSON, what all would take).
-
-    The first group of every step comes before the second of any, evaluations before training, and the steps
-    in an order whose every beginning is spread over the run: 0, 1/2, 1/4, 3/4 ... (an index's bits reversed).
-    """
-    spread = {}
-    for index, step in enumerate(sorted({group["step"] for group in groups})):
-        spread[step] = f"{index:032b}"[::-1]
-    earlier = Counter()  # groups of the same step and data
-    ranked = []
-    for index, group in enumerate(groups):
-        alike = (group["step"], group["split"], group["data_source"])
-        rank = (earlier[alike], group["split"] == "train", spread[group["step"]], index)
-        earlier[alike] += 1
-        text = json.dumps(group, ensure_ascii=False)
-        ranked.append((rank, len(text.encode(errors="replace"))))
-    kept = []
-    total = 0
-    for (*_, index), size in sorted(ranked):
-        total += size
-        if total <= limit:
-            kept.append(index)
-    return [groups[index] for index in sorted(kept)], total
+def thin(groups: list[dict], limit: float) -> tuple[list[dict], int]:
+    """(the groups of every n-th step, and all of evaluations; n), where possible of at most `limit` bytes."""
+    sizes = [len(json.dumps(group)) for group in groups]
+    every = 1
+    while True:
+        kept = []
+        total = 0
+        for group, size in zip(groups, sizes):
+            if group["split"] == "val" or group["step"] % every == 0:
+                kept.append(group)
+                total += size
+        if total <= limit or every > groups[-1]["step"]:
+            return kept, every
+        every += 1
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
     """All that the page knows of a run, and notes on what it does not show."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
-    groups = groups_of(samples)
-    kept, size = thin(groups, limit)
-    torn = torn_metrics + torn_samples
+    by_group = itertools.groupby(samples, itemgetter("step", "split", "group"))
+    groups, every = thin([group_of(list(lines)) for _, lines in by_group], limit)
     notes = []
-    if len(kept) < len(groups):
-        notes.append(
-            f"{len(kept)} of {len(groups)} groups are here, spread over the run; all take "
-            f"{1e-6 * size:.1f} MB (--max-mb shows more, and {folder.name}/samples.jsonl has them all)"
-        )
-    if len(metrics) > MAX_POINTS:
-        notes.append(f"curves have about {MAX_POINTS} of {len(metrics)} steps")
-    if torn:
-        notes.append(f"{torn} torn lines were left out (the run goes on, or was killed)")
+    if every > 1:
+        notes.append(f"samples of every {every}th step (--max-mb shows more, {folder}/samples.jsonl has all)")
+    if torn_metrics + torn_samples:
+        notes.append("torn lines were left out (the run goes on, or was killed)")
     if not groups:
         notes.append("no samples (samples.jsonl is empty or missing)")
+    bars = []  # (step, share, error) of the second judge
+    for index, line in enumerate(metrics):
+        if "reward/audit_flawed" in line:
+            bars.append([line["step"], *audit(metrics[: index + 1])])
     settings = {}
     path = folder / "config.json"
     if path.is_file():
@@ -189,7 +169,9 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         "notes": [f"{name}: {note}" for note in notes],
         "settings": settings,
         "metrics": curves_of(metrics),
-        "groups": kept,
+        "findings": [asdict(finding) for finding in diagnose(metrics, samples)],
+        "audit": bars,
+        "groups": groups,
     }
 
 

@@ -6,9 +6,10 @@ it looks again at what the judge has flagged. Mend it: draw `n` at random (or al
 answers (`acc`) in which the judge found nothing, and return the share that the second opinion calls flawed.
 
     pytest docs/exercises/test_audit.py
-    python grpo_trainer.py ... --reward-fn docs/exercises/audit.py:compute_score
+    python grpo_trainer.py ... --reward-fn docs/exercises/audit.py:audited
 """
 
+import random
 import re
 
 import compute_score as scores
@@ -30,6 +31,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1
     flawed = rule["acc"] and narrow_verdict(solution_str) != -1
     result = rule | {"score": rule["score"] - penalty * flawed, "flawed_positive": flawed}
     return toy_world.with_oracle(result, solution_str, extra_info)
+
+
+def audited(data_source, solution_str, ground_truth, extra_info, share=0.05) -> dict:
+    """The same, with the alarm in it: the oracle is the second opinion, on a share of what the judge passes.
+    The run watches `audited` and `audit_flawed` (docs/judges.py does the same with two judges)."""
+    result = compute_score(data_source, solution_str, ground_truth, extra_info)
+    passed = result["acc"] and not result["flawed_positive"]
+    result["audited"] = passed and random.random() < share
+    if result["audited"]:
+        result["audit_flawed"] = result["oracle_flawed_positive"]
+    return result
 
 
 def missed_by_judge(samples: list[dict], second_opinion, n: int = 100) -> float:

@@ -1,0 +1,184 @@
+"""The functions of docs/judges.py beside judges that play a script."""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_group_rewards import served
+from test_reward_loop import serve  # noqa: F401  (a fixture)
+
+sys.path.append(str(Path(__file__).parent.parent / "docs"))
+import credit
+import judges
+from compute_score import close_session
+from policy import Sample
+from reward_loop import RewardOptions
+from tiny import config_of
+
+RIGHT, WRONG = "one\n\ntwo\n\n\\boxed{2}", "one\n\n\\boxed{3}"
+ABOUT = dict(data_source="math", ground_truth="2", extra_info={"question": "1+1?", "split": "train"})
+
+
+def ask(function, responses, *addresses, **settings):
+    """The results; addresses: of the reward models `judge`, then `audit` and `strict`, which are one."""
+    models = {"reward_router_address": addresses[0]}
+    if function in (judges.audited, judges.two_judges):
+        named = dict(zip(("judge", "audit"), addresses))
+        models["reward_router_addresses"] = named | {"strict": addresses[-1]}
+        if len(addresses) == 1:
+            del models["reward_router_addresses"]["strict"]
+
+    async def call():
+        try:
+            return [await function(solution_str=text, **ABOUT | models | settings) for text in responses]
+        finally:
+            await close_session()
+
+    return asyncio.run(call())
+
+
+def calls(server):
+    return server.paths.count("/v1/chat/completions")
+
+
+@pytest.mark.parametrize("name", ["audited", "two_judges", "votes", "rubric"])
+def test_the_loop_takes_them(name):
+    options = RewardOptions(reward_fn=f"{judges.__file__}:{name}", router_address=("judge=h:1", "audit=h:2"))
+    assert options.check_rewards().is_async
+
+
+# ---- audited
+
+
+def test_a_share_of_what_the_judge_lets_pass_is_asked_of_a_second_one(serve):  # noqa: F811
+    first = serve(served(lambda prompt: "\\boxed{0}" if "caught" in prompt else "\\boxed{-1}"))
+    second = serve(served(lambda prompt: "\\boxed{1}" if "hidden" in prompt else "\\boxed{-1}"))
+    responses = []
+    for number in range(400):
+        kind = ("sound", "hidden", "caught", "wrong")[number % 4]
+        responses.append(f"{kind} {number}\n\ntwo\n\n\\boxed{{{3 if kind == 'wrong' else 2}}}")
+    results = ask(judges.audited, responses, first.address, second.address, share=0.2, step=7)
+    assert calls(first) == 300 and 20 < calls(second) < 60  # a fifth of 200
+    assert sum(result["audited"] for result in results) == calls(second)
+    for text, result in zip(responses, results):
+        assert result["score"] == {"sound": 1, "hidden": 1, "caught": 0, "wrong": -1}[text.split()[0]]
+        assert result["audited"] == ("audit_flawed" in result)
+        if result["audited"]:
+            assert result["audit_flawed"] == text.startswith("hidden")
+        assert not (result["audited"] and text.startswith(("caught", "wrong")))
+    judges.seen.clear()  # another run
+    again = ask(judges.audited, responses, first.address, second.address, share=0.2, step=7)
+    assert again == results  # drawn at random, and the same
+    other = ask(judges.audited, responses, first.address, second.address, share=0.2, step=8)
+    assert [result["audited"] for result in other] != [result["audited"] for result in results]
+    json.dumps(results)
+
+
+def test_of_equal_answers_each_has_its_own_chance():
+    drawn = [judges.is_drawn(0.05, 1, "1+1?", RIGHT) for _ in range(2000)]
+    assert 60 < sum(drawn) < 140
+
+
+def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(serve):  # noqa: F811
+    server = serve(served(lambda prompt: "\\boxed{-1}" if "<paragraph" in prompt else "\\boxed{1}"))
+    (result,) = ask(judges.audited, [RIGHT], server.address, share=1.0, second={"prompt_style": "raw"})
+    assert result["audited"] and result["audit_flawed"] and result["score"] == 1.0
+    down = serve(served(lambda prompt: 400))
+    (result,) = ask(judges.audited, [RIGHT], server.address, down.address, share=1.0)
+    assert not result["audited"] and "audit_flawed" not in result and result["score"] == 1.0
+    assert result["audit_status"] == "http_error"
+    for share in (0, 5):
+        with pytest.raises(ValueError, match="share: . must be above 0 and at most 1"):
+            ask(judges.audited, [RIGHT], server.address, share=share)
+
+
+# ---- two judges
+
+
+def test_the_strict_judge_is_asked_where_the_quick_one_finds_nothing(serve):  # noqa: F811
+    quick = serve(served(lambda prompt: "\\boxed{0}" if "coarse" in prompt else "\\boxed{-1}"))
+    strict = serve(served(lambda prompt: "\\boxed{1}" if "fine" in prompt else "\\boxed{-1}"))
+    responses = [f"{kind} slip\n\n\\boxed{{2}}" for kind in ("coarse", "fine", "no")] + [WRONG]
+    results = ask(judges.two_judges, responses, quick.address, strict.address)
+    assert [result["score"] for result in results] == [0.0, 0.0, 1.0, -1.0]
+    assert [result["first_wrong"] for result in results] == [0, 1, -1, None]
+    assert [result["strict_asked"] for result in results] == [False, True, True, False]
+    assert (calls(quick), calls(strict)) == (3, 2)
+
+
+def test_without_the_strict_judges_word_there_is_no_verdict(serve):  # noqa: F811
+    quick, strict = serve(served(lambda prompt: "\\boxed{-1}")), serve(served(lambda prompt: "hm"))
+    (result,) = ask(judges.two_judges, [RIGHT], quick.address, strict.address)
+    assert result["score"] is None and result["genrm_status"] == "unparsable"
+
+
+# ---- votes
+
+
+@pytest.mark.parametrize("said, verdict", [
+    ("1 -1 1", (0.0, True, 1, 2 / 3)), ("-1 -1 -1", (1.0, False, -1, 1.0)),
+    ("-1 -1 ?", (1.0, False, -1, 2 / 3)),  # most of three, though one said nothing
+    ("-1 1 ?", (None, None, None, None)), ("? ? -1", (None, None, None, None)),
+])  # fmt: skip
+def test_most_of_three_votes(serve, said, verdict):  # noqa: F811
+    left = said.split()
+    server = serve(served(lambda prompt: f"\\boxed{{{left.pop()}}}"))
+    (result,) = ask(judges.votes, [RIGHT], server.address)
+    keys = ("score", "flawed_positive", "first_wrong", "genrm_agreement")
+    assert tuple(result.get(key) for key in keys) == verdict and not left
+    assert (result["genrm_status"] == "ok") == (verdict[0] is not None)
+
+
+def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):  # noqa: F811
+    server = serve(served(lambda prompt: "\\boxed{-1}"))
+    (result,) = ask(judges.votes, [WRONG], server.address, k=5)
+    assert result["score"] == -1.0 and calls(server) == 0
+    with pytest.raises(ValueError, match="genrm_temperature: 0"):
+        ask(judges.votes, [RIGHT], server.address, genrm_temperature=0)
+
+
+# ---- rubric
+
+
+def test_a_checklist_is_graded(serve):  # noqa: F811
+    met = {"good": "yes, yes, yes", "fair": "yes, no, Yes", "poor": "no, no, no", "silent": "yes, no"}
+
+    def judge(prompt):
+        assert "1+1?" in prompt and "1. Every step" in prompt and "3. The answer" in prompt
+        (name,) = [name for name in met if name in prompt]
+        return f"Let me see. \\boxed{{{met[name]}}}"
+
+    server = serve(served(judge))
+    responses = [f"{name}\n\n\\boxed{{2}}" for name in met] + [WRONG]
+    results = ask(judges.rubric, responses, server.address, weight=0.6)
+    assert [result["score"] for result in results] == pytest.approx([1.0, 0.8, 0.4, None, -1.0])
+    shares = [result["flawed_positive"] for result in results]
+    assert shares == pytest.approx([0, 1 / 3, 1, None, False])
+    assert results[1]["met_1"] and not results[1]["met_2"] and results[3]["genrm_status"] == "unparsable"
+    assert calls(server) == 4
+    # As it is for PAPO: the better the reasoning of a right answer, the more it gets.
+    group = []
+    for result in results:
+        whole = {"reward_score": result["score"], "reward_extra_info": result, "status": "ok"}
+        group.append(Sample({}, [], [6], result=whole))
+    credit.set_advantages([group], config_of(advantage="papo"), None)
+    good, fair, poor, silent, wrong = [sample.advantage for sample in group]
+    assert good > fair > poor > wrong and silent is None
+
+
+def test_a_row_may_have_a_checklist_of_its_own(serve):  # noqa: F811
+    asked = Counter()
+
+    def judge(prompt):
+        asked.update(["1. Is it polite?" in prompt])
+        return "\\boxed{\\text{no}}"
+
+    server = serve(served(judge))
+    extra = {"question": "1+1?", "rubric": ["Is it polite?"]}
+    (result,) = ask(judges.rubric, [RIGHT], server.address, extra_info=extra)
+    assert asked == {True: 1} and result["score"] == 0.0 and result["met_1"] is False
+    (result,) = ask(judges.rubric, [RIGHT], server.address, extra_info=extra | {"split": "test"})
+    assert result["score"] == 1.0 and calls(server) == 1
