@@ -122,7 +122,7 @@ class RouterProcess(Process):
         try:
             self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
         except OSError as error:
-            raise OSError(f"--host {config.host} --port {config.port}: cannot listen there ({error})") from None
+            raise OSError(f"--host {config.host} --port {config.port}: cannot listen ({error})") from None
         port = str(self.reserved.getsockname()[1])
         self.address = f"{config.host}:{port}"
         command = [sys.executable, router.__file__, "--host", config.host, "--port", port]

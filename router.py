@@ -351,7 +351,7 @@ class Router:
                     continue  # no server has seen the request
             ended = time.monotonic()
             if ended >= deadline:  # nobody's fault: one that hangs leaves by its health
-                return error_response(504, f"no answer within {config.request_timeout:g} s (--request-timeout)")
+                return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
             attempts += 1
             worker.failures += 1
             if worker.polls_failed or await self.ask_health(worker):
