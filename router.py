@@ -135,8 +135,8 @@ def error_response(status: int, message: str) -> web.Response:
 def end_to_end(headers, dropped: set[str]) -> CIMultiDict:
     """The headers that go on: all but those about this one connection."""
     kept = CIMultiDict(headers)
-    for name in [*dropped, *headers.get("Connection", "").split(",")]:
-        kept.popall(name.strip(), None)
+    for name in dropped:
+        kept.popall(name, None)
     return kept
 
 
