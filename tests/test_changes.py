@@ -55,7 +55,7 @@ def test_a_change_does_what_it_says(diff, copy):
     (test,) = re.findall(r"^\+\+\+ b/(tests/.*)", diff.read_text(), re.M)
     apply(diff, copy)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
