@@ -181,7 +181,7 @@ def compute_score(
     """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
 
     verifier: "rule" compares normalised strings; "math_verify" asks that library (blocks; None: unfinished).
-    Returns score, acc, pred. Raises ValueError for an unknown verifier, a missing library, no usable truth.
+    Returns score, acc, pred. Raises ValueError for an unknown verifier, and where there is no usable truth.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
@@ -219,85 +219,66 @@ def compute_score_gsm8k(data_source, *sample, **named) -> dict:
 
 # math-verify limits its time with signal.alarm, which only main threads may use. So child processes grade: an
 # answer that hangs or kills its child costs no other one. A spawned child would run the main script again.
-MAX_GRADERS = 4
 GRADE_TIMEOUT_S = 4  # for one answer; an honest one takes milliseconds
 GRADE_MEMORY = 2 << 30  # bytes; an answer such as 9^{9^{9^9}} must not eat the machine
-_grader_threads = ThreadPoolExecutor(MAX_GRADERS)  # for callers in event loops
-_places = threading.Semaphore(MAX_GRADERS)  # as many child processes at most
-_one_at_a_time = threading.Lock()  # to start them
-_free_graders = []  # pipes to child processes that wait for an answer
+_grader_threads = ThreadPoolExecutor(4)  # for callers in event loops: with them at most 4 children
 
 
-def _start_anew():
-    """In a fork: the graders are its parent's, and who held a place or the lock is not there."""
-    global _places, _one_at_a_time
-    _free_graders.clear()
-    _places = threading.Semaphore(MAX_GRADERS)
-    _one_at_a_time = threading.Lock()
+@functools.cache
+def _graders(process):
+    """(pipes to child processes that wait for an answer, a lock to start others); a fork has its own."""
+    return [], threading.Lock()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+def _start_grader():
+    """The pipe to a new child process."""
+    fork = multiprocessing.get_context("fork")
+    ours, its = fork.Pipe()
+    fork.Process(target=_grade, args=(its, ours), daemon=True).start()
+    its.close()
+    return ours
 
 
-def _take_grader():
-    """The pipe to a child process: the one used last, so that one caller has one child, or else a new one."""
-    with _one_at_a_time:  # a child with a copy of its sister's end would hide the sister's death
-        if _free_graders:
-            return _free_graders.pop()
-        fork = multiprocessing.get_context("fork")
-        ours, its = fork.Pipe()
-        fork.Process(target=_grade_all, args=(its, ours), daemon=True).start()
-        its.close()
-        return ours
-
-
-def _grade_all(pipe, parents_end):
-    """The life of a child process: (answer, truth) comes in, whether they are equal goes out."""
+def _grade(pipe, parents_end):
+    """A child process: (answer, truth) comes in, out goes whether they are equal, None if it cannot finish."""
+    from math_verify import parse, verify
     parents_end.close()
-    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # not what the parent does then
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not what the parent does then
     logging.disable()  # math-verify warns of calls without a time limit of its own
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended, or wants it no more
         while True:
-            pipe.send(_grade(*pipe.recv()))
-
-
-def _grade(answer, truth):
-    """What a child process does with one answer: True, False, or None if it could not finish."""
-    from math_verify import parse, verify
-    signal.alarm(GRADE_TIMEOUT_S)  # ends the child, also where it computes in C or its parent was killed
-    try:
-        boxes = f"\\boxed{{{truth}}}", f"\\boxed{{{answer}}}"
-        sides = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
-        return verify(*sides, timeout_seconds=None, raise_on_error=True)
-    except MemoryError:
-        return None
-    except Exception:  # what cannot be compared is not equal
-        return False
-    finally:
-        signal.alarm(0)
+            sides = pipe.recv()
+            signal.alarm(GRADE_TIMEOUT_S)  # ends this process, also where it computes in C
+            try:
+                boxes = [f"\\boxed{{{side}}}" for side in sides]
+                parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
+                verdict = verify(*parsed, timeout_seconds=None, raise_on_error=True)
+            except MemoryError:
+                verdict = None
+            except Exception:  # what cannot be compared is not equal
+                verdict = False
+            signal.alarm(0)
+            pipe.send(verdict)
 
 
 def _math_verify(answer, truth):
     """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
-    try:
-        import math_verify  # noqa: F401  (before the fork, so that the children have it)
-    except ImportError as error:
-        raise ValueError("verifier: 'math_verify' needs: pip install math-verify") from error
+    import math_verify  # noqa: F401  (before the fork, so that the children have it)
     if answer == truth:
         return True
-    with _places:
-        grader = _take_grader()
-        try:
-            grader.send((answer, truth))
-            verdict = grader.recv()
-        except (EOFError, ConnectionError):  # it died
-            return None
-        _free_graders.append(grader)  # but not where the caller was interrupted, and an answer is to come yet
-        return verdict
+    free, lock = _graders(os.getpid())
+    with lock:  # a child with a copy of its sister's end would hide the sister's death
+        grader = free.pop() if free else _start_grader()
+    try:
+        grader.send((truth, answer))
+        verdict = grader.recv()
+    except (EOFError, ConnectionError):  # it died
+        return None
+    free.append(grader)  # but not where the caller was interrupted, and an answer is to come yet
+    return verdict
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
@@ -353,12 +334,6 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
-MAX_DEATHS = 3  # of servers, after which a request is given up: perhaps it kills them, and others need them
-DEATH = (  # of a server that was asked, as we see it and as the router tells it
-    r"^(ServerDisconnected|ClientConnectionReset|ClientOS|ClientPayload)Error|"
-    r"^HTTP 500.*EngineCore encountered an issue|"  # vLLM's engine, a moment before its server ends
-    r"^HTTP 50[234].*https?://\S+: (?!Cannot connect|Connection timeout)"
-)
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 SHARED_ANSWERS = 1024  # at temperature 0, the last ones: equal requests come close together, from one group
@@ -407,7 +382,7 @@ async def _json_request(method, url, **kwargs):
     async with session.request(method, url, **kwargs) as response:
         if not response.ok:
             text = await response.text(errors="replace")
-            response.reason = text[:200].replace("\n", " ")  # the error's message
+            response.reason = text[:200]  # the error's message
             response.raise_for_status()
         return await response.json(content_type=None)
 
@@ -430,10 +405,9 @@ async def chat(
 
     Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
-    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses or
-    what Retry-After asks for, unless MAX_DEATHS servers died meanwhile. Never raises for a bad server.
-    At temperature 0 equal requests wait for the first and share its answer (tokens: None), not its failure,
-    unless that is the death of servers.
+    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses.
+    Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
+    (tokens: None), not its failure.
     """
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -447,54 +421,39 @@ async def chat(
     once = _Once()
     if temperature == 0:
         once = _asked_once(asyncio.get_running_loop(), f"{address} {body}")
-    failures = ["the request was sent, and no answer came"]
+    failure = "the request was sent, and no answer came"
+    pause = 0.5
     try:
         async with asyncio.timeout(timeout_s), once:
-            if once.answer:
-                return *once.answer, None
-            return await _keep_asking(address, body, once, failures)
+            while not once.answer:
+                try:
+                    return await _ask(address, body, once)
+                except Exception as error:  # a bad address or reply, too
+                    failure = f"{type(error).__name__}: {error}"
+                    if not _may_pass(error):
+                        return "http_error", failure, 0
+                await asyncio.sleep(random.uniform(pause / 2, pause))
+                pause = min(8.0, 2 * pause)
+            return *once.answer, None
     except TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {failures[-1]}", 0
+        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {failure}", 0
 
 
-async def _keep_asking(address, body, once, failures):
-    """What `chat` returns; `once` gets what others may share, `failures` what goes wrong on the way."""
-    pause = 0.5
-    while True:
-        wait = random.uniform(pause / 2, pause)
-        try:
-            return await _ask(address, body, once)
-        except aiohttp.ClientResponseError as error:
-            failures.append(f"HTTP {error.status}: {error.message}")
-            if error.status == 404:  # perhaps another model is served there now: look it up next time
-                _asked_once(asyncio.get_running_loop(), address).answer = None
-            if error.status < 500 and error.status not in (408, 425, 429):
-                return "http_error", failures[-1], 0
-            retry_after = (error.headers or {}).get("Retry-After", "")  # none where it spoke no HTTP
-            if retry_after.isdecimal():
-                wait = max(wait, float(retry_after))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            failures.append(f"{type(error).__name__}: {error}")
-        except Exception as error:  # no address, or no reply of this kind of server
-            return "http_error", f"malformed address or reply: {type(error).__name__}: {error}", 0
-        deaths = [failure for failure in failures if re.search(DEATH, failure)]
-        if len(deaths) == MAX_DEATHS:
-            once.answer = "http_error", f"{MAX_DEATHS} servers died while they were asked; last: {deaths[-1]}"
-            return *once.answer, 0
-        await asyncio.sleep(wait)
-        pause = min(8.0, 2 * pause)
+def _may_pass(error):
+    """Whether another try may go well."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status >= 500 or error.status in (408, 425, 429)
+    return isinstance(error, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError))
 
 
 async def _ask(address, body, once):
-    """One attempt."""
+    """One attempt: what `chat` returns; `once` gets what others may share."""
     if "model" not in body:
         served = await served_model(address)
         body = body | {"model": served["id"]}
     reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
     choice = reply["choices"][0]
     text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
-    if not isinstance(text, str):
-        raise TypeError(f"content is a {type(text).__name__}")
     end = choice.get("finish_reason")
     status = "truncated" if end in ("length", "abort") else "ok"
     if end != "abort":
@@ -540,13 +499,11 @@ async def compute_score_discriminative(
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
     body = {"input": text, "add_special_tokens": False, "use_activation": False}
     reply = await _json_request("POST", f"http://{reward_router_address}/classify", json=body)
-    scores = reply["data"][0]["probs"]
-    if len(scores) != 1:
-        raise ValueError(f"the reward model gives {len(scores)} labels: choose one in a function of your own")
+    (score,) = reply["data"][0]["probs"]
     result = {"acc": None, "pred": None}
     if ground_truth != "":
         result = compute_score(data_source, solution_str, ground_truth)
-    return result | {"score": scores[0]}
+    return result | {"score": score}
 
 
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
