@@ -240,7 +240,7 @@ def _start_grader():
 
 
 def _grade(pipe, parents_end):
-    """A child process: (answer, truth) comes in, out goes whether they are equal, None if it cannot finish."""
+    """A child process: (truth, answer) comes in, out goes whether they are equal; None: no memory for it."""
     from math_verify import parse, verify
     parents_end.close()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not what the parent does then
