@@ -66,15 +66,10 @@ def test_processbench_metrics():
     metrics = processbench_metrics(rows + [row(3, 3, "gsm8k"), row(-1, -1, "gsm8k")])
     # math: 1 of 4 errors found exactly, 2 of 4 correct ones called correct; an unparsable row is a miss in
     # both
-    assert metrics["math"] == {
-        "count": 8,
-        "error": 0.25,
-        "correct": 0.5,
-        "f1": pytest.approx(2 * 0.25 * 0.5 / 0.75),
-    }
-    assert metrics["gsm8k"] == {"count": 2, "error": 1.0, "correct": 1.0, "f1": 1.0}
-    assert processbench_metrics([row(1, 0), row(-1, 0)])["math"]["f1"] == 0.0
-    assert math.isnan(processbench_metrics([row(1, 1)])["math"]["f1"])
+    assert metrics["math"] == pytest.approx((8, 0.25, 0.5, 2 * 0.25 * 0.5 / 0.75))
+    assert metrics["gsm8k"] == (2, 1.0, 1.0, 1.0)
+    assert processbench_metrics([row(1, 0), row(-1, 0)])["math"][-1] == 0.0
+    assert math.isnan(processbench_metrics([row(1, 1)])["math"][-1])
 
 
 def test_flawed_positive_metrics():
@@ -89,12 +84,9 @@ def test_flawed_positive_metrics():
         row(5, 5, correct=False),
     ]
     metrics = flawed_positive_metrics(rows)
-    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2; right about flawed or not: 2 + 1
-    # of 7
-    assert metrics == pytest.approx(
-        {"count": 7, "precision": 2 / 3, "recall": 0.5, "f1": 4 / 7, "acc": 3 / 7}
-    )
-    assert math.isnan(flawed_positive_metrics([row(-1, -1)])["f1"])
+    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2
+    assert metrics == pytest.approx((7, 2 / 3, 0.5, 4 / 7))
+    assert math.isnan(flawed_positive_metrics([row(-1, -1)])[-1])
 
 
 @pytest.fixture
@@ -148,7 +140,7 @@ def run(judge: Judge, config: Config) -> list[dict]:
 def test_a_whole_run(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # no way to the judge
     progress = []
-    judge = Judge(lambda request: progress.append((tmp_path / "c.jsonl").read_text()) or answer(request))
+    judge = Judge(lambda request: progress.append((tmp_path / "c.parquet.jsonl").read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
     # a run killed before its first answer can go on, too
     assert progress[0].startswith("{") and progress[0].endswith("}\n")
@@ -160,29 +152,10 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     lines = [line.split() for line in report(rows).splitlines()]
     assert ["gsm8k", "3", "50.0", "100.0", "66.7"] in lines
     assert ["math", "3", "100.0", "50.0", "66.7"] in lines
-    assert ["average", "F1", "6", "66.7"] in lines
-    assert [
-        "5",
-        "100.0",
-        "100.0",
-        "100.0",
-        "80.0",
-    ] in lines  # 2 flawed, both found; the unparsable one costs accuracy only
-    assert "unparsable: 16.7 % of the critiques, 16.7 % of the rows" in report(rows)
-    lengths = [
-        len(text)
-        for text in (
-            "\\boxed{-1}",
-            "so \\boxed{1}",
-            "\\boxed{2}",
-            "\\boxed{-1}",
-            "\\boxed{2}",
-            "I do not know",
-        )
-    ]
-    assert f"mean tokens per critique: {sum(lengths) / 6:.1f}" in report(rows) and "INCOMPLETE" not in report(
-        rows
-    )
+    assert ["average", "F1:", "66.7"] in lines
+    assert ["5", "100.0", "100.0", "100.0"] in lines  # 2 flawed, both found
+    assert "requests: {'ok': 18}; 16.7% of the critiques name no paragraph" in report(rows)
+    assert "INCOMPLETE" not in report(rows)
 
 
 @pytest.mark.slow
@@ -192,11 +165,11 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     rows = run(Judge(lambda request: 400 if problem_of(request) in (1, 4) else answer(request)), config)
     assert [row["prediction"] for row in rows] == [-1, None, 2, -1, None, None]
     text = report(rows)
-    assert "INCOMPLETE: requests failed: {'http_error': 4} of 12, one with: HTTP 400: no luck" in text
-    assert "\n2 rows are left out of the tables" in text
-    assert ["average", "F1", "4"] == [line.split() for line in text.splitlines() if "average" in line][0][:3]
+    assert "INCOMPLETE: 4 requests failed, one with: HTTP 400: no luck" in text
+    assert "requests: {'ok': 8, 'http_error': 4}" in text
+    assert [line.split()[1] for line in text.splitlines()[1:3]] == ["2", "2"]  # of three rows each
 
-    progress = tmp_path / "c.jsonl"
+    progress = tmp_path / "c.parquet.jsonl"
     settings, *lines = progress.read_text().splitlines()
     answered = [line for line in lines if json.loads(line)[1]["reward_score"] is not None]
     assert len(answered) == 8
@@ -211,7 +184,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
     assert len(judge.requests) == 6  # one more critique of each row
 
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
         run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
 
 
@@ -226,7 +199,7 @@ def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
 
     rows = run(Judge(flaky), Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3))
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
-    assert "{'http_error': 6} of 18" in report(rows) and "\n0 rows are left out" in report(rows)
+    assert "{'ok': 12, 'http_error': 6}" in report(rows)
 
 
 @pytest.mark.slow
@@ -246,7 +219,7 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
     rows = run(judge, config)
     assert [row["prediction"] for row in rows] == [None, 1, 2, -1, 2, None]
     assert judge.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert "unparsable: 33.3 % of the critiques, 33.3 % of the rows\ncut off: 16.7 %;" in report(rows)
+    assert "requests: {'truncated': 2, 'ok': 10}; 33.3% of the critiques" in report(rows)
     assert "INCOMPLETE" not in report(rows)
     judge = Judge(answer)
     assert run(judge, config) == rows and judge.requests == []
@@ -260,7 +233,7 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
 def test_a_resumed_run_has_the_same_settings(bench, tmp_path, setting):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
     run(Judge(answer), config)
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
         run(Judge(answer), replace(config, **setting))
 
 
@@ -280,35 +253,6 @@ def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
     assert sorted(map(problem_of, judge.requests)) == [1, 4, 5]
     assert [row["prediction"] for row in judged] == [None, 2, -1, 2, 1, -1]
     assert [row["critiques"][0]["score"] for row in judged] == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-def test_a_long_prompt_takes_nothing_from_the_others(bench, tmp_path):
-    rows = pq.read_table(bench).to_pylist()
-    rows[5]["prompt"][0]["content"] += "x" * 1000
-    pq.write_table(pa.Table.from_pylist(rows), bench)
-    longest = max(len(row["prompt"][0]["content"]) for row in rows[:5])
-    judge = Judge(answer)
-    judge.card["max_model_len"] = 2000 + longest
-    run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, max_tokens=2000))
-    asked = {problem_of(request): request.get("max_tokens") for request in judge.requests}
-    assert asked == dict.fromkeys(range(5), 2000) | {5: None}  # the server gives what that prompt leaves
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-def test_no_more_tokens_than_the_server_has_and_a_corrected_command_goes_on(bench, tmp_path):
-    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, model="misspelt")
-    judge = Judge(lambda request: 404 if request["model"] == "misspelt" else answer(request))
-    judge.card["max_model_len"] = 16384 + 500  # the prompts are longer than 500 bytes
-    assert all(row["prediction"] is None for row in run(judge, config))
-    assert "max_tokens" not in judge.requests[0]  # the server gives all that the prompt leaves
-    judge.card["max_model_len"] = 32768
-    assert [row["prediction"] for row in run(judge, replace(config, model=None))] == [-1, 1, 2, -1, 2, None]
-    assert judge.requests[-1]["max_tokens"] == 16384
-    with pytest.raises(ValueError, match="c.jsonl belongs to another run"):  # something came of that one
-        run(judge, config)
 
 
 def test_limit_and_bad_files(bench, tmp_path):
@@ -334,8 +278,6 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(evaluate_genrm, "judge_rows", interrupted)
     for data, out, code, message in [
-        (bench, "c.jsonl", 2, "the progress goes to this name"),  # it would take the place of the progress
-        ("rows.jsonl", "rows.parquet", 2, "the progress goes to this name"),
         ("mixed.jsonl", "c.parquet", 2, "mixed.jsonl, row 0: reward_model.style is 1"),
         ("rows.jsonl", "c.parquet", 130, "the same command goes on"),
     ]:
@@ -371,12 +313,9 @@ def test_command_line(bench, tmp_path):
         async with refused.running():
             code, out, err = await call(*other, refused.address)
             assert (code, "INCOMPLETE" in out) == (1, True), err
-            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.15")
+            code, out, err = await call(*other, refused.address)
             assert (code, "INCOMPLETE" in out) == (1, True), err
-            # one of six, not of the one asked
-            code, out, err = await call(*other, refused.address, "--max-error-rate", "0.2")
-            assert (code, "--max-error-rate" in out) == (0, True), err
-            assert len(refused.requests) == 6 + 1 + 1
+            assert len(refused.requests) == 6 + 1
         code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")
         assert (code, err) == (2, "error: --chat-kwargs: '[1]' is not a JSON object\n")
         return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
