@@ -59,7 +59,8 @@ MADE = {
     "ends-at-once": {"response_length/mean": 2.0},
     "never-ends": {"response_length/clipped": 0.95},
     "no-answer": {},
-    "no-verdict": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
+    "no-verdict": {"reward/no_verdict": 0.3},
+    "judge-fails": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
     "slow-judge": {"time/reward_wait": 90.0, "time/step": 200.0},
     "apart": {"rollout/logprob_diff": 0.1},
     "fell": {"reward/acc": 0.2},
@@ -117,6 +118,13 @@ def test_a_second_opinion_that_says_little_rings_nothing():
         assert ("narrow-judge" in named(lines)) == rings
     share, error = diagnose.audit(lines)  # 31 of 62
     assert share == 0.5 and error == pytest.approx((0.25 / 62) ** 0.5)
+
+
+def test_chance_is_no_fall():
+    """Of a few right answers in a hundred three steps may have none."""
+    lines = [{"step": step, "reward/mean": -0.9, "reward/acc": 0.02 * (step < 4)} for step in range(1, 9)]
+    assert "fell" not in named(lines)
+    assert "fell" in named([line | {"reward/acc": 10 * line["reward/acc"]} for line in lines])
 
 
 def test_a_rule_of_ones_own_is_a_row(monkeypatch):

@@ -14,7 +14,8 @@ says? See the evaluation before training), and what would take a new metric. Nee
 
 import sys
 from dataclasses import dataclass
-from math import sqrt
+from math import nan, sqrt
+from operator import gt, lt
 from pathlib import Path
 
 import tyro
@@ -22,6 +23,7 @@ import tyro
 from run_folder import read_lines
 
 RECENT = 10  # steps whose samples say something about a step
+SIGNS = {"<": lt, ">": gt}
 AT_FIRST = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy"}
 
 # (name, steps in a row, "number < or > bound" of each step, what to do); causes before what follows from them
@@ -38,13 +40,13 @@ RULES = [
     # A base model forgets the box half of the time, and learns it.
     ("no-answer", 3, ["without_answer > 0.8"],
      "ask for \\boxed{} in the prompt, or take a reward function for what they write"),
-    ("one-number", 3, ["reward/groups_with_spread < 0.001", "reward/acc > 0.01", "reward/acc < 0.99"],
+    ("one-number", 3, ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
      "right and wrong answers score alike: call the reward function with a line of samples.jsonl"),
     ("never-right", 3, ["reward/acc < 0.001", "without_answer < 0.8"],
      "does it look right? Then mend the rule or the truth; else take easier problems"),
     # What is left may be what is easy to judge.
     ("no-verdict", 3, ["reward/no_verdict > 0.1"], "is the judge up? `error` in samples.jsonl says why"),
-    ("no-verdict", 3, ["genrm/error_rate > 0.1"], "is the judge up? unparsable, truncated: docs/judge.md"),
+    ("judge-fails", 3, ["genrm/error_rate > 0.1"], "is the judge up? unparsable, truncated: docs/judge.md"),
     # Seconds after the last rollout.
     ("slow-judge", 3, ["time/reward_wait > 60"], "--genrm-servers 2, a smaller genrm_max_tokens, --overlap"),
     # Of 160 right answers, or more; the paper finds flaws in 20 to 40 %.
@@ -92,10 +94,10 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     lines: of the run up to this step; samples: the newest by then.
     """
     numbers = {}
-    for name, key in AT_FIRST.items():  # a share of what it was in the first three steps
-        first = sum(line.get(key, 0) for line in lines[:3])
-        if first and key in lines[-1]:
-            numbers[f"{name}/first"] = 3 * lines[-1][key] / first
+    for name, key in AT_FIRST.items():  # of what it was in the first three steps, if that was not next to 0
+        first = sum(line.get(key, 0) for line in lines[:3]) / 3
+        if first > 0.1 and key in lines[-1]:
+            numbers[f"{name}/first"] = lines[-1][key] / first
     share, error = audit(lines)
     surely = share - 2.5 * error
     numbers["audit_flawed/surely"] = surely
@@ -123,14 +125,14 @@ def audit(lines: list[dict]) -> tuple[float, float]:
     return share, sqrt(share * (1 - share) / asked)
 
 
-def is_met(conditions: list[str], numbers: list[dict], count: int) -> bool:
-    """Whether all conditions hold in so many steps, whose numbers these are; a missing number meets none."""
+def holds(conditions: list[str], numbers: list[dict]) -> bool:
+    """Whether all conditions do in all these steps; one about a number that is missing never does."""
     for condition in conditions:
         key, sign, bound = condition.split()
         for step in numbers:
-            if key not in step or step[key] == float(bound) or (step[key] > float(bound)) != (sign == ">"):
+            if not SIGNS[sign](step.get(key, nan), float(bound)):
                 return False
-    return len(numbers) == count
+    return True
 
 
 def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
@@ -149,7 +151,7 @@ def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
             recent += of_step.get(earlier, [])
         numbers.append(line | more_numbers(lines[: len(numbers) + 1], recent))
         for name, count, conditions, remedy in RULES:
-            if is_met(conditions, numbers[-count:], count):
+            if len(numbers) >= count and holds(conditions, numbers[-count:]):
                 finding = found.setdefault(name, Finding(name, [], "", remedy))
                 finding.steps.append(step)
                 finding.evidence = evidence(numbers[-1], conditions, recent)
@@ -158,7 +160,7 @@ def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     """The numbers of a rule, and how the newest response ends."""
-    keys = dict.fromkeys(condition.split()[0] for condition in conditions)
+    keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if samples:
         text += f"; ...{samples[-1]['response'][-40:]!r}, truth {samples[-1]['ground_truth']!r}"
@@ -171,19 +173,15 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     samples, _ = read_lines(folder / "samples.jsonl")
     try:
         found = diagnose(lines, samples)
-    except (TypeError, LookupError, AttributeError) as error:
-        refuse(f"{folder}: not the lines of a run of this version ({error!r})")
-    if not any("reward/mean" in line for line in lines):
-        refuse(f"{folder}: no training step in metrics.jsonl; give the --out-dir of a run")
+        if not any("reward/mean" in line for line in lines):
+            raise ValueError("no training step in metrics.jsonl")
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        print(f"error: {folder}: {error!r}; give the --out-dir of a run of this version", file=sys.stderr)
+        raise SystemExit(2) from error
     for finding in found:
         print(finding)
     if not found:
         print("no finding")
-
-
-def refuse(why: str) -> None:
-    print(f"error: {why}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":
