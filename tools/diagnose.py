@@ -54,7 +54,7 @@ RULES = [
      "read critiques (keep_critique): is there nothing to find, or does it find nothing?"),
     ("flags-all", 3, ["reward/flawed_positive_rate > 0.97", "genrm/asked > 15"],
      "read critiques (keep_critique): does the judge count paragraphs as you do?"),
-    # A judge as good as the demo's lets 5 to 9 % pass; more where most is flawed, but then it finds far more.
+    # Twice what the judge itself finds. One as good as the demo's lets 5 to 15 % pass, most of it early.
     ("narrow-judge", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
      "the policy has found what the judge overlooks: stop, and take a better judge"),
     # Usual are 0.00001 to 0.01.
@@ -99,9 +99,8 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
         if first > 0.1 and key in lines[-1]:
             numbers[f"{name}/first"] = lines[-1][key] / first
     share, error = audit(lines)
-    surely = share - 2.5 * error
-    numbers["audit_flawed/surely"] = surely
-    numbers["audit_flawed/unseen"] = surely - lines[-1].get("reward/flawed_positive_rate", 0)
+    numbers["audit_flawed/surely"] = share - 3 * error
+    numbers["audit_flawed/unseen"] = share - 2 * lines[-1].get("reward/flawed_positive_rate", 0)
     answers = [sample["reward_extra_info"].get("pred") for sample in samples]
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
