@@ -141,10 +141,10 @@ ablate() {  # ablate SEED: the rule more gently, other penalties, judges that se
 }
 second_world() {  # in an order in which every beginning says something
   compare 0
-  compare 1
   be_fair 0
-  be_fair 1
   ablate 0
+  compare 1
+  be_fair 1
   compare 2
   be_fair 2
   ablate 1
