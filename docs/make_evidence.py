@@ -1,22 +1,25 @@
 """Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
 
-    make evidence                                         # two to three hours: the runs, then this
+    make evidence                                         # four to five hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 
 A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and
 after it, and what was measured on the rollouts of each step. A table stands in a page between
 <!-- evidence: NAME --> and <!-- end -->; a test compares it with runs.jsonl. Cells are the median over the
-runs, and the lowest and the highest.
+runs, and the lowest and the highest. Runs of --runs replace those of the same world; other worlds stay.
 """
 
 import json
 import math
+import os
 import re
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
@@ -24,7 +27,10 @@ sys.path.insert(0, str(DOCS.parent))
 import tyro
 from matplotlib.figure import Figure
 
+from compute_score import split_paragraphs
+from run_folder import read_lines
 from toy.report import COLUMNS, PANELS, read_metrics, save, smooth, table
+from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
@@ -48,11 +54,53 @@ ALGORITHMS = {
     "prefix_judge": "FAPO, served judge, `--credit prefix`",
     "vppo_judge": "VPPO, served judge",
 }
+# The second world: three starts, and which of its runs are told of wrong answers, too.
+OWN = ("own0", "own1", "own2")
+OWN_ALGORITHMS = {
+    "rule": "rule only",
+    "fapo_oracle": "FAPO",
+    "prefix_oracle": "FAPO, `--credit prefix`",
+    "vppo_oracle": "VPPO, FAPO's score",
+    "papo_oracle": "PAPO",
+    "steps_oracle": "FAPO, `--advantage steps`",
+}
+VARIANTS = {
+    "rule": "rule only",
+    "rule_slow": "rule, half the learning rate",
+    "rule_fast": "rule, twice the learning rate",
+    "rule_kl": "rule, `--kl-coef 0.05`",
+    "fapo_oracle": "FAPO",
+    "penalty0.5": "FAPO, λ = 1/2",
+    "penalty2": "FAPO, λ = 2",
+    "place_oracle": "FAPO, wrong answers paid by place",
+    "prefix_oracle": "FAPO, `--credit prefix`",
+    "prefix_right": "`--credit prefix`, told of right answers only",
+    "vppo_oracle": "VPPO",
+    "vppo_right": "VPPO, told of right answers only",
+    "fapo_recall0.9": "FAPO, recall .9",
+    "fapo_recall0.7": "FAPO, recall .7",
+    "fapo_recall0.5": "FAPO, recall .5",
+    "prefix_recall0.9": "`--credit prefix`, recall .9",
+    "prefix_recall0.7": "`--credit prefix`, recall .7",
+    "prefix_recall0.5": "`--credit prefix`, recall .5",
+}
+LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_recall")
+OWN_COLUMNS = {
+    "accuracy": "toy",
+    "flawed positives": "toy/oracle_flawed_positive_rate",
+    "truly correct": "toy/truly_correct",
+    "all sums right": "toy/sums_right",
+    '"How many?" accuracy': "toy_total",
+    '"How many?" all sums right': "toy_total/sums_right",
+}
 COLOURS = {
     "rule": "tab:red",
     "fapo_judge": "tab:green",
     "fapo_oracle": "tab:olive",
     "papo_oracle": "tab:blue",
+    "prefix_oracle": "tab:purple",
+    "vppo_oracle": "tab:orange",
+    "steps_oracle": "tab:brown",
 }
 OF_JUDGES = {
     "recall": "fapo_critic/recall",
@@ -85,10 +133,42 @@ def collect(folder: Path) -> list[dict]:
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
         run |= dict(steps=metrics[-1]["step"], before=before, after=after)
+        if run["world"] in OWN:
+            run["flaws"] = count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
         raise ValueError(f"--runs {folder}: no finished run there; make evidence writes some")
     return runs
+
+
+def kind_of_flaw(question: str, solution: str) -> str:
+    """What the first wrong paragraph of a flawed solution of the toy world is, in a word."""
+    problem = parse_problem(question)
+    sound = write_solution(problem, Random(0))
+    stated = split_paragraphs(solution)
+    index = len(os.path.commonprefix([stated, sound]))
+    if index >= len(problem.steps):
+        return "answer"
+    left, is_sum, _ = [*stated, ""][index].partition("=")
+    task = sound[index].partition("=")[0]
+    value = re.match(r"\d+", task)[0]
+    if left == task:
+        return "arithmetic"
+    if left in [f"{value}{step:+}" for step in problem.steps[index + 1 :]]:
+        return "skipped"
+    if is_sum and re.fullmatch(r"\d+[+-]\d+", left):
+        return "copied"
+    return "other"
+
+
+def count_flaws(folder: Path, since: int) -> dict[str, int]:
+    """The flawed positives among the training samples that a run kept from that step on, by their kind."""
+    kinds = Counter()
+    for line in read_lines(folder / "samples.jsonl")[0]:
+        is_flawed = line["reward_extra_info"]["oracle_flawed_positive"]
+        if line["split"] == "train" and line["step"] >= since and is_flawed:
+            kinds[kind_of_flaw(line["prompt"], line["response"])] += 1
+    return dict(kinds)
 
 
 def read() -> list[dict]:
@@ -132,6 +212,72 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
                                  for pick in (min, statistics.median, max))  # fmt: skip
             rows.append([*row(title, some, COLUMNS), f"{middle} ({low}-{high})", str(len(some))])
     return table(["512 held-out problems", *COLUMNS, "step at which half are truly correct", "runs"], *rows)
+
+
+def calls(run: dict) -> float:
+    """What the judge is asked in a step of 128 samples: nothing, about right answers, or about all of them."""
+    if run["algorithm"].startswith("rule"):
+        return 0.0
+    if run["algorithm"].startswith(LOCATED):
+        return 128.0
+    return 128 * statistics.fmean(run["curves"]["acc"])
+
+
+def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
+    """A start of the second world, and those of the algorithms that have run from there."""
+    rows = [[*row(f"{head}before", of(runs, "rule", world), OWN_COLUMNS, when="before"), "", ""]]
+    for name, title in names.items():
+        found = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+        if found:
+            asked = f"{statistics.median(map(calls, found)):.0f}"
+            rows.append([*row(head + title, found, OWN_COLUMNS), asked, str(len(found))])
+    return rows
+
+
+def own_table(rows: list[list[str]]) -> str:
+    return table(["512 held-out problems", *OWN_COLUMNS, "judge calls a step", "runs"], *rows)
+
+
+def starts(runs: list[dict]) -> list[str]:
+    """The starts of the second world from which the first four algorithms have run."""
+    core = set(list(OWN_ALGORITHMS)[:4])
+    return [world for world in OWN if core <= {run["algorithm"] for run in runs if run["world"] == world}]
+
+
+def small_table(runs: list[dict]) -> str:
+    """The medians of the first four columns in one: a row an algorithm, a column a start."""
+    heads = list(OWN_COLUMNS)[:4]
+    columns = [own_rows(runs, OWN_ALGORITHMS, world) for world in starts(runs)]
+    titles = [title for title, *_ in columns[0]]
+    rows = []
+    for title in titles:
+        found = [cells for column in columns for name, *cells in column if name == title]
+        if len(found) == len(columns):
+            medians = [[cell.split()[0] for cell in cells[: len(heads)]] for cells in found]
+            rows.append([title, *map(" / ".join, medians)])
+    return table([" / ".join(heads), *(f"start {world[-1]}" for world in starts(runs))], *rows)
+
+
+def flaw_table(runs: list[dict]) -> str:
+    """The kinds of flaws in the last ten steps from all starts, as shares."""
+    kinds = ("arithmetic", "copied", "skipped", "answer", "other")
+    rows = []
+    for name, title in OWN_ALGORITHMS.items():
+        some = [run for run in runs if run["algorithm"] == name and run["world"] in OWN]
+        found = sum((Counter(run["flaws"]) for run in some), Counter())
+        if not found:
+            continue
+        rows.append([title, *(f"{found[kind] / found.total():.2f}" for kind in kinds), str(found.total())])
+    return table(["flawed positives, last ten steps", *kinds, "counted"], *rows)
+
+
+def second_tables(runs: list[dict]) -> dict[str, str]:
+    rows = []
+    for world in starts(runs):
+        rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
+    made = {"second world": small_table(runs), "second world by start": own_table(rows)}
+    made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
+    return made | {"kinds of flaws": flaw_table(runs)}
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
@@ -180,7 +326,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
         rows.append([NAMES[name], first, highest, last, ", ".join(f"{turn:.0f}" for turn in turns)])
     heads = ["flawed positives, share of all samples", "first step", "highest", "last step", "ρ = 1 at step"]
     made["stepping stones"] = table(heads, *rows)
-    return made
+    return made | second_tables(runs)
 
 
 def fill(page: str, made: dict[str, str]) -> str:
@@ -205,6 +351,22 @@ def draw_policies(runs: list[dict], path: Path) -> None:
         for name, label in NAMES.items():
             band(axis, [run["curves"][key] for run in of(runs, name)], COLOURS[name], label)
         axis.set_title(title)
+    save(figure, path)
+
+
+def draw_second_world(runs: list[dict], path: Path) -> None:
+    """The algorithms from each start of the second world: flawed positives above, truly correct below."""
+    worlds = starts(runs)
+    figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
+    keys = ("oracle_flawed_positive_rate", "truly_correct")
+    for axes, key in zip(figure.subplots(2, len(worlds), sharey="row", squeeze=False), keys):
+        for axis, world in zip(axes, worlds):
+            for name, label in OWN_ALGORITHMS.items():
+                curves = [run["curves"][key] for run in runs
+                          if (run["world"], run["algorithm"]) == (world, name)]  # fmt: skip
+                if curves:
+                    band(axis, curves, COLOURS[name], label.replace("`", ""))
+            axis.set_title(f"start {world[-1]}: {PANELS[key]}", fontsize=10)
     save(figure, path)
 
 
@@ -243,11 +405,16 @@ def draw_weak_start(runs: list[dict], path: Path) -> None:
 def main() -> None:
     config = tyro.cli(Config)
     try:
-        runs = collect(config.runs) if config.runs else read()
+        runs = read()
+        if config.runs:
+            new = collect(config.runs)
+            worlds = {run["world"] for run in new}
+            runs = [run for run in runs if run["world"] not in worlds] + new
         made = tables(runs)  # before anything is written: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
         draw_policies(runs, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
+        draw_second_world(runs, FILE.parent / "second_world.png")
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
     except ValueError as error:

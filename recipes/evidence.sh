@@ -109,24 +109,26 @@ own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
-compare() {  # compare SEED: the algorithms, from three starts
-  local start stop_at=(0.2 0.45 0.3)  # the share of sound solutions at which each start is taken
-  for start in 0 1 2; do
-    world own$start own_flaws $start policy --stop-at ${stop_at[$start]}
-    all_done
-    own $start rule "$1" "${RULE[@]}"
-    own $start fapo_oracle "$1" "${ORACLE[@]}"
-    own $start prefix_oracle "$1" "${ORACLE[@]}" --credit prefix
-    own $start vppo_oracle "$1" "${ORACLE[@]}" "${VPPO[@]}"
-    own $start papo_oracle "$1" "${ORACLE[@]}" --advantage papo
-    own $start steps_oracle "$1" "${STEPS[@]}"
-  done
+STOP_AT=(0.2 0.45 0.6)  # the share of sound solutions at which each start is taken
+compare() {  # compare SEED START: four algorithms
+  world "own$2" own_flaws "$2" policy --stop-at "${STOP_AT[$2]}"
+  all_done
+  own "$2" rule "$1" "${RULE[@]}"
+  own "$2" fapo_oracle "$1" "${ORACLE[@]}"
+  own "$2" prefix_oracle "$1" "${ORACLE[@]}" --credit prefix
+  own "$2" vppo_oracle "$1" "${ORACLE[@]}" "${VPPO[@]}"
 }
-be_fair() {  # be_fair SEED: FAPO told of wrong answers, too, or harder; those with places told of right ones only
+compare_more() {  # compare_more SEED START: two further ones
+  own "$2" papo_oracle "$1" "${ORACLE[@]}" --advantage papo
+  own "$2" steps_oracle "$1" "${STEPS[@]}"
+}
+be_fair() {  # be_fair SEED: FAPO with a harder penalty, places told of right answers only
   told 0 penalty2 "$1" '{"penalty": 2.0}'
-  told 0 place_oracle "$1" '{"place": 1.0}'
   told 0 prefix_right "$1" '{"judge_wrong": false}' --credit prefix
+}
+be_fair_more() {  # be_fair_more SEED: the same for VPPO, and FAPO told of wrong answers, too
   told 0 vppo_right "$1" '{"judge_wrong": false}' "${VPPO[@]}"
+  told 0 place_oracle "$1" '{"place": 1.0}'
 }
 ablate() {  # ablate SEED: the rule more gently, other penalties, judges that see only a share of the flaws
   local recall
@@ -140,15 +142,24 @@ ablate() {  # ablate SEED: the rule more gently, other penalties, judges that se
   told 0 penalty0.5 "$1" '{"penalty": 0.5}'
 }
 second_world() {  # in an order in which every beginning says something
-  compare 0
+  local seed start
+  compare 0 0
+  compare 0 1
   be_fair 0
+  compare 0 2
+  compare 1 0
+  be_fair_more 0
+  compare_more 0 0
+  compare 1 1
   ablate 0
-  compare 1
-  be_fair 1
-  compare 2
-  be_fair 2
-  ablate 1
-  ablate 2
+  compare 1 2
+  for start in 0 1 2; do compare 2 $start; done
+  for seed in 0 1 2; do
+    for start in 0 1 2; do compare_more $seed $start; done
+    be_fair $seed
+    be_fair_more $seed
+    ablate $seed
+  done
   all_done
 }
 

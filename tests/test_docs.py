@@ -175,6 +175,56 @@ def test_the_tables_of_the_evidence_are_what_its_runs_say():
             assert sorted(run["seed"] for run in module.of(runs, algorithm, world)) == [0, 1, 2]
 
 
+def test_kinds_of_flaws_by_hand():
+    kind_of_flaw = load("docs/make_evidence").kind_of_flaw
+    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+    for solution, kind in (
+        ([], "other"),
+        (["sixty-five"], "other"),
+        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], "arithmetic"),
+        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
+        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
+        (["65+9=74", "74+3=77", r"Rest \boxed{2}"], "skipped"),
+        (["65+9=74", "74-8=66", "66+3=69", r"Rest \boxed{3}"], "answer"),
+        (["65+9=74", "74-8=66", "66+3=69"], "answer"),
+        (["65+9=74", "74-8=66"], "other"),
+    ):
+        assert kind_of_flaw(question, "\n\n".join(solution)) == kind
+
+
+def test_the_second_worlds_tables(tmp_path):
+    module = load("docs/make_evidence")
+    keys = [f"{key}/mean@1" for key in module.OWN_COLUMNS.values()]
+
+    def run(algorithm, seed, share, world="own0", acc=(0.25, 0.75)):
+        figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
+        return dict(world=world, algorithm=algorithm, seed=seed, curves={"acc": list(acc)}) | figures
+
+    runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
+    assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
+    rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
+    assert [(one[0], one[1], *one[-2:]) for one in rows] == [
+        ("0: before", "0.10 (0.10-0.10)", "", ""),
+        ("0: rule only", "0.55 (0.20-0.90)", "0", "2"),
+        ("0: FAPO", "0.40", "64", "1"),
+        ("0: VPPO, FAPO's score", "0.60", "128", "1"),
+    ]
+    with pytest.raises(ValueError, match="no finished run of rule in own1"):
+        module.own_rows(runs, module.OWN_ALGORITHMS, "own1")
+    assert module.starts(runs) == []
+    runs += [run("prefix_oracle", 0, 0.7), run("papo_oracle", 0, 0.3)]
+    runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:4]]
+    assert module.starts(runs) == ["own0", "own2"]
+    small = module.small_table(runs).splitlines()
+    assert small[0].endswith("| start 0 | start 2 |") and len(small) == 7  # PAPO only in one of them
+    assert small[4] == "| FAPO | 0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50 |"
+    sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
+    info = dict(reward_extra_info={"oracle_flawed_positive": True}, split="train", step=5)
+    samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    assert module.count_flaws(tmp_path, since=5) == {"arithmetic": 1}
+
+
 def write_run(folder, lines):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -216,7 +266,8 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
     monkeypatch.setattr(module, "FILE", tmp_path / "runs.jsonl")
-    module.FILE.write_text("of before")
+    before = '{"world": "narrow", "algorithm": "fapo_judge", "seed": 0}\n'
+    module.FILE.write_text(before)
     whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in module.COLUMNS.values()}
     write_run(tmp_path / "some/warm0/rule_seed0", [whole, whole])
     monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "some")])
@@ -224,7 +275,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
         module.main()
     assert (
         "no finished run of fapo_judge in warm0" in capsys.readouterr().err
-        and module.FILE.read_text() == "of before"
+        and module.FILE.read_text() == before
     )
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3 is not finished"):
