@@ -119,6 +119,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 raise ValueError(f"{name}: {value} must be above 0")
         if self.group_size < 2:
             raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
+        if self.lora_alpha and not self.lora_rank:
+            raise ValueError(f"lora_alpha: {self.lora_alpha} is about adapters; give --lora-rank, too")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
             why = "goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"
@@ -127,8 +129,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             why = "the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0"
             raise ValueError(f"reward_terms: {why}")
         if self.overlong_buffer > self.max_response_length:
-            why = f"is larger than max_response_length {self.max_response_length}; 0 is no penalty"
-            raise ValueError(f"overlong_buffer: {self.overlong_buffer} {why}")
+            too_large = f"{self.overlong_buffer} is larger than max_response_length; 0 is no penalty"
+            raise ValueError(f"overlong_buffer: {too_large}")
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
         self.check_rewards()
@@ -416,12 +418,11 @@ def hand_over_weights(run: Run) -> dict:
 def evaluate(run: Run) -> None:
     """The evaluation after run.step steps, if it is due and not done yet."""
     config, log, step = run.config, run.log, run.step
+    due = config.val_every and step % config.val_every == 0
+    if step == 0:
+        due = config.val_before_train
     if step == config.total_steps:
         due = True
-    elif step == 0:
-        due = config.val_before_train
-    else:
-        due = config.val_every and step % config.val_every == 0
     if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
         log.metrics({"step": step})
     if not run.val_rows or not due or has_evaluation(log.history[-1]):

@@ -113,7 +113,6 @@ class Run:
             self.start_servers(stack)
         stack.callback(self.leaving.set)
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
-        stack.callback(self.interrupts.restore)
 
     def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool) -> None:
         config = self.config

@@ -329,9 +329,8 @@ class Interrupts:
     def __init__(self):
         self.hold = False
         self.asked = False
-        self.before = {}  # the handlers that were there
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self.handle)
+        signal.signal(signal.SIGINT, self.handle)
+        signal.signal(signal.SIGTERM, self.handle)
 
     def handle(self, *_):
         if self.asked or not self.hold:
@@ -349,8 +348,3 @@ class Interrupts:
             self.hold = False
         if self.asked:
             raise KeyboardInterrupt
-
-    def restore(self) -> None:
-        """Puts the earlier handlers back."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python did not set

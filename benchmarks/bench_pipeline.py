@@ -187,7 +187,6 @@ class PlayedRun(Run):
         stack.callback(self.servers.shutdown)
         stack.callback(self.leaving.set)
         self.interrupts = run_folder.Interrupts()
-        stack.callback(self.interrupts.restore)
 
 
 def write_input(folder: Path) -> dict:
