@@ -274,13 +274,12 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         drawn = run.drawn  # now: with --overlap the next step draws while this one waits for its verdicts
         new = [new_group(row, config.group_size) for row in rows]
         seed = config.seed * 1_000_003 + step + (number << 40)
-        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed, f"step {step}")
+        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed)
         if rounds == 1:
             rolled_out.set_result(None)
         times["time/reward_wait"] += await_verdicts(run, new, step)
         groups += new
-        options = dict(drop_useless=config.dynamic_sampling, is_first=step == 1)
-        kept += set_advantages(new, config, run.decode, **options)
+        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, step == 1)
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
@@ -326,7 +325,7 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed, title) -> float:
+def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed) -> float:
     """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
     config = run.config
     started = time.perf_counter()
@@ -354,7 +353,7 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
         eos_ids=run.eos_ids,
         on_finished=finished,
     )
-    with tqdm(total=len(samples), desc=title, leave=False, disable=None) as progress:
+    with tqdm(total=len(samples), desc=f"step {step}", leave=False, disable=None) as progress:
         if run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
         else:
@@ -439,7 +438,7 @@ def answers(run: Run, temperature: float, count: int | None = None) -> list[list
     """To the validation rows, with their verdicts. count: of samples a row; default: the row's own."""
     config, step = run.config, run.step
     groups = [new_group(row, count or n) for row, n in run.val_rows]
-    roll_out(run, groups, step, temperature, config.val_top_p, config.seed, f"evaluation {step}")
+    roll_out(run, groups, step, temperature, config.val_top_p, config.seed)
     await_verdicts(run, groups, step)
     check_verdicts(run, step, "val", groups)
     return groups

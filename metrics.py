@@ -41,7 +41,7 @@ def averages(infos: list[dict]) -> dict:
 
 
 def reward_metrics(samples: list) -> dict:
-    """Means over the samples of a step; what no sample has is left out."""
+    """Means over the samples of a step; None where no sample has a value."""
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
     metrics = {}
@@ -66,7 +66,7 @@ def reward_metrics(samples: list) -> dict:
         metrics["genrm/error_rate"] = 1 - statuses["ok"] / asked
         metrics["genrm/truncated"] = statuses["truncated"] / asked
         metrics["genrm/shared"] = mean(shared)
-    return without_none(metrics)
+    return metrics
 
 
 def validation_metrics(groups: list[list], suffix: str = "") -> dict:
@@ -80,7 +80,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
         found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
         for name, value in found.items():
             metrics[f"val/{source}/{name}"] = value
-    return without_none(metrics)
+    return metrics
 
 
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
@@ -150,7 +150,3 @@ def no_verdict_rate(results: list[dict]) -> float:
     """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
     missing = sum(result["reward_score"] is None for result in results)
     return missing / max(sum(map(needed_verdict, results)), 1)
-
-
-def without_none(metrics: dict) -> dict:
-    return {key: value for key, value in metrics.items() if value is not None}

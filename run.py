@@ -130,7 +130,7 @@ class Run:
 
     def start_policy(self, stack: contextlib.ExitStack) -> None:
         config = self.config
-        with self.naming_the_source():
+        try:
             if config.device == "cpu" and config.policy_ranks == 1:
                 self.policy = Policy(config, self.source, torch.device("cpu"))
             else:
@@ -138,7 +138,16 @@ class Run:
 
                 self.policy = PolicyGroup(config, self.source, self.places)
                 stack.callback(self.policy.shutdown)
-            self.load_optimizer()
+            if self.step:
+                self.policy.load_optimizer(Path(self.source))
+        except (ValueError, RanksLost):
+            raise
+        except (Exception, CheckpointException) as error:  # cut files raise many kinds, one no Exception
+            why = reward_loop.describe(error).splitlines()[-1]
+            raise ValueError(
+                f"model: {self.source} cannot be loaded ({why}); where a file of a checkpoint is cut, "
+                "delete the checkpoint to go on from the one before"
+            ) from error
         about = self.policy.about()
         if about["adapters"]:
             print(about["adapters"], flush=True)
@@ -153,24 +162,6 @@ class Run:
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
-
-    def load_optimizer(self) -> None:
-        if self.step:
-            self.policy.load_optimizer(Path(self.source))
-
-    @contextlib.contextmanager
-    def naming_the_source(self):
-        """Inside, files that were cut, which raise many kinds of errors, are one: ValueError."""
-        try:
-            yield
-        except (ValueError, RanksLost):
-            raise
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            why = reward_loop.describe(error).splitlines()[-1]
-            raise ValueError(
-                f"model: {self.source} cannot be loaded ({why}); where a file of a checkpoint is cut, "
-                "delete the checkpoint to go on from the one before"
-            ) from error
 
     def start_servers(self, stack: contextlib.ExitStack) -> None:
         from cluster.servers import ClusterServers, PolicyServers
@@ -199,10 +190,11 @@ class Run:
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
         try:
             self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
-        except RuntimeError as error:
-            if isinstance(error.__cause__, RanksLost):
-                raise error.__cause__
+        except RanksLost:
             raise
+        except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
+            why = f"could not be written ({error}); --resume auto goes on after step {self.saved}"
+            raise RuntimeError(f"checkpoint of step {self.step}: {why}") from error
         self.saved = self.step
 
     def finish(self) -> None:
@@ -211,8 +203,8 @@ class Run:
         if config.lora_rank and self.step:
             import lora
 
-            folder = Path(config.out_dir, "merged")
-            lora.merge(Path(self.source), folder, config.model, config.max_positions, **self.remote)
+            merged = Path(config.out_dir, "merged")
+            lora.merge(Path(self.source), merged, config.model, config.max_positions, **self.remote)
         try:
             from tools.view_run import write_page
         except ImportError as error:
@@ -257,7 +249,8 @@ class Run:
         print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
         try:
             self.policy.restart(self.source)
-            self.load_optimizer()
+            if self.step:
+                self.policy.load_optimizer(Path(self.source))
             if self.servers:
                 self.servers.sync()
         except RanksLost as again:
@@ -269,11 +262,11 @@ class Run:
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
+    text = config.chat_template_kwargs
     try:
-        options = dict(json.loads(config.chat_template_kwargs).items())
+        options = dict(json.loads(text).items())
     except (ValueError, AttributeError):
-        what = f"chat_template_kwargs: {config.chat_template_kwargs!r}"
-        raise ValueError(f"{what} is not JSON, or no JSON object") from None
+        raise ValueError(f"chat_template_kwargs: {text!r} is not JSON, or no JSON object") from None
     options |= dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
@@ -281,8 +274,8 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], **options)
         except Exception as error:  # a template is a program that came with the model: it may raise anything
-            why = f"the chat template refuses prompt {str(row['prompt'])[:200]} ({error})"
-            raise ValueError(f"{path} row {number}: {why}; it must be a list of {{role, content}}") from error
+            why = f"the chat template refuses the prompt ({error}), a list of {{role, content}}"
+            raise ValueError(f"{path} row {number}: {why}") from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):

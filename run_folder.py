@@ -2,7 +2,8 @@
 
 Used by grpo_trainer.py, whose configuration is `config`. A group is a list of policy.Sample, whose `result`
 is what reward_loop.py returns. Also: Ctrl-C. Left out: object stores, histograms, error bars.
-tools/view_run.py shows more. Needs none of our other files; for the advantages of paragraphs algorithm.py.
+tools/view_run.py shows more. Needs none of our other files; for the advantages of paragraphs algorithm.py,
+for a diagnosis tools/diagnose.py.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def check_room(config, checkpoint: float) -> None:
 
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Writes checkpoints/step_N: a Hugging Face folder, the optimizer, `state` (with `step`) as JSON.
-    It appears whole or not at all, also after a power cut; then older ones go. RuntimeError: not written."""
+    It appears whole or not at all, also after a power cut; then older ones go. What goes wrong is raised."""
     folder = Path(config.out_dir, "checkpoints")
     name = f"step_{state['step']}"
     target = folder / name
@@ -83,10 +84,9 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # on the disk before older ones go
         temporary.rename(target)
-    except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        why = f"{target}: could not be written ({error})"
-        raise RuntimeError(f"{why}; --resume auto goes on from the one before") from error
+        raise
     if config.keep_checkpoints:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)  # a file may be open elsewhere, on NFS
@@ -161,13 +161,14 @@ class Log:
         self.history = kept  # of metrics.jsonl
 
     def metrics(self, values: dict) -> None:
-        """Writes a step's line, and prints a part of it. What comes later for that step, such as its
-        evaluation, is added to it."""
+        """Writes a step's line, without what is None, and prints a part of it. What comes later for that
+        step, such as its evaluation, is added to it."""
         line = {}
         for key, value in values.items():
             if isinstance(value, float):
                 value = float(f"{value:.6g}")
-            line[key] = value
+            if value is not None:
+                line[key] = value
         step = line["step"]
         if self.history and self.history[-1]["step"] == step:
             self.history[-1] |= line
@@ -215,9 +216,11 @@ class Log:
             if finding.steps[-1] == step and step - 1 not in finding.steps:
                 print(finding, flush=True)
         limit = self.config.max_idle_steps
-        idle = [line.get("reward/groups_with_spread") == 0 for line in self.history[-limit:]]
-        if limit and len(idle) == limit and all(idle):
-            raise RuntimeError(f"max_idle_steps: in {limit} steps no group taught anything; see samples.jsonl")
+        last = self.history[-limit:]
+        taught = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 does not say
+        if limit and len(last) == limit and not taught:
+            why = f"in {limit} steps no group taught anything; see samples.jsonl"
+            raise RuntimeError(f"max_idle_steps: {why}")
 
     def plot(self) -> None:
         """Redraws curves.png from all metrics so far."""
@@ -259,10 +262,10 @@ def line_of(sample, eos_ids, decode) -> dict:
         "advantage": sample.advantage,
         "response_length": len(sample.response_ids),
         "clipped": sample.response_ids[-1] not in eos_ids,
+        "response": sample.text,
     }
     if sample.token_advantages:
         line["paragraph_advantages"] = paragraph_advantages(sample, decode)
-    line["response"] = sample.text
     return line
 
 
@@ -300,13 +303,13 @@ def draw_curves(history: list[dict], path: Path) -> None:
     """Draws the lines of metrics so far, in the panels of PANELS."""
     from matplotlib.figure import Figure  # which takes half a second
 
-    evaluated = {}  # as a set that keeps its order
+    known = {}
     for line in history:
-        evaluated |= dict.fromkeys(accuracies(line))
+        known |= line
     figure = Figure(figsize=(15, 7.5), layout="constrained")
     for axis, (title, keys) in zip(figure.subplots(2, 3).flat, PANELS.items()):
         if title == "accuracy":
-            keys = [*keys, *evaluated]
+            keys = keys + accuracies(known)
         for key in keys:
             steps = []
             values = []

@@ -62,7 +62,7 @@ def test_validation_metrics_by_hand():
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
     # a function that does not say `acc`
     plain = validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
-    assert plain == {"val/a/no_verdict/mean@4": 0.0}
+    assert plain == {"val/a/no_verdict/mean@4": 0.0, "val/a/mean@4": None}
 
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
@@ -166,13 +166,10 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_and_says_so(tmp_path, model, tokenizer):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, model, tokenizer):
     config, policy = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), policy_of(model)
     run_folder.save_checkpoint(policy, tokenizer, {"step": 1}, config)
-    with pytest.raises(
-        RuntimeError, match=r"step_2: could not be written .*--resume auto goes on from the one before"
-    ):
-        # a set is no JSON
+    with pytest.raises(TypeError):  # a set is no JSON
         run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
@@ -218,7 +215,8 @@ def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, 
 
 def test_six_digits_of_fractions_are_logged_and_all_of_counts(tmp_path):
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
-    log.metrics({"step": 12345678, "perf/tokens": 87654321, "time/step": 1234567.8, "reward/mean": 2 / 3})
+    log.metrics({"step": 12345678, "perf/tokens": 87654321, "time/step": 1234567.8, "reward/mean": 2 / 3,
+                 "reward/other": None})  # fmt: skip
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     fractions = {"time/step": 1234570.0, "reward/mean": 0.666667}
     assert line == {"step": 12345678, "perf/tokens": 87654321} | fractions
@@ -271,7 +269,7 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     assert metrics["val/a/mean@4"] == metrics["val/a/pass@1"] == 0.5 and metrics["val/a/pass@2"] == 1.0
     assert (
         metrics["val/a/maj@4"] == 1.0
-        and "val/a/pass@4" not in metrics
+        and metrics["val/a/pass@4"] is None
         and metrics["val/a/no_verdict/mean@4"] == 0.5
     )
 
@@ -335,7 +333,7 @@ def test_what_has_no_answer_casts_no_vote(preds, expected):
     for sample in group:
         # a function that does not say the answer: nothing to count
         del sample.result["reward_extra_info"]["pred"]
-    assert "val/a/maj@4" not in validation_metrics([group])
+    assert validation_metrics([group])["val/a/maj@4"] is None
 
 
 def test_two_files_of_one_source_share_its_greedy_metric():
