@@ -46,10 +46,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
 
     Source: DAPO (arXiv:2503.14476), equation 13, without its cut at max_length: a response cannot be longer
-    than that. Raises ValueError for a buffer outside 1 .. max_length.
+    than that. buffer: 1 .. max_length.
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"overlong buffer is {buffer}: it must be between 1 and max_length ({max_length})")
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
 
@@ -63,16 +61,16 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 # policy.PolicyOptions. Each returns P x G, or P x G x T; NaN: no verdict on this sample.
 
 
-def grpo(groups, options) -> torch.Tensor:
+def grpo(groups, options):
     return compute_advantages(groups.rewards_P_G)
 
 
-def dr_grpo(groups, options) -> torch.Tensor:
+def dr_grpo(groups, options):
     """Without the deviation; policy.py divides the loss as if all responses were of full length."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
-def papo(groups, options) -> torch.Tensor:
+def papo(groups, options):
     """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
 
     Outcome: 1 where the answer is right, else -1, plus the length penalty, normalised over the whole group.
@@ -90,7 +88,7 @@ def papo(groups, options) -> torch.Tensor:
     return advantages_P_G.masked_fill(unjudged_P_G, math.nan)
 
 
-def vppo(groups, options) -> torch.Tensor:
+def vppo(groups, options):
     """Two advantages a sample: on its rewarded prefix, and after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
 
     A token's value is 1 in a right solution; in a wrong one `prefix_reward` (alpha) in the part of the prefix
@@ -113,7 +111,7 @@ def vppo(groups, options) -> torch.Tensor:
     return torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
 
 
-def terms(groups, options) -> torch.Tensor:
+def terms(groups, options):
     """Terms normalised in their groups, the weighted sum among these groups (GDPO, arXiv:2601.05242).
 
     NaN leaves a sample out of that term only. The sum's mean, 0 like every group's, is not subtracted.
@@ -140,7 +138,7 @@ def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
     return weights
 
 
-def steps(groups, options) -> torch.Tensor:
+def steps(groups, options):
     """GRPO's advantage of the response, and on each paragraph the sum of its own and all later scores.
 
     The scores are normalised over all paragraphs of a group (GRPO, arXiv:2402.03300, section 4.1.3). A sample
@@ -287,8 +285,6 @@ def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, cl
         "loss_tokens": mask.sum().item(),
     }
     if tis_cap is not None:
-        if rollout_logprobs is None:
-            raise ValueError("tis_cap: needs rollout_logprobs")
         weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
         sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
         weight = weight.clamp(max=tis_cap)

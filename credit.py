@@ -53,7 +53,7 @@ def set_advantages(
     return kept
 
 
-def advantages_of(tensors: "Groups", options: PolicyOptions) -> torch.Tensor:
+def advantages_of(tensors, options):
     """P x G, or P x G x T where the tokens of a sample have different ones. NaN: no verdict."""
     advantages = ADVANTAGES[options.advantage](tensors, options)
     if options.credit == "prefix":
@@ -64,49 +64,48 @@ def advantages_of(tensors: "Groups", options: PolicyOptions) -> torch.Tensor:
 class Groups:
     """What advantages are made of: P groups of G samples, as tensors. NaN: no verdict, or no such number."""
 
-    def __init__(self, groups: list[list[Sample]], decode, is_first: bool):
+    def __init__(self, groups, decode, is_first):
         self.count = len(groups)
         self.samples = sum(groups, [])
         self.decode = decode
         self.is_first = is_first
         self.infos = []  # what the function says of each sample; nothing without a verdict
         rewards = []
-        penalties = []
         for sample in self.samples:
             reward = sample.result["reward_score"]
             info = sample.result["reward_extra_info"]
-            penalty = info.get("overlong_penalty", 0.0)
             if reward is None:
-                reward = penalty = math.nan
                 info = {}
-            rewards.append(reward)
-            penalties.append(penalty)
+            rewards.append(number_of(reward))
             self.infos.append(info)
+        penalties = [number_of(info.get("overlong_penalty", 0.0)) for info in self.infos]
         self.rewards_P_G = self.tensor(rewards)  # score + penalty
-        self.penalties_P_G = self.tensor(penalties)  # for length, at most 0
+        self.penalties_P_G = self.tensor(penalties) + 0 * self.rewards_P_G  # for length, at most 0
         self.lengths_P_G = self.tensor([len(sample.response_ids) for sample in self.samples])
         self.prompt_lengths_P_G = self.tensor([len(sample.prompt_ids) for sample in self.samples])
         self.tokens_T = torch.arange(int(self.lengths_P_G.max()))  # the numbers of the longest one's tokens
 
-    def tensor(self, values: list) -> torch.Tensor:
+    def tensor(self, values):
         return torch.tensor(values).unflatten(0, (self.count, -1))
 
-    def need(self, key: str) -> None:
+    def need(self, key):
         """RuntimeError where the function says this of none of the first samples (a text is nothing said)."""
         infos = [info for info in self.infos if info]
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.is_first and infos and not found:
-            raise RuntimeError(
-                f"advantage, credit: need {key}, the function gives {', '.join(infos[0])}; "
-                "compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
+            raise RuntimeError(f"advantage, credit: need {key}, the function gives {', '.join(infos[0])}; "
+                               "compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
 
     def number(self, key: str) -> torch.Tensor:
         """A number of the function's dict, P x G."""
         self.need(key)
         return self.tensor([number_of(info.get(key)) for info in self.infos])
 
+    def tokens_before(self, place, sample):
+        return count_tokens_before(place, sample.text, sample.response_ids, self.decode)
+
     @cached_property
-    def prefixes_P_G(self) -> torch.Tensor:
+    def prefixes_P_G(self):
         """Tokens before the first wrong paragraph; 0 where there is none."""
         self.need("first_wrong")
         prefixes = []
@@ -114,12 +113,12 @@ class Groups:
             place = int(info.get("first_wrong") or 0)
             prefix = 0
             if place > 0:
-                prefix = count_tokens_before(place, sample.text, sample.response_ids, self.decode)
+                prefix = self.tokens_before(place, sample)
             prefixes.append(prefix)
         return self.tensor(prefixes)
 
     @cached_property
-    def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def steps(self):
         """One score a paragraph, P x G x S, NaN where there is none; the paragraph of each token, P x G x T."""
         self.need("step_scores")
         steps = []
@@ -130,8 +129,7 @@ class Groups:
                 scores = []
             starts = []  # of the paragraphs with a score, and of the first one without
             for place in range(min(len(scores) + 1, len(paragraph_starts(sample.text)))):
-                start = count_tokens_before(place, sample.text, sample.response_ids, self.decode)
-                starts.append(start)
+                starts.append(self.tokens_before(place, sample))
             steps.append(torch.tensor([*map(number_of, scores[: len(starts)]), math.nan]))
             paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
         steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
@@ -139,7 +137,7 @@ class Groups:
         return steps_B_S.unflatten(0, shape), torch.stack(paragraphs).unflatten(0, shape)
 
 
-def number_of(value) -> float:
+def number_of(value):
     """NaN for what is none."""
     if isinstance(value, (int, float)):
         return float(value)

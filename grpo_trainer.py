@@ -357,7 +357,7 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
         if run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
         else:
-            rollout_hf(run.policy.model, samples, seed=seed, remote_code=config.trust_remote_code, **options)
+            rollout_hf(run.policy.model, samples, seed=seed, **options)
     return time.perf_counter() - started
 
 

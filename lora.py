@@ -36,13 +36,7 @@ def add(model, config, source: str) -> None:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    try:
-        model.add_adapter(settings)
-    except ValueError as error:
-        raise ValueError(f"lora_targets: {' '.join(config.lora_targets)}: {error}") from error
-    settings.base_model_name_or_path = config.model
-    if Path(config.model).is_dir():
-        settings.base_model_name_or_path = str(Path(config.model).absolute())
+    model.add_adapter(settings)
     cast_adapter_dtype(model, "default")
     torch.manual_seed(config.seed)
     for name, layer in layers_with_adapters(model).items():
@@ -50,22 +44,16 @@ def add(model, config, source: str) -> None:
         # Experts are none; a router answers with more than a product; a tied head is the embedding, too.
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
         if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
-            raise ValueError(
-                f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; name the "
-                "layers that are to learn, such as q_proj v_proj"
-            )
+            raise ValueError(f"lora_targets: {name} is a {kind.__name__}, no plain linear layer of its own; "
+                             "name the layers that are to learn, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
-    for target in config.lora_targets:  # one of no layer, which peft takes for the others' sake
-        found = any(f".{name}".endswith(f".{target}") for name in layers_with_adapters(model))
-        if not found and target != "all-linear":
-            raise ValueError(f"lora_targets: {target} is the name of no layer; leave it out or mend it")
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
         found = set_peft_model_state_dict(model, load_file(saved))
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
         if wrong:
-            why = f"{source} has adapters of other layers (first {wrong[0]})"
-            raise ValueError(f"lora_targets: {why}; give the run's own targets")
+            raise ValueError(f"lora_targets: {source} has adapters of other layers (first {wrong[0]}); give "
+                             "the run's own targets")  # fmt: skip
 
 
 def layers_with_adapters(model) -> dict:
@@ -74,15 +62,9 @@ def layers_with_adapters(model) -> dict:
 
 
 def describe(model) -> str:
-    """Which layers have adapters, and how many of the model's weights are theirs."""
-    kinds = Counter()
-    held = 0
-    for name, layer in layers_with_adapters(model).items():
-        kinds[name.rpartition(".")[2]] += 1
-        held += layer.get_base_layer().weight.numel()
-    total = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"adapters: on {layers}; these layers have {held / total:.0%} of the model's {total:,} weights"
+    """Which layers have adapters."""
+    kinds = Counter(name.rpartition(".")[2] for name in layers_with_adapters(model))
+    return "adapters: on " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
 @contextlib.contextmanager

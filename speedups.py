@@ -23,7 +23,7 @@ SHARE_FROM = 0.25
 # ---- in the update
 
 
-def shared_states(model, body, sequences, counts):
+def shared_states(model, body, sequences, counts, left_padded):
     """As policy.response_states, each distinct prompt computed once; None where it is not worth it.
 
     Keys and values of a prompt, and so their gradients, are shared by its responses.
@@ -31,49 +31,26 @@ def shared_states(model, body, sequences, counts):
     prompts = []
     responses = []
     for sequence, count in zip(sequences, counts):
-        start = len(sequence) - count
-        prompts.append(tuple(sequence[:start]))
-        responses.append(sequence[start:])
+        prompts.append(tuple(sequence[:-count]))
+        responses.append(torch.tensor(sequence[-count:]))
     if not getattr(model, "shares_prompts", False) or not worth_sharing(prompts, counts):
         return None
-    device = next(model.parameters()).device
-    numbers = {}  # of the distinct prompts
-    prompt_of_row = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    prompt_of_row = torch.tensor(prompt_of_row, device=device)
-    cache = DynamicCache(config=model.config)
-    cached = dict(past_key_values=cache, use_cache=True)
+    device = model.device
+    cached = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
 
-    # All prompts end in the same column, so that all responses can start in the next one.
-    ids = padded(numbers, "left", device)
-    attended = padded([[1] * len(prompt) for prompt in numbers], "left", device)
-    positions = (attended.cumsum(1) - 1).clamp(min=0)
-    output = body(
-        input_ids=ids,
-        attention_mask=attended,
-        position_ids=positions,
-        **cached,
-    )
+    prompt_of_row, ids, attended, positions = left_padded(prompts, device)
+    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **cached)
     first = output.last_hidden_state[prompt_of_row, -1:]  # predicts the first token
-    cache.reorder_cache(prompt_of_row)
+    cached["past_key_values"].reorder_cache(prompt_of_row)
 
-    ids = padded(responses, "right", device)
+    ids = pad_sequence(responses, batch_first=True).to(device)
     columns = torch.arange(ids.shape[1], device=device)
     mask = columns < torch.tensor(counts, device=device)[:, None]
     attended = torch.cat([attended[prompt_of_row], mask[:, :-1]], 1)
     positions = positions[prompt_of_row, -1:] + columns[1:]
-    later = body(
-        input_ids=ids[:, :-1],
-        attention_mask=attended,
-        position_ids=positions,
-        **cached,
-    )
+    later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **cached)
     hidden = torch.cat([first, later.last_hidden_state], 1)
     return output, hidden[mask], ids[mask]
-
-
-def padded(rows, side, device):
-    tensors = [torch.tensor(row, device=device) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
 def worth_sharing(prompts, counts) -> bool:
@@ -85,32 +62,9 @@ def worth_sharing(prompts, counts) -> bool:
     return repeated > SHARE_FROM * (in_prompts + sum(counts))
 
 
-@torch.no_grad()
-def can_share_prompts(model, logprobs_and_entropy) -> bool:
-    """Whether sharing leaves this model's log-probabilities as they are: it is tried."""
-    for layer in DynamicCache(config=model.config).layers:
-        if type(layer) is not DynamicLayer:
-            return False
-    ids = list(range(1, 20))
-    counts = [3, 7, 2, 1]
-    sequences = [
-        ids[:11],
-        ids[:8] + ids[12:],
-        ids[:10],
-        ids[4:9],
-    ]
-    alone, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
-    model.shares_prompts = True
-    try:
-        shared, _ = logprobs_and_entropy(model, sequences, counts, 1.0)
-    except (TypeError, AttributeError, ValueError, RuntimeError):  # a cache of its own kind, say
-        return False
-    finally:
-        model.shares_prompts = False
-    limit = 0.05
-    if alone.device.type == "cpu":
-        limit = 1e-4
-    return (shared - alone).abs().mean().item() < limit
+def can_share_prompts(model) -> bool:
+    """Whether all of a model's layers keep keys and values of every token. policy.py tries it, too."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 # ---- in rollouts

@@ -56,8 +56,8 @@ class RankedPolicy(Policy):
             self.read_as = "auto"
         super().__init__(config, source, device)
 
-    def load(self, source: str, check: bool = False):
-        model = super().load(source, check)
+    def load(self, source: str):
+        model = super().load(source)
         if self.is_split:
             model.reshard()  # after the check
         return model

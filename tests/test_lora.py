@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
     for name, parameter in parameters.items():
         if name not in learning:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")]) and parameter.grad is None
-    assert {name.rsplit("/", 1)[0] for name in policy.optimizer_state()} == learning
+    assert policy.optimizer_state().keys() == learning
     weights = dict(policy.weights())
     assert list(weights) == list(base)
     moved = {name for name, weight in weights.items() if not torch.equal(weight, base[name])}
@@ -88,7 +87,7 @@ def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatc
     samples = a_step(model, length=3)
     for options in ({}, {"gradient_checkpointing": True}):
         policy = with_sgd(policy_of(model, lora_rank=4, **options))
-        assert policy.model.shares_prompts
+        assert policy.model.shares_prompts == (not options)
         found.append((policy.update(groups_of(samples), lr=1.0), dict(policy.weights())))
     policy = with_sgd(policy_of(model, lora_rank=4))
     policy.model.shares_prompts = False
@@ -176,16 +175,8 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
 
 
 def test_targets_that_are_in_no_layer_are_named(model):
-    with pytest.raises(ValueError, match="^lora_targets: query: Target modules {'query'} not found"):
+    with pytest.raises(ValueError, match="^Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))
-
-
-@pytest.mark.parametrize("targets", [("q_proj", "qproj"), ("qproj", "all-linear"), ("q_proj", "proj")])
-def test_a_wrong_name_among_several_is_refused(model, targets):
-    wrong = min(set(targets) - {"q_proj", "all-linear"})
-    with pytest.raises(ValueError, match=f"^lora_targets: {wrong} is the name of no layer"):
-        policy_of(model, lora_rank=4, lora_targets=targets)
-    policy_of(model, lora_rank=4, lora_targets=("q_proj", "layers.2.self_attn.v_proj"))
 
 
 @pytest.mark.parametrize("some_more", [0, 1])
@@ -200,24 +191,17 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
         Policy(config, str(tmp_path), CPU)
 
 
-def test_a_run_says_which_layers_have_adapters_and_how_much_they_hold(model):
+def test_a_run_says_which_layers_have_adapters(model):
     """Where experts are no linear layers, all-linear leaves most of the model as it is."""
     assert policy_of(model).about()["adapters"] == ""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    width = model.config.hidden_size
-    for targets, held, layers in (
-        (("v_proj",), 4 * width * width, "4 v_proj"),
-        (("q_proj", "v_proj"), 8 * width * width, "4 q_proj, 4 v_proj"),
-    ):
+    for targets, layers in ((("v_proj",), "4 v_proj"), (("q_proj", "v_proj"), "4 q_proj, 4 v_proj")):
         text = policy_of(model, lora_rank=4, lora_targets=targets).about()["adapters"]
-        share = f"{held / total:.0%} of the model's {total:,} weights"
-        assert text == f"adapters: on {layers}; these layers have {share}"
+        assert text == f"adapters: on {layers}"
     shape = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_local_experts=8)
     shape |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
     shape |= dict(vocab_size=96)
-    experts = of_family("gpt_oss", **shape)
-    text = policy_of(experts, lora_rank=4).about()["adapters"]
-    assert re.search(r"on 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj; these layers have [1-9]% of", text), text
+    text = policy_of(of_family("gpt_oss", **shape), lora_rank=4).about()["adapters"]
+    assert text == "adapters: on 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj"
 
 
 @pytest.mark.slow

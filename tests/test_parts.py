@@ -195,7 +195,7 @@ samples = [Sample({}, [5, 6, 7]) for _ in range(2)]
 rollout_hf(model, samples, max_response_length=4, temperature=1.0, eos_ids=set(), seed=0,
            rollout_batch_size=8, on_finished=ended.append)
 lengths = [len(sample.response_ids) for sample in samples]
-shares = speedups.can_share_prompts(model, logprobs_and_entropy)
+shares = speedups.can_share_prompts(model)
 print(lengths, len(ended), len(samples[0].rollout_logprobs), shares)
 """
     assert run("-c", code) == "[4, 4] 2 4 True\n"

@@ -110,7 +110,7 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
     policy = policy_of(model, group_size=2)
     before = policy.model.model.rotary_emb.inv_freq.clone()
     with torch.inference_mode():
-        samples = set_rewards(roll_out(policy.model, [[5, 6, 7]], length=12), torch.tensor([[1.0, 0.0]]))
+        samples = set_rewards(roll_out(policy.model, [[5, 6, 7]], length=24), torch.tensor([[1.0, 0.0]]))
     assert not torch.equal(policy.model.model.rotary_emb.inv_freq, before)
     assert policy.update(groups_of(samples, 2), lr=1e-3)["actor/updates"] == 1
     assert all(parameter.grad is not None for parameter in policy.model.parameters())
