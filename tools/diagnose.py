@@ -37,12 +37,12 @@ RULES = [
     # With long answers a tenth is usual.
     ("cut", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
      "raise --max-response-length; if they ramble, look at the chat template"),
-    # A base model forgets the box half of the time, and learns it.
-    ("no-answer", 3, ["without_answer > 0.8"],
+    # A base model forgets the box, and learns it where some groups have one, or where the form is paid.
+    ("no-answer", 3, ["without_answer > 0.8", "reward/groups_with_spread < 0.2"],
      "ask for \\boxed{} in the prompt, or take a reward function for what they write"),
     ("one-number", 3, ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
      "right and wrong answers score alike: call the reward function with a line of samples.jsonl"),
-    ("never-right", 3, ["reward/acc < 0.001", "without_answer < 0.8"],
+    ("never-right", 3, ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
      "does it look right? Then mend the rule or the truth; else take easier problems"),
     # What is left may be what is easy to judge.
     ("no-verdict", 3, ["reward/no_verdict > 0.1"], "is the judge up? `error` in samples.jsonl says why"),
