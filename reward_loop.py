@@ -470,7 +470,8 @@ class RewardLoopManager:
             call = worker.actor.collect.options(concurrency_group="collect").remote(arrived)
             patience = WEDGED_S + (self.job.timeout if worker.ready else START_S)
             try:
-                life, results, blocked_at, stuck = await asyncio.wait_for(call, patience)
+                async with asyncio.timeout(patience):  # wait_for may lose the end of the loop in Python 3.11
+                    life, results, blocked_at, stuck = await call
             except TimeoutError:
                 life, results, blocked_at, stuck = "", {}, "an unknown place, with all threads", True
             except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call

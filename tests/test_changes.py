@@ -1,6 +1,8 @@
 """docs/changes: each diff applies to a copy of today's files, and its own test passes there. And what
 docs/from_verl.md and docs/reward_functions.md say of functions written for others."""
 
+import asyncio
+import math
 import os
 import re
 import shutil
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import compute_score
 import grpo_trainer
+from played import lines_of, says, server
 from reward_loop import RewardOptions
 from test_docs import blocks
 
@@ -21,7 +25,7 @@ FOLDER = ROOT / "docs/changes"
 DIFFS = sorted(FOLDER.glob("*.diff"))
 each_change = pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
 COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "cluster/*.py", "tests/*.py",
-          "docs/glossary.md")  # fmt: skip
+          "recipes/*", "docs/glossary.md")  # fmt: skip
 
 
 @pytest.fixture
@@ -84,6 +88,75 @@ def test_the_table_says_what_each_change_touches():
         removed = sum(r for _, r in ours.values())
         assert lines.split() == [f"+{added}", f"-{removed}"], name
         assert len(ours) <= 2 and sum(a for a, _ in ours.values()) <= 40, name
+
+
+# ---- discriminative models
+
+
+SMALL = ["--total-steps", "1", "--train-batch-size", "4", "--mini-batch-size", "2", "--group-size", "4",
+         "--no-val-before-train", "--num-threads", "1"]  # fmt: skip
+
+
+def run_recipe(name, *arguments, folder, **env):
+    here = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | env
+    done = subprocess.run(["bash", f"recipes/{name}.sh", *arguments], cwd=folder, env=env,
+                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_judge_and_a_classifier_together():
+    """FAPO's score by the judge, and half of the probability that the classifier calls it sound."""
+    sys.path.append(str(ROOT / "recipes"))
+    import toy_disrm_reward
+
+    def answer(path, body):
+        if path == "/classify":
+            assert body["input"] == "Ben has 20 eggs, gets 2, gets 3, gets 4. Rest by 5?|" + solution
+            return {"data": [{"probs": [math.log(3)]}]}  # three to one
+        return says("\\boxed{1}")
+
+    class Tokenizer:
+        def apply_chat_template(self, messages, tokenize):
+            return "|".join(message["content"] for message in messages)
+
+    solution = "20+2=22\n\n22+3=15\n\n15+4=19\n\nRest \\boxed{4}"
+    prompt = [{"role": "user", "content": "Ben has 20 eggs, gets 2, gets 3, gets 4. Rest by 5?"}]
+
+    async def score(address):
+        try:
+            return await toy_disrm_reward.compute_score_both(
+                "toy", solution, "4", {"question": prompt[0]["content"]}, prompt=prompt,
+                reward_router_addresses={"judge": address, "classifier": address},
+                reward_model_tokenizer=Tokenizer(), prompt_style="brief")  # fmt: skip
+        finally:
+            await compute_score.close_session()
+
+    with server(answer) as address:
+        result = asyncio.run(score(address))
+    assert result["score"] == pytest.approx(0.0 + 0.5 * 0.75) and result["classifier"] == pytest.approx(0.75)
+    assert result["oracle_flawed_positive"] and not result["truly_correct"] and result["first_wrong"] == 1
+
+
+@pytest.mark.slow
+def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_once(copy):
+    run_recipe("toy_disrm", *SMALL, folder=copy, CLASSIFIER_STEPS="3")
+    folder = copy / "outputs/disrm_seed0"
+    scalar = lines_of(folder / "scalar")[-1]
+    assert scalar["step"] == 1 and scalar["reward/no_verdict"] == 0 and "reward/truly_correct" in scalar
+    scores = {line["reward_score"] for line in lines_of(folder / "scalar", "samples.jsonl")}
+    assert len(scores) > 4  # logits, not +1 and -1
+    both = lines_of(folder / "both")[-1]
+    assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] < 0.5
+    assert (folder / "report.html").stat().st_size > 10_000
+
+    out = str(folder / "gsm8k")
+    short = [*SMALL, "--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300",
+             "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
+    run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder / "classifier"), out, *short,
+               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
+    assert "reward/acc" in lines_of(out)[-1]  # the rule measures
 
 
 # ---- for those who come from elsewhere

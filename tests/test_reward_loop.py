@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -630,6 +631,29 @@ def test_score_one_from_many_loops_and_threads(shared):
         assert all(0 <= result.pop("seconds") < 10 for result in results)
     expected = {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "pred": "x"}, "status": "ok"}
     assert answers == {number: [expected] * 20 for number in range(4)}
+
+
+def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_going():
+    """Python 3.11's asyncio.wait_for returns the answer and forgets that it was cancelled."""
+    import ray
+
+    async def end():
+        answer, never = (asyncio.get_running_loop().create_future() for _ in range(2))
+        calls = [never, answer]
+        collect = SimpleNamespace(remote=lambda arrived: calls.pop())
+        worker = SimpleNamespace(actor=SimpleNamespace(collect=SimpleNamespace(options=lambda **_: collect)),
+                                 ready=True, life="life", pending={})  # fmt: skip
+        manager = object.__new__(RewardLoopManager)
+        manager.job = SimpleNamespace(timeout=60.0)
+        manager._ray, manager._wake = ray, asyncio.Event()
+        serving = asyncio.create_task(manager._serve(worker))
+        await asyncio.sleep(0)
+        answer.set_result(("life", {}, "", False))
+        serving.cancel()
+        await asyncio.wait({serving}, timeout=1)
+        assert serving.cancelled()
+
+    asyncio.run(end())
 
 
 def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(start):

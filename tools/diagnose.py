@@ -104,10 +104,9 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     answers = [sample["reward_extra_info"].get("pred") for sample in samples]
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
-    groups = {(sample["step"], sample["group"]) for sample in samples}
-    prompts = {sample["prompt"] for sample in samples}
+    groups = {(sample["step"], sample["group"]): sample["prompt"] for sample in samples}
     if len(groups) >= 8:
-        numbers["prompts/groups"] = len(prompts) / len(groups)
+        numbers["prompts/groups"] = len(set(groups.values())) / len(groups)
     return numbers
 
 
@@ -138,19 +137,24 @@ def holds(conditions: list[str], numbers: list[dict]) -> bool:
 def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
     """The findings of a run's lines of metrics.jsonl and samples.jsonl, in the order in which they began."""
     lines = [line for line in lines if "reward/mean" in line]
-    samples = [sample for sample in samples if sample["split"] == "train"]
+    of_step = {}
+    for sample in samples:
+        if sample["split"] == "train":
+            of_step.setdefault(sample["step"], []).append(sample)
     numbers = []  # of each step
     found = {}
     for line in lines:
         step = line["step"]
-        recent = [sample for sample in samples if step - RECENT < sample["step"] <= step]
+        recent = []
+        for earlier in range(step - RECENT + 1, step + 1):
+            recent += of_step.get(earlier, [])
         numbers.append(line | more_numbers(lines[: len(numbers) + 1], recent))
         for name, count, conditions, remedy in RULES:
             if len(numbers) >= count and holds(conditions, numbers[-count:]):
                 finding = found.setdefault(name, Finding(name, [], "", remedy))
                 finding.steps.append(step)
                 finding.evidence = evidence(numbers[-1], conditions, recent)
-    return list(found.values())
+    return sorted(found.values(), key=lambda finding: finding.steps[0])
 
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
@@ -173,7 +177,10 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         print(f"error: {folder}: {error!r}; give the --out-dir of a run of this version", file=sys.stderr)
         raise SystemExit(2) from error
-    print("\n".join(map(str, found)) or "no finding")
+    for finding in found:
+        print(finding)
+    if not found:
+        print("no finding")
 
 
 if __name__ == "__main__":

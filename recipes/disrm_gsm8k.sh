@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# A discriminative reward model on GSM8K: its score is the reward, the rule only measures (reward/acc).
+#
+#   bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]
+#   bash recipes/disrm_gsm8k.sh Qwen/Qwen2.5-0.5B-Instruct Skywork/Skywork-Reward-V2-Qwen3-0.6B
+#
+# POLICY: any instruct model; REWARD_MODEL: any sequence classifier with one label that vLLM serves, with a chat
+# template in its tokenizer; both a folder or a hub name. For one GPU of 24 GB, which both share with the policy's
+# server; without a GPU the same command takes small models. Nothing but --dry-run and the first step of toy models
+# has run of this script: watch whether reward/acc follows reward/score, or the policy has found out the model.
+POLICY=${1:?give POLICY, a folder or a hub name} REWARD_MODEL=${2:?give REWARD_MODEL, a folder or a hub name}
+[ ! -d "$POLICY" ] || POLICY=$(realpath "$POLICY")
+[ ! -d "$REWARD_MODEL" ] || REWARD_MODEL=$(realpath "$REWARD_MODEL")
+RUN=${3:+$(realpath -m "$3")}
+WHERE=()
+[ -z "${SOURCE_DIR:-}" ] || WHERE=(--source-dir "$(realpath -m "$SOURCE_DIR")")
+source "$(dirname "$0")/paths.sh"
+[ ! -d .venv/bin ] || export PATH="$PWD/.venv/bin:$PATH"
+
+python prepare_data.py --tasks gsm8k --out-dir "$DATA" "${WHERE[@]}"
+python grpo_trainer.py --model "$POLICY" --out-dir "${RUN:-$OUT/disrm_gsm8k}" \
+  --train-file "$DATA/gsm8k_train.parquet" --val-file "$DATA/gsm8k_test.parquet" \
+  --genrm "$REWARD_MODEL" --reward-model-task classify --genrm-vllm-args="--max-model-len 2048" \
+  --policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share 0.25 \
+  --total-steps 100 --train-batch-size 64 --mini-batch-size 16 --group-size 8 \
+  --max-response-length 512 --overlong-buffer 128 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
+  --val-top-p 1 --val-every 20 --save-every 20 --resume auto "${@:4}"
