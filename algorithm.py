@@ -164,7 +164,7 @@ ADVANTAGES = {
 }
 
 
-def spare_good_prefix(advantages: torch.Tensor, groups) -> torch.Tensor:
+def spare_good_prefix(advantages, groups):
     """--credit prefix: no token before the first wrong paragraph is blamed (VPPO, eq. 8). P x G x T."""
     if advantages.dim() == 2:
         advantages = advantages[..., None]

@@ -65,7 +65,7 @@ class Groups:
     """What advantages are made of: P groups of G samples, as tensors. NaN: no verdict, or no such number."""
 
     def __init__(self, groups, decode, is_first):
-        self.count = len(groups)
+        self.shape = len(groups), -1
         self.samples = sum(groups, [])
         self.decode = decode
         self.is_first = is_first
@@ -86,7 +86,7 @@ class Groups:
         self.tokens_T = torch.arange(int(self.lengths_P_G.max()))  # the numbers of the longest one's tokens
 
     def tensor(self, values):
-        return torch.tensor(values).unflatten(0, (self.count, -1))
+        return torch.tensor(values).unflatten(0, self.shape)
 
     def need(self, key):
         """RuntimeError where the function says this of none of the first samples (a text is nothing said)."""
@@ -119,7 +119,7 @@ class Groups:
 
     @cached_property
     def steps(self):
-        """One score a paragraph, P x G x S, NaN where there is none; the paragraph of each token, P x G x T."""
+        """One score a paragraph, P x G x S, NaN where there is none; each token's paragraph, P x G x T."""
         self.need("step_scores")
         steps = []
         paragraphs = []
@@ -133,8 +133,7 @@ class Groups:
             steps.append(torch.tensor([*map(number_of, scores[: len(starts)]), math.nan]))
             paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
         steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
-        shape = (self.count, -1)
-        return steps_B_S.unflatten(0, shape), torch.stack(paragraphs).unflatten(0, shape)
+        return steps_B_S.unflatten(0, self.shape), torch.stack(paragraphs).unflatten(0, self.shape)
 
 
 def number_of(value):

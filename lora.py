@@ -56,12 +56,12 @@ def add(model, config, source: str) -> None:
                              "the run's own targets")  # fmt: skip
 
 
-def layers_with_adapters(model) -> dict:
+def layers_with_adapters(model):
     """By their names."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def describe(model) -> str:
+def describe(model):
     """Which layers have adapters."""
     kinds = Counter(name.rpartition(".")[2] for name in layers_with_adapters(model))
     return "adapters: on " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -100,10 +100,8 @@ def merged(model):
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
-    settings = checkpoint / "adapter_config.json"
-    if not settings.is_file():
-        raise ValueError(f"checkpoint: {checkpoint} has no adapter_config.json; take one of a LoRA run")
-    base = model or json.loads(settings.read_text())["base_model_name_or_path"]
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
     stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
     # in float32, and only the sum is rounded: the same numbers as the policy's servers had

@@ -160,7 +160,7 @@ class Policy:
             fused=True,
         )
 
-    def load(self, source: str):
+    def load(self, source):
         """The model, ready to be computed with and to be saved."""
         options = dict(dtype=self.read_as, trust_remote_code=self.config.trust_remote_code)
         if self.config.max_positions:
@@ -180,11 +180,9 @@ class Policy:
         """Takes a model that was read to where it is computed."""
         set_dtypes(model, self.config, self.device.type)
         model.to(self.device)
-        model.shares_prompts = False
-        if speedups and not self.config.gradient_checkpointing:  # which would cache its keys twice
-            model.shares_prompts = speedups.can_share_prompts(model)
+        model.shares_prompts = speedups is not None and speedups.can_share_prompts(model)
 
-    def total(self, sums: Counter) -> Counter:
+    def total(self, sums):
         """These sums over all processes."""
         return sums
 
@@ -220,7 +218,7 @@ class Policy:
         batches = mini_batches(groups, self.config)
         return self.learn(batches, lr, max_logprob_diff) | {"actor/entropy": entropy_of(groups)}
 
-    def learn(self, batches: list[MiniBatch], lr: float, max_logprob_diff: float = math.inf) -> dict:
+    def learn(self, batches: list[MiniBatch], lr: float, max_logprob_diff: float):
         """`update` with what mini_batches() made of the groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -410,7 +408,7 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def deal(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
+def deal(groups, mini_batch_size):
     """The groups' samples in mini-batches of at most `mini_batch_size` groups, as even as can be.
 
     A mini-batch is an optimizer update: a rest of one group must not weigh as much as the others.
@@ -484,7 +482,7 @@ def micro_batches(lengths, max_tokens):
 
 
 def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
-    """Log-probabilities of the response tokens, and entropies: two B x T tensors, 0 in the padding.
+    """Log-probabilities of the response tokens, and entropies: 2 x B x T, 0 in the padding.
 
     sequences: prompt + response ids; counts: of the response. LOGITS_AT_ONCE logits exist at a time.
     with_entropy: else the entropies are 0 everywhere, which saves time.
@@ -504,24 +502,20 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
             logits_n_V = logits_n_V / temperature
         logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
-        if not with_entropy:
-            return logprobs_n, torch.zeros_like(logprobs_n)
-        return logprobs_n, -(logp_n_V.exp() * logp_n_V).sum(-1)
+        entropy_n = torch.zeros_like(logprobs_n)
+        if with_entropy:
+            entropy_n = -(logp_n_V.exp() * logp_n_V).sum(-1)
+        return torch.stack([logprobs_n, entropy_n])
 
     chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
     compute = of_chunk
     if torch.is_grad_enabled() and len(targets_N) > chunk:  # the backward pass makes the logits again
         compute = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    logprobs, entropies = [], []
+    parts = []
     for hidden_n_H, targets_n in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
-        logprobs_n, entropy_n = compute(hidden_n_H, targets_n)
-        logprobs.append(logprobs_n)
-        entropies.append(entropy_n)
+        parts.append(compute(hidden_n_H, targets_n))
     mask = mask_of(counts, device)
-    empty = torch.zeros(mask.shape, device=device)
-    logprobs_B_T = empty.masked_scatter(mask, torch.cat(logprobs))
-    entropy_B_T = empty.masked_scatter(mask, torch.cat(entropies))
-    return logprobs_B_T, entropy_B_T
+    return torch.zeros(2, *mask.shape, device=device).masked_scatter(mask, torch.cat(parts, 1))
 
 
 def response_states(model, sequences, counts, device):
@@ -612,11 +606,14 @@ def checkpointed_layers(model):
     Not by transformers' own switch: that needs training mode, in which some models turn dropout on.
     """
     layers = layers_of(model, "gradient_checkpointing")
+    shares = model.shares_prompts
+    model.shares_prompts = False  # its keys would be cached twice
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
+        model.shares_prompts = shares
         for layer in layers:
             del layer.forward
 

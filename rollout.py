@@ -112,7 +112,7 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def check_sampling(policy: Policy) -> None:
+def check_sampling(policy: Policy):
     """ValueError for a model that this process samples wrongly from, found out with two short prompts.
 
     Families differ in their caches: some lose a response's prompt.
@@ -131,7 +131,7 @@ def check_sampling(policy: Policy) -> None:
     )
     apart = 0.0
     for sample, logprobs in policy.score(samples):
-        apart += (logprobs.cpu() - torch.tensor(sample.rollout_logprobs)).abs().mean().item() / len(samples)
+        apart += (logprobs - torch.tensor(sample.rollout_logprobs)).abs().mean().item() / len(samples)
     if not apart <= 0.01:  # a NaN is no agreement
         name = type(policy.model).__name__
         raise ValueError(f"rollout: hf samples wrongly from a {name} (off by {apart:.2g}); take vllm")
@@ -196,7 +196,7 @@ def rollout_vllm(
     asyncio.run(roll_out_all())
 
 
-async def complete(session, address, request: dict) -> dict:
+async def complete(session, address, request):
     """The servers' answer to one request. RuntimeError where there is none after six attempts."""
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
@@ -212,7 +212,6 @@ async def complete(session, address, request: dict) -> dict:
     if status != 200:
         raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
     choice = json.loads(text)["choices"][0]
-    reason = choice["finish_reason"]
-    if reason not in ("stop", "length"):
-        raise RuntimeError(f"policy servers at {address}: a response ended with {reason!r}")
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise RuntimeError(f"policy servers at {address}: a response ended with {choice['finish_reason']}")
     return choice

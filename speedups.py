@@ -53,7 +53,7 @@ def shared_states(model, body, sequences, counts, left_padded):
     return output, hidden[mask], ids[mask]
 
 
-def worth_sharing(prompts, counts) -> bool:
+def worth_sharing(prompts, counts):
     """Whether enough tokens repeat other samples' prompts, and there is something behind the first token."""
     if max(counts) == 1:
         return False
@@ -62,7 +62,7 @@ def worth_sharing(prompts, counts) -> bool:
     return repeated > SHARE_FROM * (in_prompts + sum(counts))
 
 
-def can_share_prompts(model) -> bool:
+def can_share_prompts(model):
     """Whether all of a model's layers keep keys and values of every token. policy.py tries it, too."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
@@ -70,7 +70,7 @@ def can_share_prompts(model) -> bool:
 # ---- in rollouts
 
 
-def make_roomy(cache) -> None:
+def make_roomy(cache):
     """An empty cache: its layers of full attention get room."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
@@ -105,7 +105,7 @@ class RoomyLayer(DynamicLayer):
 THEIR_USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
-def use_gqa(mask, key, *value) -> bool:
+def use_gqa(mask, key, *value):
     """Whether attention gets keys as they are: as transformers says, on CPU as if there were no mask."""
     if key.device.type == "cpu":
         mask = None

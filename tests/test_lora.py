@@ -87,7 +87,7 @@ def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatc
     samples = a_step(model, length=3)
     for options in ({}, {"gradient_checkpointing": True}):
         policy = with_sgd(policy_of(model, lora_rank=4, **options))
-        assert policy.model.shares_prompts == (not options)
+        assert policy.model.shares_prompts
         found.append((policy.update(groups_of(samples), lr=1.0), dict(policy.weights())))
     policy = with_sgd(policy_of(model, lora_rank=4))
     policy.model.shares_prompts = False
@@ -124,7 +124,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
         one.update(groups_of(a_step(model, seed=1)), lr=1e-2)
     for (name, got), (same, weight) in zip(again.model.named_parameters(), policy.model.named_parameters()):
         assert name == same and torch.equal(got, weight) and got.requires_grad == weight.requires_grad
-    with pytest.raises(ValueError, match=f"checkpoint: {base} has no adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match=f"{base}/adapter_config.json"):
         lora.merge(Path(base), out)
 
 
