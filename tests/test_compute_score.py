@@ -178,6 +178,7 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         toy_world.compute_score_baseline,
         toy_world.compute_score_fapo,
         toy_world.compute_score_fapo_oracle,
+        toy_world.compute_score_steps_oracle,
     ):
         assert refuses_misspelt_settings(function) and "penalty" in inspect.signature(function).parameters
 

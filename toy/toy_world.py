@@ -308,6 +308,7 @@ def compute_score_fapo_oracle(
     return result
 
 
+@functools.wraps(compute_score_fapo_oracle, assigned=())  # its settings, so that misspelt ones are refused
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
     """The same with a score for each step (--advantage steps): 1 before the first wrong one, then 0."""
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
