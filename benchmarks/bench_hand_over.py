@@ -4,8 +4,8 @@
 
 Samples: packing all of them in the trainer, and unpacking its own in each of 8 and 64 ranks, beside sending
 all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model's into packs (beside safetensors'
-own function), then into Ray's object store, or a file in shared memory, and all of it through an actor on this
-node. Left out: the network; the copy from a GPU.
+own function), then into Ray's object store, or a file in shared memory, and all of it through an actor on
+this node. Left out: the network; the copy from a GPU.
 """
 
 import os
@@ -62,7 +62,7 @@ def measure_samples(config: Config) -> None:
     everything = sum((batch.samples for batch in batches), [])
     million = 1e-6 * sum(sample.length for sample in everything)
     print(f"\n{config.samples} samples, {million:.1f} M tokens\n")
-    print("| ranks | | trainer: CPU s per M tokens of the step | each rank: CPU s per M tokens of the step |")
+    print("| ranks | | trainer: CPU s per M tokens of the step | each rank |")
     print("| ---: | --- | ---: | ---: |")
     for ranks in config.ranks:
         sent = cpu_of(config.rounds, lambda: pickle.dumps(everything, 5))
@@ -129,7 +129,7 @@ def measure_weights(config: Config) -> None:
     row("packed, put into Ray's object store", stored)
     row("packed, written to shared memory", written)
     actor = ray.remote(num_cpus=0)(WeightFolder).remote(path, {})
-    row("packed, sent to an actor that writes it: this process", lambda: send(layers(config.gigabytes), {"here": actor}))
+    row("packed, sent to an actor: this process", lambda: send(layers(config.gigabytes), {"here": actor}))
     shutil.rmtree(path)
 
 

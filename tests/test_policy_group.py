@@ -209,7 +209,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
-    with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 x"):
+    with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 bundles"):
         group_of(500)
 
 
@@ -340,10 +340,6 @@ class Sender:
         return weights_file.send(self.policy.weights(dtype), folders)
 
 
-def die(actor, *_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     folder, model, tokenizer, stand_in, monkeypatch  # noqa: F811
 ):
@@ -375,6 +371,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
         servers.sync()
         assert is_served() and all(slot.joined for slot in servers.service.slots)
         (folder,) = servers.folders.values()
+        die = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         folder.__ray_call__.options(max_task_retries=0).remote(die)
         policy.model.lm_head.weight.data.add_(1.0)
         servers.sync()
