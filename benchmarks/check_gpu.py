@@ -230,9 +230,11 @@ def check_precision(work: Path, device=GPU, length=256):
 
     update()  # makes the optimizer's state
     (plain, above, gradient), (logprobs, entropy) = update(), logprobs_of(learner, samples)
+    shares, learner.model.shares_prompts = learner.model.shares_prompts, False  # as a run with this has it
     learner.config.gradient_checkpointing = True
     spare, spare_above, _ = update()
     learner.config.gradient_checkpointing = False
+    learner.model.shares_prompts = shares
     torch.set_float32_matmul_precision("highest")
     with patch.object(policy, "precision", lambda device: contextlib.nullcontext()):
         (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)

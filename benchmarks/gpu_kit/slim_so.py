@@ -1,8 +1,8 @@
 """Keeps of a CUDA library only what one kind of GPU needs, in place: python slim_so.py 90 LIBRARY.so ...
 
 A fatbin is a container: magic number, version, size of its head (16 bytes), size of what follows; then
-entries, one for each kind of GPU: machine code (kind 2) or PTX (kind 1). Entries of other kinds are taken out,
-and what becomes free is zeros, which compress to nothing: no address in the library moves. PTX stays where a
+entries, one for each kind of GPU: machine code (kind 2) or PTX (kind 1). Entries of other kinds are taken
+out, and what becomes free is zeros, which compress to nothing: no address in the library moves. PTX stays where a
 container has no machine code for this GPU.
 """
 
