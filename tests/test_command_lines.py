@@ -64,7 +64,6 @@ def policy_server(monkeypatch):
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(servers.PolicyServers, "start", start)
-    monkeypatch.setattr(servers.PolicyServers, "shutdown", lambda self: None)
     settings = Config(model="", gpu_share=0.3, max_model_len=512, vllm_args=("--max-num-seqs", "64"))
     with pytest.raises(Started):
         servers.PolicyServers(OnGpu(), AutoTokenizer.from_pretrained(POLICY), settings)
