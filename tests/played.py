@@ -1,14 +1,21 @@
 """For the tests of docs/changes: samples, a server that plays a script, and a run in the toy world."""
 
+import asyncio
 import contextlib
 import json
+import pickle
 import random
 import threading
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import ray
+
 import credit
 import grpo_trainer
+import reward_loop
+import reward_worker
 from policy import PolicyOptions, Sample
 from toy import toy_world
 
@@ -96,3 +103,36 @@ def toy_config(folder, **changes):
 
 def lines_of(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
+
+
+class RewardsHere:
+    """Scores in this process what the Reward Loop scores on its workers; no functions of groups."""
+
+    def __init__(self, options):
+        self.job = options.check_rewards()
+        self.scorer = reward_worker.Scorer(self.job)
+
+    def submit_group(self, samples):
+        return [self.submit(sample) for sample in samples]
+
+    def submit(self, sample):
+        arguments = {
+            "data_source": sample["data_source"],
+            "solution_str": sample["response"],
+            "ground_truth": sample["reward_model"]["ground_truth"],
+            "extra_info": dict(sample["extra_info"]),
+        } | {key: sample[key] for key in self.job.columns}
+        with asyncio.Runner() as runner:
+            scored = json.loads(self.scorer.score_sync(pickle.dumps(arguments), runner))
+        (((score, info, status),), _) = scored
+        future = Future()
+        result = {"reward_score": score, "reward_extra_info": info, "status": status, "seconds": 0.0}
+        future.set_result(result)
+        return future
+
+
+def without_ray(monkeypatch):
+    """From here on a run's rewards are computed in its own process: quicker, and otherwise the same."""
+    monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
+    monkeypatch.setattr(reward_loop, "start_rewards", lambda config, *more, **options: RewardsHere(config))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
