@@ -234,12 +234,15 @@ def next_batch(run: Run, step: int) -> Batch:
     """The samples of this step; with --overlap the next step's rollouts begin when this one's have ended."""
     if not run.config.overlap:
         return draw_and_score(run, step, Future())
+    staleness = int(run.ahead is not None)  # what was rolled out ahead has the weights of a step before
     current = run.ahead or start_ahead(run, step)
     current.rolled_out.result()
     run.ahead = None
     if step < run.config.total_steps:
         run.ahead = start_ahead(run, step + 1)
-    return current.batch.result()
+    batch = current.batch.result()
+    batch.metrics["rollout/staleness"] = staleness
+    return batch
 
 
 def start_ahead(run: Run, step: int) -> Ahead:
@@ -262,7 +265,6 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
     """
     config = run.config
-    staleness = step - 1 - run.step  # the servers have the weights of after run.step
     groups, kept = [], []
     times = Counter()
     rounds = 1
@@ -304,8 +306,6 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         metrics["dynamic/prompts"] = len(groups)
         metrics["dynamic/refills"] = number
         metrics["dynamic/kept"] = num_teaching
-    if config.overlap:
-        metrics["rollout/staleness"] = staleness
     return Batch(groups, kept, metrics, drawn)
 
 
