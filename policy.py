@@ -171,7 +171,7 @@ class Policy:
         if self.adapters:
             self.adapters.add(model, self.config, source)
         self.place(model)
-        check_logprobs(self.compute, model, source)
+        check_logprobs(self.compute, model, source, self.device)
         return model
 
     # ---- the seams: what a rank of many does in its own way
@@ -573,12 +573,12 @@ def logits_of(model, output, hidden_N_H):
 
 
 @torch.no_grad()
-def check_logprobs(compute, model, name):
+def check_logprobs(compute, model, name, device):
     """ValueError where log-probabilities made here differ from the model's own, on short texts.
 
     Some have a prompt in common; where they come out wrong because it is shared, none is from then on.
+    device: where it is computed; the weights may be in the host's memory.
     """
-    device = model.device
     ids = list(range(1, 20))
     sequences = [ids[:11], ids[:8] + ids[12:], ids[:10], ids[4:9]]
     counts = [3, 7, 2, 1]

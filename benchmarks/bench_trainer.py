@@ -61,7 +61,7 @@ from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from cluster.policy_group import PolicyGroup
 from rollout import rollout_hf
-from cluster.servers import WeightFolder, packs
+from cluster.weights import WeightFolder, packs
 
 GROUP = 8
 PARTS = ("generation", "scoring", "update", "step", "cpu")  # of a step, in seconds
@@ -129,10 +129,10 @@ def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyG
 def hand_over(policy, folder) -> None:
     """All weights to a folder, as before each step of sampling on servers."""
     if isinstance(policy, PolicyGroup):
-        policy.send_weights([folder], torch.float32)
+        policy.send_weights({"here": folder}, torch.float32)
     else:
         for number, pack in enumerate(packs(policy.weights(torch.float32))):
-            folder.add(number, pack)
+            folder.write(number, pack)
 
 
 def groups_of(samples: list[Sample]) -> list[list[Sample]]:
@@ -542,12 +542,12 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
         if count == 1:
             threads_each = threads
             policy = alone
-            target = WeightFolder(name, {}, 2**30)
+            target = WeightFolder(name, {})
             each = lambda function: [function(alone)]  # noqa: E731
         else:
             threads_each = 1
             policy = our_policy(model, len(prompts), count)
-            target = ray.remote(num_cpus=0)(WeightFolder).remote(name, {}, 2**30)
+            target = ray.remote(num_cpus=0)(WeightFolder).remote(name, {})
             each = lambda f: ray.get([actor.__ray_call__.remote(f) for actor in policy.actors])  # noqa: E731
         policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
         before = max(each(forget_peak))

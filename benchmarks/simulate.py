@@ -1,13 +1,14 @@
 """What breaks first: one step of training on many GPUs, played event by event from measured constants.
 
-    python benchmarks/simulate.py                                            # FAPO-7B on 8, 64 and 1,024 GPUs
+    python benchmarks/simulate.py                                            # FAPO-7B on 8 to 4,096 GPUs
     python benchmarks/simulate.py --gpus 64 --drawn outputs/RUN/samples.jsonl           # with a run's lengths
     python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # a run of one machine, beside measured
 
 Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
 where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
-line in order. Then the samples go to the ranks, they update, and the new weights go to one node of servers
-after the other. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+line in order. Then the trainer packs the samples, each rank unpacks its own, they update; and rank 0 packs
+the new weights, which go from node to node while the next ones are packed: to one node, to two more, to four
+more. Left out: the cost of prompts, cached prefixes, failures, --overlap.
 
 --run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
 gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
@@ -30,7 +31,7 @@ import tyro
 class Config:
     """The constants. Of GPUs they are assumed, of everything else measured (docs/cluster.md)."""
 
-    gpus: tuple[int, ...] = (8, 64, 1024)  # In the cluster.
+    gpus: tuple[int, ...] = (8, 64, 1024, 4096)  # In the cluster.
     shares: tuple[float, float, float] = (0.5, 0.25, 0.25)  # Of them: ranks, policy servers, judges.
     samples: int = 512  # In a step, for each GPU: 512 prompts of 8 samples on eight of them.
     length: tuple[float, int] = (1161, 8192)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
@@ -43,8 +44,10 @@ class Config:
     loop: float = 14000  # Samples/s that the trainer's loop hands over and collects.
     workers: int = 2  # Reward workers, 1,800 calls/s each.
     router: float = 5000  # Requests/s of a router; the policy's servers and the judges have one each.
-    hand_over: float = 5e6  # Tokens/s from the trainer to the ranks: each unpacks all samples.
+    hand_over: float = 28e6  # Tokens/s that the trainer packs for the ranks.
+    unpack: float = 9e6  # Tokens/s that a rank unpacks, of its own (bench_hand_over.py).
     weights: float = 15.2e9  # Bytes of the policy's weights.
+    pack: float = 1.85e9  # Bytes/s of them that rank 0 packs and puts into Ray's object store.
     link: float = 12.5e9  # Bytes/s out of a node.
     drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
     run: Path | None = None  # Folder of a run that was measured.
@@ -90,9 +93,14 @@ def step(config: Config, gpus: int) -> tuple[dict, dict]:
     places = {"policy's router": 1, "loop": 1, "workers": config.workers, "judges' router": 1}
     places |= {"policy servers": servers * config.places, "judges": judges * config.places}
     done, busy = play(jobs, places)
-    parts = {"rollout": done["loop"], "reward wait": max(done.values()) - done["loop"],
-             "to the ranks": total / config.hand_over, "update": total / config.train_speed / ranks,
-             "weights": config.weights / config.link * math.ceil(servers / 8)}  # fmt: skip
+    waves = math.ceil(math.log2(math.ceil(servers / 8) + 1))  # of nodes, and rank 0's is the first to have it
+    parts = {
+        "rollout": done["loop"],
+        "reward wait": max(done.values()) - done["loop"],
+        "to the ranks": total / config.hand_over + total / ranks / config.unpack,
+        "update": total / config.train_speed / ranks,
+        "weights": config.weights * max(1 / config.pack, waves / config.link),
+    }
     return parts, busy | {name: parts[name] for name in ("to the ranks", "update", "weights")}
 
 

@@ -10,8 +10,6 @@ ModelServers in genrm_server.py looks after servers in actors as after those of 
 beside the driver.
 """
 
-import contextlib
-import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -35,17 +33,16 @@ class Part:
     cpus: float
     gpus: float = 0.0  # a share of one GPU, or whole ones
     apart: bool = False  # no two of them on one GPU: ranks
-    awake: float = 0.0  # of one GPU, for those that sleep while the others work: what they take when awake
 
 
 def part_of(config: Config) -> Part:
     """The servers of a model. With a share below 1 those that sleep while others work reserve nothing."""
-    part = Part(config.num_servers, config.ray_cpus)
-    if config.device != "cuda":
-        return part
-    if config.sleep_mode and config.gpu_share < 1:
-        return replace(part, gpus=ASLEEP, awake=config.gpu_share)
-    return replace(part, gpus=config.gpu_share * config.tensor_parallel_size)
+    gpus = 0.0
+    if config.device == "cuda":
+        gpus = config.gpu_share * config.tensor_parallel_size
+        if config.sleep_mode and config.gpu_share < 1:
+            gpus = ASLEEP
+    return Part(config.num_servers, config.ray_cpus, gpus)
 
 
 def ranks_of(config) -> Part:
@@ -80,80 +77,48 @@ class Cell:
     gpus: int
     held: dict[tuple[str, int], Part] = field(default_factory=dict)  # (name, number) -> what it takes
 
+    @property
+    def taken(self) -> float:
+        return sum(part.gpus for part in self.held.values())
+
     def alike(self, name: str) -> int:
         """How many of this part are here."""
         return sum(who == name for who, _ in self.held)
 
-    def taken(self, *more: Part) -> float:
-        """Of the GPU, by these too, when most of it is taken: while the policy works or judges are awake."""
-        working = judging = 0.0
-        for part in [*self.held.values(), *more]:
-            working += part.gpus
-            if not part.apart:  # ranks give their memory back; a policy's server does not sleep
-                judging += part.awake or part.gpus
-        return max(working, judging)
-
     def has_room(self, name: str, part: Part) -> bool:
-        is_one_gpu = self.gpus == 1 and part.gpus > 0
-        if not is_one_gpu or (part.apart and self.alike(name)):
+        if self.gpus != 1 or not part.gpus or (part.apart and self.alike(name)):
             return False
-        return self.taken(part) < 1.001
-
-    def __str__(self):
-        told = []
-        for (name, number), part in self.held.items():
-            told.append(f"{name} {number} ({part.awake or part.gpus:g})")
-        return ", ".join(told)
+        return self.taken + part.gpus < 1.001
 
 
-def deal(parts: dict[str, Part], names: tuple[str, ...], gpus: float, spread: bool) -> list[Cell]:
-    """Deals the processes of these parts, one part after the other, to so many GPUs.
+def deal(parts: dict[str, Part], gpus: float) -> list[Cell]:
+    """Deals all processes to so many GPUs: first what needs GPUs to itself or apart, then by size.
 
-    spread: each goes to the GPU with room where fewest of its own kind are, then least is taken, and a new
-    one is opened rather than two of a kind put together. Else each goes where most is taken. ValueError with
-    the placement that was tried where one has no room.
+    Each goes to the GPU with room where fewest of its own kind are, then least is taken; a new one is opened
+    rather than two of a kind put together. ValueError with what was tried where one has no room.
     """
-    cells = []
-    for name in names:
-        part = parts[name]
-        size = math.ceil(part.gpus)
-        for number in range(part.count):
-            fits = [cell for cell in cells if cell.has_room(name, part)]
-            if spread:
-                cell = min(fits, key=lambda cell: (cell.alike(name), cell.taken()), default=None)
-            else:
-                cell = max(fits, key=Cell.taken, default=None)
-            if cell is None or (spread and cell.alike(name)):
-                if size <= gpus - sum(cell.gpus for cell in cells):
-                    cell = Cell(size)
-                    cells.append(cell)
-            if cell is None:
-                beside = "; ".join(map(str, cells)) or "nothing"
-                raise ValueError(
-                    f"no room for {name} {number}, which takes {part.awake or part.gpus:g} of {gpus:g} GPUs, "
-                    f"beside {beside}; lower a share or a number"
-                )
-            cell.held[name, number] = part
-    return cells
-
-
-def find_room(parts: dict[str, Part], gpus: float) -> list[Cell]:
-    """Spread, first what needs GPUs to itself or apart, then by size; where that does not fit packed, in any
-    order. ValueError with the first placement that was tried where nothing fits."""
 
     def need(name):
         part = parts[name]
         return part.apart or part.gpus >= 1, part.gpus
 
-    names = sorted(parts, key=need, reverse=True)
-    try:
-        return deal(parts, names, gpus, spread=True)
-    except ValueError as error:
-        refusal = error
-    for order in itertools.permutations(names):
-        with contextlib.suppress(ValueError):
-            return deal(parts, order, gpus, spread=False)
-    raise refusal
+    cells = []
+    for name in sorted(parts, key=need, reverse=True):
+        part = parts[name]
+        size = math.ceil(part.gpus)
+        for number in range(part.count):
+            fits = [cell for cell in cells if cell.has_room(name, part)]
+            cell = min(fits, key=lambda cell: (cell.alike(name), cell.taken), default=None)
+            if cell is None or cell.alike(name):
+                if size <= gpus - sum(cell.gpus for cell in cells):
+                    cell = Cell(size)
+                    cells.append(cell)
+            if cell is None:
+                takes = f"{name} {number}, which takes {part.gpus:g} of {gpus:g} GPUs"
+                beside = [", ".join(f"{name} {number}" for name, number in cell.held) for cell in cells]
+                raise ValueError(f"no room for {takes}, beside {beside}; lower a share or a number")
+            cell.held[name, number] = part
+    return cells
 
 
 def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
@@ -163,12 +128,12 @@ def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
     """
     bundles = []
     where = {}
-    for index, cell in enumerate(find_room(parts, gpus)):
+    for index, cell in enumerate(deal(parts, gpus)):
         bundle = {"CPU": sum(part.cpus for part in cell.held.values())}
         if cell.gpus:
             bundle["GPU"] = cell.gpus
         bundles.append(bundle)
-        is_full = cell.gpus == 1 < sum(part.gpus for part in cell.held.values())
+        is_full = cell.gpus == 1 < cell.taken
         for who, part in cell.held.items():
             share = part.gpus
             if is_full:  # Ray shows a process only GPUs that it has a part of: a little is for who sleeps
@@ -199,14 +164,11 @@ class Places:
     def wait(self, patience: float) -> None:
         """Until every process has a node. RuntimeError when that takes more seconds."""
         if not self.group.wait(patience):
+            names = ", ".join(self.parts)
             free = ray.available_resources()
-            counts = Counter(map(str, self.bundles))
-            wanted = " + ".join(f"{number} x {bundle}" for bundle, number in counts.items())
-            cpus, gpus = free.get("CPU", 0), free.get("GPU", 0)
-            raise RuntimeError(
-                f"{', '.join(self.parts)}: the Ray cluster has no room for {wanted}; "
-                f"free: {cpus:g} CPUs and {gpus:g} GPUs; ask for less or add nodes"
-            )
+            free = f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+            wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
+            raise RuntimeError(f"{names}: the Ray cluster has no room for {wanted}; {free}; add nodes")
 
     def nodes(self, name: str) -> list[str]:
         """The node of each process of this part."""

@@ -70,9 +70,6 @@ class PolicyGroup:
         per_node = Counter(nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         host = ray.util.get_node_ip_address()
-        all_here = all(addresses[node] == host for node in nodes)
-        if all_here:  # nothing needs to leave this machine
-            host = "127.0.0.1"
         # The ranks meet at a store in this process, which listens on this one address.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -84,7 +81,7 @@ class PolicyGroup:
                 rank=rank,
                 count=len(nodes),
                 store=f"{host}:{port}",
-                address=host if all_here else addresses[node],
+                address=addresses[node],
                 per_node=max(per_node.values()),
             )
             # Ray shows an actor its own GPU only
@@ -94,7 +91,7 @@ class PolicyGroup:
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
         self.about_model = self.call("about")[0]
-        if not all_here:
+        if {addresses[node] for node in nodes} != {host}:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
@@ -183,7 +180,7 @@ class PolicyGroup:
                 self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]
         return metrics | {"actor/entropy": entropy_of(groups)}
 
-    def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
+    def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
         return self.call("send_weights", folders, dtype)[0]
 
     def release_memory(self) -> None:

@@ -11,16 +11,13 @@ Left out: tensor, pipeline, sequence and expert parallelism, replicas of groups 
 are not shared (speedups.py), as ranks would have to agree on it for each pass.
 """
 
-import fcntl
 import os
-import socket
-import struct
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MethodType
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,11 +26,10 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
 from cluster.columns import unpack
-from cluster.servers import packs
+from cluster.weights import send
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)
-SIOCGIFADDR = 0x8915  # asks for an interface's address
 
 
 class RankedPolicy(Policy):
@@ -100,28 +96,13 @@ class RankedPolicy(Policy):
         if self.is_split:  # without a backward pass it would go on holding its embedding and head
             (model or self.model).reshard()
 
-    def send_weights(self, folders: list, dtype: torch.dtype) -> set[int]:
-        """The weights from rank 0 to rollout.WeightFolders in Ray actors. Returns which of those are gone."""
-        import numpy
-        import ray
-
-        gone = set()
-        if not self.is_first:
-            for _ in self.weights(dtype):  # gathered by all ranks together
-                pass
-            return gone
-        for number, pack in enumerate(packs(self.weights(dtype))):
-            pack = ray.put(numpy.frombuffer(pack, numpy.uint8))  # in the object store, once for all nodes
-            calls = {}
-            for index, folder in enumerate(folders):
-                if index not in gone:
-                    calls[index] = folder.add.remote(number, pack)
-            for index, call in calls.items():
-                try:
-                    ray.get(call)
-                except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
-                    gone.add(index)  # with its node
-        return gone
+    def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
+        """From rank 0 to WeightFolders, {node: its actor}. Returns the nodes that are gone."""
+        if self.is_first:
+            return send(self.weights(dtype), folders)
+        for _ in self.weights(dtype):  # gathered by all ranks together
+            pass
+        return set()
 
 
 @dataclass
@@ -168,12 +149,10 @@ class Ranks:
 
 
 def interface_of(address: str) -> str:
-    """The interface with this IPv4 address: gloo would take that of the host's name, often the loopback."""
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it may have none
-            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    """The interface with this address: gloo would take that of the host's name, often the loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [one.address for one in addresses]:
+            return name
     raise RuntimeError(f"no network interface has the address {address}; name one in GLOO_SOCKET_IFNAME")
 
 

@@ -3,16 +3,14 @@
     servers = PolicyServers(policy, tokenizer, config)     # a Policy in this process: servers of this machine
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup: servers where Ray places them
 
-rollout.rollout_vllm samples from either. Weights travel as files, from the policy or from its rank 0, to a
-WeightFolder on each node that has servers; in the latter case not through this process.
-
-Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
+rollout.rollout_vllm samples from either. Weights travel as files (weights.py), from the policy or from its
+rank 0, to a folder on each node that has servers; in the latter case not through this process.
 """
 
 import contextlib
 import copy
-import fcntl
-import secrets
+import hashlib
+import os
 import shutil
 import tempfile
 import threading
@@ -20,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
-import safetensors.torch
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.placement import Places, end_servers, part_of, start_servers
+from cluster.weights import WeightFolder, packs
 from genrm_server import Config, ModelServers, Watched, complete
 from policy import RanksLost
 
@@ -32,7 +30,6 @@ from policy import RanksLost
 # every vLLM.
 RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
           ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
-PACK = 2**29  # bytes of weights that travel together
 
 
 class PolicyServers:
@@ -47,13 +44,11 @@ class PolicyServers:
     def __init__(self, policy, tokenizer, config: Config):
         self.policy = policy
         self.service = None  # a ModelServers
-        self.folder = None
         self.is_checked = False
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         about = policy.about()
-        path = f"/dev/shm/{LINK}{secrets.token_hex(4)}"  # each node's own
-        size = 2 * self.dtype.itemsize * about["numel"]
-        self.contents = path, model_files(about, tokenizer), size  # of a WeightFolder
+        path = folder_for(config.log_dir, self.dtype.itemsize * about["numel"])
+        self.contents = path, model_files(about, tokenizer)  # of a WeightFolder
         # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
         config = replace(
@@ -65,9 +60,8 @@ class PolicyServers:
             dtype=str(self.dtype).removeprefix("torch."),
             vllm_args=fixed + config.vllm_args,
         )
+        self.folder = WeightFolder(*self.contents)  # complete() looks for it
         try:
-            self.folder = WeightFolder(*self.contents)
-            self.folder.publish()  # complete() looks for the model's folder
             self.start(complete(config))
         except BaseException:
             self.shutdown()
@@ -79,8 +73,7 @@ class PolicyServers:
 
     def write_weights(self) -> None:
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
-            self.folder.add(number, pack)
-        self.warn(self.folder.publish())
+            self.folder.write(number, pack)
 
     def is_current(self, slot: Watched) -> bool:
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
@@ -99,11 +92,9 @@ class PolicyServers:
             self.is_checked = True
             for slot in self.service.slots:
                 if slot.joined:
-                    self.warn(self.service.call(slot, "last_lines", "weights were not loaded", 1))
-
-    def warn(self, text: str) -> None:
-        if text:
-            print(f"policy servers: WARNING: {text}", flush=True)
+                    line = self.service.call(slot, "last_lines", "weights were not loaded", 1)
+                    if line:
+                        print(f"policy servers: WARNING: {line}", flush=True)
 
     def check(self) -> None:
         """Raises where no request can be answered any more; called while rollouts wait."""
@@ -112,8 +103,7 @@ class PolicyServers:
         """Ends the servers and removes the folder."""
         if self.service:
             self.service.shutdown()
-        if self.folder:
-            self.folder.close()
+        self.folder.close()
 
 
 class ClusterServers(PolicyServers):
@@ -123,7 +113,7 @@ class ClusterServers(PolicyServers):
     actors = ()
     own = None
     lost = None
-    folders = {}  # node -> the WeightFolder's actor there
+    folders = {}  # node -> the WeightFolder's actor there, which has the weights
 
     def start(self, config: Config) -> None:
         self.folders = {}
@@ -154,37 +144,27 @@ class ClusterServers(PolicyServers):
     def provide(self, nodes: set[str]) -> None:
         """Makes a folder with the policy's weights of now on each of these nodes that has none."""
         with self.provision:
-            for node in nodes & set(self.folders):
-                try:
-                    ray.get(self.folders[node].__ray_ready__.remote())
-                except ray.exceptions.RayActorError:
-                    del self.folders[node]
             new = {}
             for node in nodes - set(self.folders):
                 there = NodeAffinitySchedulingStrategy(node, soft=False)
-                actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there)
+                again = dict(max_restarts=-1, max_task_retries=-1)  # as long as the node is there
+                actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there, **again)
                 new[node] = actor.remote(*self.contents)
-            self.fill(new)
-
-    def fill(self, folders: dict) -> None:
-        """The policy's weights of now to these folders, {node: folder}; those that died are forgotten."""
-        if not folders:
-            return
-        gone = self.policy.send_weights(list(folders.values()), self.dtype)
-        for index, (node, folder) in enumerate(folders.items()):
-            self.folders.pop(node, None)
-            if index not in gone:
-                with contextlib.suppress(ray.exceptions.RayActorError):
-                    self.warn(ray.get(folder.publish.remote()))
-                    self.folders[node] = folder
+            if new:
+                self.fill(new)
 
     def write_weights(self) -> None:
         with self.provision:
-            nodes = set(self.folders)
-            self.fill(dict(self.folders))
-            lost = nodes - set(self.folders)
-        if lost:  # where only the folder died its servers go on
-            self.provide(lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+            self.fill(self.folders)
+
+    def fill(self, folders: dict) -> None:
+        """The policy's weights of now to these folders, {node: folder}; nodes that are gone are forgotten."""
+        gone = self.policy.send_weights(folders, self.dtype)
+        for node, folder in list(folders.items()):
+            if node in gone:
+                self.folders.pop(node, None)
+            else:
+                self.folders[node] = folder
 
     def shutdown(self) -> None:
         if self.service:
@@ -194,9 +174,26 @@ class ClusterServers(PolicyServers):
         if not ray.is_initialized():
             return
         for folder in self.folders.values():
-            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone, or the next run removes it
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
                 ray.get(folder.close.remote(), timeout=10)
             ray.kill(folder)
+
+
+def folder_for(log_dir: Path | None, size: int) -> str:
+    """For weights of so many bytes, the same on all nodes: in shared memory where that has room on this one.
+
+    A run that was killed and goes on has the same one again.
+    """
+    whose = f"{Path(log_dir or str(os.getpid())).absolute()} {size}"
+    name = f"fapo_policy_{hashlib.sha256(whose.encode()).hexdigest()[:12]}"
+    base = "/dev/shm"
+    shutil.rmtree(f"{base}/{name}", ignore_errors=True)
+    free = shutil.disk_usage(base).free
+    if free < 1.1 * size:
+        base = tempfile.gettempdir()
+        why = f"they have {size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it"
+        print(f"policy servers: weights go through {base}, which may be a slow disk: {why}", flush=True)
+    return f"{base}/{name}"
 
 
 def model_files(about: dict, tokenizer) -> dict[str, bytes]:
@@ -210,95 +207,3 @@ def model_files(about: dict, tokenizer) -> dict[str, bytes]:
         tokenizer.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
-def packs(weights):
-    """Named tensors -> the contents of safetensors files of about half a GiB each."""
-    pack = {}
-    size = 0
-    for name, tensor in weights:
-        if pack and size + tensor.nbytes > PACK:
-            yield safetensors.torch.save(pack, metadata={"format": "pt"})
-            pack = {}
-            size = 0
-        pack[name] = tensor.to("cpu", copy=True).contiguous()
-        size += tensor.nbytes
-    yield safetensors.torch.save(pack, metadata={"format": "pt"})
-
-
-FOLDER, LINK = "fapo_policy_weights_", "fapo_policy_"
-
-
-class WeightFolder:
-    """The policy's model folder for the servers of one node: used directly, or as a Ray actor there.
-
-    It lies in the node's shared memory where that has room for old and new weights of `size` bytes together,
-    else on disk; `path`, the same on all nodes, links to the one published last. files: what goes with the
-    weights, {name: content}. Removed by `close`; if this process is killed once they are there, by the next
-    one on this node (a lock tells that its owner is gone).
-    """
-
-    def __init__(self, path: str, files: dict[str, bytes], size: int):
-        remove_abandoned()
-        base = "/dev/shm"
-        self.warning = ""
-        free = shutil.disk_usage(base).free
-        if free < 1.1 * size:
-            base = tempfile.gettempdir()
-            self.warning = (
-                f"weights go through {base}, which may be a slow disk: old and new ones are "
-                f"{size / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free; enlarge it"
-            )
-        self.path = Path(path)
-        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
-        self.lock = lock(self.folder)
-        for name, content in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            (self.folder / name).write_bytes(content)
-
-    def add(self, number: int, pack) -> None:
-        """Takes one part of new weights, the contents of a safetensors file. Servers do not see it yet."""
-        name = f"model_{number}.new" if number else "model.new"
-        (self.folder / name).write_bytes(memoryview(pack))
-
-    def publish(self) -> str:
-        """The parts that came since the last time take the place of the old ones. Returns a warning, once."""
-        new = {path: path.with_suffix(".safetensors") for path in self.folder.glob("model*.new")}
-        if new:
-            for path in set(self.folder.glob("*.safetensors")) - set(new.values()):
-                path.unlink()
-        for path, target in new.items():
-            path.replace(target)
-        if self.path.resolve() != self.folder.resolve():  # not before: this may be a late one, given up
-            self.path.unlink(missing_ok=True)
-            self.path.symlink_to(self.folder)
-        if not new:
-            return ""
-        warning, self.warning = self.warning, ""
-        return warning
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.path.exists():
-            self.path.unlink(missing_ok=True)
-
-
-def lock(folder: Path):
-    """An open file that holds the folder's lock until it is closed; None where another process holds it."""
-    try:
-        file = open(folder / ".lock", "w")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return file
-    except OSError:  # taken, or another user's
-        return None
-
-
-def remove_abandoned() -> None:
-    """What killed runs have left on this node."""
-    for base in ("/dev/shm", tempfile.gettempdir()):
-        for file in Path(base).glob(f"{FOLDER}*/config.json"):  # which its owner writes once it has the lock
-            if lock(file.parent):
-                shutil.rmtree(file.parent, ignore_errors=True)
-        for link in Path(base).glob(f"{LINK}*"):
-            if not link.exists():
-                link.unlink(missing_ok=True)

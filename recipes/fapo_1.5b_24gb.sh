@@ -5,13 +5,13 @@
 # Data: python prepare_data.py --tasks dapo aime24 --out-dir data
 #
 # What each takes by `python -m tools.plan_run` with the trainer's flags:
-#      6.24 GB  policy server: 3.55 of weights, room for 23,920 tokens (a sequence: 4,096): it fits
-#      3.84 GB  genrm: 0.99 of weights, room for 69,331 tokens (a sequence: 8,192): it fits
+#      6.24 GB  policy server: 3.55 of weights, room for 26,239 tokens (a sequence: 4,096): it fits
+#      3.84 GB  genrm: 0.99 of weights, room for 74,743 tokens (a sequence: 8,192): it fits
 #      3.70 GB  weights
 #      0.15 GB  gradients
 #      0.30 GB  Adam
-#      7.99 GB  update: activations of a micro-batch
-#     12.13 GB  at the peak, roughly, of 12.5 GB on each of 1 ranks, cuda: it fits
+#      4.03 GB  update: activations of a micro-batch
+#      8.17 GB  at the peak, roughly, of 12.5 GB on each of 1 ranks, cuda: it fits
 # Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models.
 source "$(dirname "$0")/paths.sh"
 

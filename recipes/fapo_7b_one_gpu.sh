@@ -4,13 +4,13 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
 # What each takes by `python -m tools.plan_run` with the trainer's flags:
-#     24.00 GB  policy server: 15.23 of weights, room for 118,038 tokens (a sequence: 10,240): it fits
-#     17.60 GB  genrm: 8.04 of weights, room for 51,236 tokens (a sequence: 28,672): it fits
+#     24.00 GB  policy server: 15.23 of weights, room for 70,306 tokens (a sequence: 10,240): it fits
+#     17.60 GB  genrm: 8.04 of weights, room for 32,695 tokens (a sequence: 28,672): it fits
 #     17.73 GB  weights
 #      0.32 GB  gradients
 #      0.65 GB  Adam
-#     15.12 GB  update: activations of a micro-batch
-#     33.83 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
+#      7.92 GB  update: activations of a micro-batch
+#     26.62 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
 # Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 

@@ -552,11 +552,11 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync()
-        served = load_file(servers.folder.folder / "model.safetensors")
+        served = load_file(servers.folder.path / "model.safetensors")
         assert torch.equal(served["lm_head.weight"], model.lm_head.weight) and set(served) == set(
             model.state_dict()
         )
-        assert json.loads((servers.folder.folder / "config.json").read_text())["tie_word_embeddings"] is False
+        assert json.loads((servers.folder.path / "config.json").read_text())["tie_word_embeddings"] is False
         assert model.config.tie_word_embeddings  # the trainer's own is as it was
         for number in range(2):
             calls = [
@@ -569,7 +569,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         until(lambda: restarts_of(servers.service) == 1 and len(router_workers(servers.service)) == 2)
         # before it joined: weights may have changed
         assert "/collective_rpc" in told(servers.service)["calls"]
-        (servers.folder.folder / "die_of_collective_rpc").touch()
+        (servers.folder.path / "die_of_collective_rpc").touch()
         before_joining = servers.service.before_joining
         servers.service.before_joining = lambda slot: False  # for as long as we look
         servers.sync()  # one of them dies of it
@@ -580,27 +580,27 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             lambda: restarts_of(servers.service) >= 2 and all(slot.joined for slot in servers.service.slots)
         )
         assert all("/collective_rpc" in told(servers.service, number)["calls"] for number in range(2))
-        (servers.folder.folder / "refuse_collective_rpc").touch()
+        (servers.folder.path / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
             servers.sync()
-        (servers.folder.folder / "refuse_collective_rpc").unlink()
-        (servers.folder.folder / "die_of_collective_rpc").touch()
+        (servers.folder.path / "refuse_collective_rpc").unlink()
+        (servers.folder.path / "die_of_collective_rpc").touch()
         servers.sync()
     finally:
         servers.shutdown()
-    assert not servers.folder.folder.exists()
+    assert not servers.folder.path.exists()
 
 
 def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
     policy = policy_of(copy.deepcopy(model))
     with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
         assert "/dev/shm" not in capfd.readouterr().out
-        assert servers.folder.folder.parent == Path("/dev/shm")
+        assert servers.folder.path.parent == Path("/dev/shm")
     free = SimpleNamespace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
         (line,) = [line for line in capfd.readouterr().out.splitlines() if "/dev/shm" in line]
-        assert "policy servers: " in line and str(servers.folder.folder.parent) in line
+        assert "policy servers: " in line and str(servers.folder.path.parent) in line
 
 
 def test_sleep_and_wake(stand_in, monkeypatch):

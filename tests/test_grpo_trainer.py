@@ -941,7 +941,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "reward_fn is 'nowhere.py:x': there is no file"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
-        (dict(genrm=("nowhere",)), "--model nowhere: no such folder"),
+        (dict(genrm=("nowhere",)), "--model nowhere: no folder with a config.json"),
         (dict(val_file=("val.parquet:0",)), "val.parquet:0: the name must end with .parquet or .jsonl"),
     ],
 )

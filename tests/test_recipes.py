@@ -154,7 +154,10 @@ def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
     arguments = ["--train-file", "t", "--out-dir", "o", *shares]
     for more, expected in (
         ([], "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"),
-        (["--lora-rank", "32"], "too little; lower --max-tokens-per-micro-batch"),
+        (
+            ["--lora-rank", "32", "--max-tokens-per-micro-batch", "65536"],
+            "too little; lower --max-tokens-per-micro-batch",
+        ),
         (["--lora-rank", "32", "--max-tokens-per-micro-batch", "4096"], "it fits"),
     ):
         more += ["--max-prompt-length", "1024", "--max-response-length", "3072"]
@@ -184,7 +187,7 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     (line,) = re.findall("^3 GPUs: (.*)", said.out, re.M)
     shared = {"policy server 0", "rank 0 (0.5 GPUs) + genrm 0 (0.4 GPUs)", "rank 1 (0.5 GPUs)"}
     assert set(line.split(", ")) == shared
-    assert re.search("21.60 GB  policy server: .*it fits\n +9.60 GB  genrm: .*it fits\n", said.out)
+    assert re.search("22.08 GB  policy server: .*it fits\n +9.60 GB  genrm: .*it fits\n", said.out)
     assert "of 12.0 GB on each of 2 ranks, cuda: it fits" in said.out
     assert said.err.startswith("error: no room for ") and said.err.count("\n") == 1
 

@@ -40,7 +40,7 @@ def test_a_step_by_hand(tmp_path):
 
 @pytest.mark.parametrize(
     "flag, first",
-    [("--router=2", "policy's router"), ("--link=1e6", "weights"), ("--loop=1", "loop"),
+    [("--router=1", "policy's router"), ("--link=1e6", "weights"), ("--loop=1", "loop"),
      ("--hand-over=10", "to the ranks")],
 )  # fmt: skip
 def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):

@@ -29,8 +29,12 @@ import reward_loop
 from cluster.placement import Places, layout, parts_of
 from policy import LOGITS_AT_ONCE, layers_of, set_dtypes
 
-VLLM_GB = 2.0  # roughly what a server needs beside weights and cache: activations, CUDA graphs
-VLLM_SHARE = 0.9  # of a GPU that it takes if nobody says otherwise
+# Of vLLM: what a server takes of a GPU if nobody says otherwise; what it has beside weights, cache and what a
+# pass needs (CUDA itself, graphs), roughly; sequences at once on GPUs from 70 GiB on, and on smaller ones.
+VLLM_SHARE = 0.92
+VLLM_GB = 1.0
+VLLM_SEQUENCES = 1024, 256
+SAMPLER_COPIES = 6  # of the logits, float32, as it sorts them for top-p
 
 
 @dataclass
@@ -83,13 +87,22 @@ def cache_of(text) -> int:
 
 
 def activations_of(config, text, tokens: int, device: str) -> int:
-    """What the backward pass of a micro-batch needs, in numbers."""
+    """What the backward pass of a micro-batch needs, in numbers; on GPUs as benchmarks/fake_gpu.py counts."""
     layers = text.num_hidden_layers
     hidden = text.hidden_size
-    layer = tokens * (10 * hidden + 4 * getattr(text, "intermediate_size", 4 * hidden))
-    logits = 6 * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size)
-    if config.gradient_checkpointing:
-        return tokens * hidden * layers + layer + logits
+    intermediate = getattr(text, "intermediate_size", 4 * hidden)
+    layer = tokens * (10 * hidden + 4 * intermediate)
+    copies = 6  # of the logits
+    if device == "cuda":
+        layer = tokens * (6.5 * hidden + 1.75 * intermediate)  # bf16, norms and residuals float32
+        copies = 3
+        if config.entropy_coef:
+            copies = 5
+    logits = copies * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size) + 4 * tokens * hidden
+    if config.gradient_checkpointing:  # one layer at a time, when the logits are gone
+        if device == "cuda":
+            layer = tokens * (8 * hidden + 3 * intermediate)  # with the gradients of its own
+        return tokens * hidden * layers + max(layer, logits)
     return layer * layers + logits
 
 
@@ -122,8 +135,12 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     numbers["update: activations of a micro-batch"] = activations
     if config.rollout == "hf":
         numbers["rollout: key-value cache"] = cache
-    if config.policy_ranks > 1:  # two layers at a time, and embedding and head, with gradients twice
-        numbers["update: gathered weights"] = 3 * outside + 3 * of_layer
+    if config.policy_ranks > 1 or config.policy_offload:
+        # embedding, head and its gradient; a layer in float32, its gradient or itself, and others in bf16
+        gathered = outside + 1.75 * of_layer
+        if not config.lora_rank:
+            gathered += text.vocab_size * text.hidden_size
+        numbers["update: gathered weights"] = gathered
     elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
         numbers["update: weights in bf16"] = weights / 2  # kept for the backward pass
     gigabytes = {}
@@ -183,6 +200,7 @@ def servers_of(config) -> dict:
         gpu_share=config.rollout_gpu_share,
         tensor_parallel_size=config.rollout_tensor_parallel,
         max_model_len=config.max_prompt_length + config.max_response_length,
+        vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
     )
     return {"policy server": policy_server} | config.server_configs()
 
@@ -193,6 +211,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     share = server.gpu_share
     if share == 1:
         share = VLLM_SHARE
+    share = told(server, "--gpu-memory-utilization", share)
     have = gpus * gpu * share
     try:
         text = shape_of(config, server.model)
@@ -200,16 +219,29 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         weights = 2e-9 * count_parameters(served)[0]
         if name == "policy server" and text.tie_word_embeddings:  # it is served untied
             weights += 2e-9 * text.vocab_size * text.hidden_size
-        tokens = max(have - weights - VLLM_GB * gpus, 0) / (2e-9 * cache_of(text))
+        sequences = told(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
+        logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # of each GPU: all gather them
+        cache = max(have - weights - (VLLM_GB + logits) * gpus, 0)
+        tokens = cache / (2e-9 * cache_of(text))
         longest = server.max_model_len or text.max_position_embeddings
-        told = re.search(r"--max-model-len[ =](\d+)", " ".join(server.vllm_args))
-        if told:
-            longest = int(told[1])
+        longest = told(server, "--max-model-len", longest)
     except Exception:  # no such file here, or a family of another kind
         return f"{have:9.2f} GB  {name}: what it takes is unknown"
-    room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,})"
+    room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
-    return f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
+    line = f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
+    if server.gpu_share < 1:
+        fixed = f"{1000 * cache:.0f}000000"
+        line += f"\n              vLLM measures no neighbour with --kv-cache-memory-bytes {fixed}"
+    return line
+
+
+def told(server, flag: str, default: float) -> float:
+    """The number that goes with a flag in the server's vLLM arguments."""
+    found = re.search(rf"{flag}[ =]([\d.]+)", " ".join(server.vllm_args))
+    if found:
+        return float(found[1])
+    return default
 
 
 def placement(config) -> dict[str, list[str]]:

@@ -1,0 +1,145 @@
+"""What leaves the trainer in a step: each rank's samples as columns, and the new weights as packs.
+
+    python benchmarks/bench_hand_over.py                        # CPU time, on one core
+
+Samples: packing all of them in the trainer, and unpacking its own in each of 8 and 64 ranks, beside sending
+all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model's into packs (beside safetensors'
+own function), then into Ray's object store, or a file in shared memory, and all of it through an actor on
+this node. Left out: the network; the copy from a GPU.
+"""
+
+import os
+import pickle
+import random
+import shutil
+import time
+from dataclasses import dataclass
+
+import ray
+import safetensors.torch
+import torch
+import tyro
+
+import reward_loop
+from bench_router import machine
+from cluster.columns import pack, split, unpack
+from cluster.weights import WeightFolder, packs, portions, send
+from policy import MiniBatch, Sample
+
+
+@dataclass
+class Config:
+    samples: int = 2048  # Responses, log-normal lengths around 1,161 tokens.
+    ranks: tuple[int, ...] = (8, 64)  # Ranks that are played.
+    gigabytes: float = 2.0  # Of weights, in bf16.
+    rounds: int = 3  # Of which the best is printed.
+
+
+def cpu_of(rounds: int, function) -> float:
+    """CPU seconds of this process, the least of so many rounds."""
+    seconds = []
+    for _ in range(rounds):
+        begun = time.process_time()
+        function()
+        seconds.append(time.process_time() - begun)
+    return min(seconds)
+
+
+def made_up(count: int) -> list[MiniBatch]:
+    rng = random.Random(0)
+    samples = []
+    for _ in range(count):
+        length = min(int(1161 * rng.lognormvariate(-0.245, 0.7)) + 1, 8192)
+        ids = [rng.randrange(150_000) for _ in range(length)]
+        logprobs = [-rng.random() for _ in range(length)]
+        samples.append(Sample({}, ids[:100], ids, logprobs, advantage=0.5))
+    size = -(-count // 16)
+    return [MiniBatch(samples[start : start + size], 1, 1) for start in range(0, count, size)]
+
+
+def measure_samples(config: Config) -> None:
+    batches = made_up(config.samples)
+    everything = sum((batch.samples for batch in batches), [])
+    million = 1e-6 * sum(sample.length for sample in everything)
+    print(f"\n{config.samples} samples, {million:.1f} M tokens\n")
+    print("| ranks | | trainer: CPU s per M tokens of the step | each rank |")
+    print("| ---: | --- | ---: | ---: |")
+    for ranks in config.ranks:
+        sent = cpu_of(config.rounds, lambda: pickle.dumps(everything, 5))
+        text = pickle.dumps(everything, 5)
+        got = cpu_of(config.rounds, lambda: pickle.loads(text))
+        print(f"| {ranks} | all objects to all ranks | {sent / million:.3f} | {got / million:.4f} |")
+
+        def columns(ranks=ranks):
+            return [pack(part) for part in split(batches, ranks)]
+
+        sent = cpu_of(config.rounds, columns)
+        own = pickle.dumps(columns()[0], 5)
+        got = cpu_of(config.rounds, lambda: unpack(pickle.loads(own)))
+        print(f"| {ranks} | **each its own, as columns** | {sent / million:.3f} | {got / million:.4f} |")
+
+
+def layers(gigabytes: float):
+    """Name and tensor, as Policy.weights yields them."""
+    shapes = [(3584, 3584)] * 2 + [(512, 3584)] * 2 + [(18944, 3584)] * 2 + [(3584, 18944)]
+    held = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    total = 0
+    number = 0
+    while total < gigabytes * 1e9:
+        for tensor in held:
+            yield f"model.layers.{number}.weight", tensor
+            total += 2 * tensor.numel()
+            number += 1
+
+
+def measure_weights(config: Config) -> None:
+    path = f"/dev/shm/bench_hand_over_{os.getpid()}"
+    torch.set_num_threads(1)
+
+    def saved():
+        for tensors in portions(layers(config.gigabytes)):
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            safetensors.torch.save(copies)
+
+    def packed():
+        for _ in packs(layers(config.gigabytes)):
+            pass
+
+    def stored():
+        for one in packs(layers(config.gigabytes)):
+            ray.put(one)
+
+    def written():
+        folder = WeightFolder(path, {})
+        for number, one in enumerate(packs(layers(config.gigabytes))):
+            folder.write(number, one)
+
+    print(f"\n{config.gigabytes:g} GB of weights in bf16\n")
+    print("| | GB/s of CPU time | GB/s |\n| --- | ---: | ---: |")
+
+    def row(name, function):
+        function()  # memory that is touched for the first time
+        begun = time.perf_counter()
+        seconds = cpu_of(config.rounds, function)
+        wall = (time.perf_counter() - begun) / config.rounds
+        print(f"| {name} | {config.gigabytes / seconds:.2f} | {config.gigabytes / wall:.2f} |", flush=True)
+
+    row("copied, safetensors.save", saved)
+    row("**packed**", packed)
+    row("packed, put into Ray's object store", stored)
+    row("packed, written to shared memory", written)
+    actor = ray.remote(num_cpus=0)(WeightFolder).remote(path, {})
+    row("packed, sent to an actor: this process", lambda: send(layers(config.gigabytes), {"here": actor}))
+    shutil.rmtree(path)
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    print(machine())
+    measure_samples(config)
+    reward_loop.connect_ray()
+    measure_weights(config)
+
+
+if __name__ == "__main__":
+    main()

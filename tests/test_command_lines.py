@@ -1,0 +1,100 @@
+"""What each mode would start, through vLLM's own argument parser and its checks of the configuration."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster import servers
+from genrm_server import Config, complete
+from vllm_server import VllmServer
+
+ROOT = Path(__file__).parent.parent
+POLICY = str(ROOT / "toy/models/policy")
+GPU = Config(POLICY, device="cuda", port=1)
+MODES = {
+    "judge": GPU,
+    "judge on a share": replace(GPU, gpu_share=0.22, vllm_args=("--max-model-len", "512")),
+    "judge that sleeps": replace(GPU, sleep_mode=True, gpu_share=0.4),
+    "judge of two GPUs": replace(GPU, tensor_parallel_size=2, vllm_args=("--max-num-seqs=64",)),
+    "discriminative judge": replace(GPU, task="classify"),
+    "with room for keys and values": replace(GPU, vllm_args=("--kv-cache-memory-bytes", "4000000000")),
+    "on CPU": replace(GPU, device="cpu", cpus="0"),
+}
+
+# 0.24 has the parser elsewhere than 0.32.
+PARSER = """
+import json, sys
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for name, line in json.load(sys.stdin).items():
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    validate_parsed_serve_args(found)
+    print(json.dumps([name, {key: value for key, value in vars(found).items() if type(value) in
+                             (int, float, str, bool, list)}]))
+"""
+
+
+def policy_server(monkeypatch):
+    """The command of a policy's server, as PolicyServers makes its configuration."""
+    seen = []
+
+    class Started(Exception):
+        pass
+
+    def start(self, config):
+        seen.append(config)
+        raise Started
+
+    class OnGpu:
+        device = servers.torch.device("cuda")
+
+        def about(self):
+            from transformers import AutoConfig
+
+            shape = AutoConfig.from_pretrained(POLICY)
+            return {"config": shape, "architecture": "LlamaForCausalLM", "numel": 1}
+
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(servers.PolicyServers, "start", start)
+    settings = Config(model="", gpu_share=0.3, max_model_len=512, vllm_args=("--max-num-seqs", "64"))
+    with pytest.raises(Started):
+        servers.PolicyServers(OnGpu(), AutoTokenizer.from_pretrained(POLICY), settings)
+    return seen[0]
+
+
+@pytest.mark.slow
+def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    configs = {name: complete(replace(mode, log_dir=tmp_path)) for name, mode in MODES.items()}
+    configs["policy server"] = policy_server(monkeypatch)
+    lines = {}
+    for name, config in configs.items():
+        server = VllmServer(config, 3, 0, 1)
+        lines[name] = server.command[3:]  # behind python -m MODULE
+        server.reserved.close()
+    ended = subprocess.run(
+        [sys.executable, "-c", PARSER], input=json.dumps(lines), capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = dict(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("["))
+    assert set(found) == set(lines)
+    for name, taken in found.items():
+        assert taken["seed"] == 3 and taken["middleware"] == ["vllm_server.Generate", "vllm_server.KeyGuard"]
+        assert taken["disable_uvicorn_access_log"] is True, name
+    assert found["judge on a share"]["gpu_memory_utilization"] == 0.22
+    assert found["judge that sleeps"]["enable_sleep_mode"] is True
+    assert found["judge of two GPUs"]["tensor_parallel_size"] == 2
+    assert found["discriminative judge"]["runner"] == "pooling"
+    assert found["with room for keys and values"]["kv_cache_memory_bytes"] == 4_000_000_000
+    assert found["on CPU"]["dtype"] == "float32" and found["on CPU"]["enforce_eager"] is True
+    policy = found["policy server"]
+    assert policy["logprobs_mode"] == "processed_logprobs" and policy["generation_config"] == "vllm"
+    assert (policy["dtype"], policy["max_model_len"], policy["max_num_seqs"]) == ("bfloat16", 512, 64)

@@ -1,0 +1,104 @@
+"""New weights on their way: files that safetensors reads, from node to node, and nodes that die."""
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from safetensors.torch import load_file
+
+from cluster import servers, weights
+from cluster.weights import WeightFolder, packs, send, to_all
+
+
+def tensors(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 5), "b": (7,), "c": (2, 2, 2), "d": (), "large": (40, 11), "last": (1,)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size, count", [(2**20, 1), (100, 4), (1, 6)])
+def test_packs_are_safetensors_files_with_each_tensor_once(tmp_path, monkeypatch, dtype, size, count):
+    """Also those of a transposed one; a second sync writes over the first one's files."""
+    monkeypatch.setattr(weights, "PACK", size * dtype.itemsize // 4 or 1)
+    sent = tensors(dtype)
+    sent["large"] = sent["large"].T
+    folder = WeightFolder(str(tmp_path / "folder"), {"config.json": b"{}", "sub/file": b"1"})
+    for _ in range(2):
+        for number, pack in enumerate(packs(sent.items())):
+            folder.write(number, pack)
+        files = sorted(folder.path.glob("*.safetensors"))
+        assert len(files) == count and folder.path / "model.safetensors" in files
+        found = [load_file(file) for file in files]
+        assert sum(map(len, found)) == len(sent)
+        for name, tensor in {name: tensor for part in found for name, tensor in part.items()}.items():
+            assert tensor.dtype == dtype and torch.equal(tensor, sent[name]), name
+        sent = {name: tensor + 1 for name, tensor in sent.items()}
+    assert (folder.path / "sub/file").read_bytes() == b"1"
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another_one(tmp_path):
+    path = servers.folder_for(tmp_path / "rollout_logs", 100)
+    WeightFolder(path, {"config.json": b"{}"}).write(3, b"of before")
+    assert servers.folder_for(tmp_path / "rollout_logs", 100) == path
+    WeightFolder(path, {}).close()
+    others = {servers.folder_for(tmp_path / "other", 100), servers.folder_for(tmp_path / "rollout_logs", 101)}
+    assert len(others | {path}) == 3
+
+
+class Told:
+    """Of an actor's handle what to_all needs; notes how many calls are under way."""
+
+    waves = []
+
+    @property
+    def add(self):
+        return self
+
+    def remote(self, number, pack):
+        self.waves[-1] += 1
+        return ray.put(number)
+
+
+def test_who_has_a_pack_hands_it_on(monkeypatch):
+    ended = []
+
+    def get(call):
+        if Told.waves[-1]:
+            ended.append(Told.waves[-1])
+            Told.waves.append(0)
+
+    monkeypatch.setattr(ray, "put", lambda number: number)
+    monkeypatch.setattr(ray, "get", get)
+    Told.waves = [0]
+    to_all({node: Told() for node in range(12)}, "add", 0, b"")
+    assert ended == [1, 2, 4, 5]  # rank 0's node has it from the start
+
+
+@pytest.mark.slow
+def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
+    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
+    others = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    ray.init(cluster.address, logging_level="error", log_to_driver=False)
+    try:
+        nodes = [node.node_id for node in others]
+        folders = {}
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            kind = ray.remote(WeightFolder).options(
+                num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=there)  # fmt: skip
+            folders[node] = kind.remote(str(tmp_path / node), {})
+        sent = tensors(torch.float32)
+        assert send(sent.items(), folders) == set()
+        cluster.remove_node(others[0])
+        sent = {name: tensor + 1 for name, tensor in sent.items()}
+        assert send(sent.items(), folders) == {nodes[0]}
+        for node in nodes[1:]:
+            found = load_file(tmp_path / node / "model.safetensors")
+            assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
