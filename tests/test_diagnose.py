@@ -166,9 +166,9 @@ def test_a_recorded_run_that_learns_rings_nothing(name):
 
 
 def test_the_runs_of_the_evidence_ring_nothing():
-    """Each step's accuracy and flawed positives of 125 runs are known. All right answers were judged."""
+    """Accuracy and flawed positives of each step are known. All right answers were judged."""
     files = (HERE.parent / "docs/evidence/runs.jsonl").read_text().splitlines()
-    assert len(files) == 125
+    assert len(files) >= 125
     for run in map(json.loads, files):
         curves = run["curves"]
         lines = []

@@ -174,6 +174,7 @@ def test_learns_a_trivial_task(workshop, rollout):
         rollout=rollout,
         rollout_cpus="0",
         total_steps=40,
+        max_idle_steps=0,  # it may learn all that there is
         train_batch_size=8,
         mini_batch_size=8,
         # any seed, for vLLM too

@@ -104,9 +104,10 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     answers = [sample["reward_extra_info"].get("pred") for sample in samples]
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
-    groups = {(sample["step"], sample["group"]): sample["prompt"] for sample in samples}
+    groups = {(sample["step"], sample["group"]) for sample in samples}
+    prompts = {sample["prompt"] for sample in samples}
     if len(groups) >= 8:
-        numbers["prompts/groups"] = len(set(groups.values())) / len(groups)
+        numbers["prompts/groups"] = len(prompts) / len(groups)
     return numbers
 
 
@@ -137,24 +138,19 @@ def holds(conditions: list[str], numbers: list[dict]) -> bool:
 def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
     """The findings of a run's lines of metrics.jsonl and samples.jsonl, in the order in which they began."""
     lines = [line for line in lines if "reward/mean" in line]
-    of_step = {}
-    for sample in samples:
-        if sample["split"] == "train":
-            of_step.setdefault(sample["step"], []).append(sample)
+    samples = [sample for sample in samples if sample["split"] == "train"]
     numbers = []  # of each step
     found = {}
     for line in lines:
         step = line["step"]
-        recent = []
-        for earlier in range(step - RECENT + 1, step + 1):
-            recent += of_step.get(earlier, [])
+        recent = [sample for sample in samples if step - RECENT < sample["step"] <= step]
         numbers.append(line | more_numbers(lines[: len(numbers) + 1], recent))
         for name, count, conditions, remedy in RULES:
             if len(numbers) >= count and holds(conditions, numbers[-count:]):
                 finding = found.setdefault(name, Finding(name, [], "", remedy))
                 finding.steps.append(step)
                 finding.evidence = evidence(numbers[-1], conditions, recent)
-    return sorted(found.values(), key=lambda finding: finding.steps[0])
+    return list(found.values())
 
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
@@ -177,10 +173,7 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         print(f"error: {folder}: {error!r}; give the --out-dir of a run of this version", file=sys.stderr)
         raise SystemExit(2) from error
-    for finding in found:
-        print(finding)
-    if not found:
-        print("no finding")
+    print("\n".join(map(str, found)) or "no finding")
 
 
 if __name__ == "__main__":

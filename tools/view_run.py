@@ -81,8 +81,7 @@ def find_runs(folders) -> dict[str, Path]:
         if (folder / "metrics.jsonl").is_file():
             runs = [folder]
         if not runs:
-            text = f"{folder} holds no run (no metrics.jsonl, nor folders with one)"
-            raise ValueError(f"folders: {text}; give the --out-dir of a run")
+            raise ValueError(f"folders: {folder} holds no run (metrics.jsonl); give the --out-dir of one")
         found += map(Path.resolve, runs)
     common = os.path.commonpath([run.parent for run in found])
     return {run.relative_to(common).as_posix(): run for run in found}
