@@ -274,11 +274,11 @@ def interrupted(*_):
 def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     rows = pq.read_table(bench).to_pylist()
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    rows[0]["reward_model"]["style"] = 1
+    rows[0]["reward_model"]["ground_truth"] = 9
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(evaluate_genrm, "judge_rows", interrupted)
     for data, out, code, message in [
-        ("mixed.jsonl", "c.parquet", 2, "mixed.jsonl, row 0: reward_model.style is 1"),
+        ("mixed.jsonl", "c.parquet", 2, "mixed.jsonl, row 0: reward_model.ground_truth is 9"),
         ("rows.jsonl", "c.parquet", 130, "the same command goes on"),
     ]:
         arguments = ["--data", tmp_path / data, "--out", tmp_path / out, "--router-address", "127.0.0.1:1"]
