@@ -137,16 +137,17 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def needed_verdict(result: dict) -> bool:
-    """False for a sample with a score where no judge was asked, or only where a wrong answer went wrong."""
-    info = result["reward_extra_info"]
-    judged = info.get("genrm_status")
-    if result["reward_score"] is None or not judged:
-        return True
-    return judged != "skipped" and info.get("acc") is not False
+def no_verdict_rate(results: list[dict], at_least: int = 1) -> float:
+    """Share of samples without a score among those that needed a verdict, or among `at_least` so many.
 
-
-def no_verdict_rate(results: list[dict]) -> float:
-    """Share of samples without a score among those that needed a verdict; 0.0 where none needed one."""
-    missing = sum(result["reward_score"] is None for result in results)
-    return missing / max(sum(map(needed_verdict, results)), 1)
+    A sample with a score needed none where no judge was asked, or only where a wrong answer went wrong."""
+    missing = needed = 0
+    for result in results:
+        info = result["reward_extra_info"]
+        judged = info.get("genrm_status")
+        if result["reward_score"] is None:
+            missing += 1
+            needed += 1
+        elif not judged or judged != "skipped" and info.get("acc") is not False:
+            needed += 1
+    return missing / max(needed, at_least)

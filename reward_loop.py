@@ -17,7 +17,7 @@ A result is {"reward_score": float | None, "reward_extra_info": dict, "status": 
 RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
 workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
 standing `collect` call brings what has been scored since the last. Ray restarts a worker that has died, the
-manager ends one that hangs. What fails in company is tried again, in the end alone; there it is at fault.
+manager ends one that is silent. What was lost is tried again, soon alone, and given up in the end.
 Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
 container (a grading process has your rights). Function and folder need the same path on all nodes. Needs
 reward_worker.py; for models of its own genrm_server.py and cluster/; by default compute_score.py.
@@ -28,7 +28,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import functools
+import http.client
 import inspect
 import itertools
 import json
@@ -39,13 +39,12 @@ import pickle
 import random
 import re
 import shlex
-import socket
 import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -54,8 +53,10 @@ from reward_worker import ALONE_AFTER, HERE, START_S, Job, describe, failure, lo
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
-WEDGED_S = 20.0  # a worker silent for timeout + this is taken for dead: not even threads run in it
-GIVE_UP_AFTER = 10  # a sample that so many workers have died with has the status "error"
+BLOCKED_S = 5.0  # a worker silent for so long is worth a warning
+WEDGED_S = 20.0  # ... and for timeout + this it is taken for dead
+GIVE_UP_AFTER = 5  # a sample that was lost more often has the status "error"
+BLOCKED = "a reward worker is silent: an async function that blocks must `await`, or be written with `def`"
 MAY_BE_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
 FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
@@ -101,10 +102,6 @@ class RewardOptions:
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
-        for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
-            value = getattr(self, f"genrm_{name}")
-            if not models and value not in (1, ""):
-                raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
         for config in self.server_configs().values():
@@ -134,11 +131,10 @@ class RewardOptions:
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}; without a name number i is "genrm{i}"."""
+    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
     found = {}
-    for number, value in enumerate(values):
-        name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups()
-        name = name or f"genrm{number or ''}"
+    for value in values:
+        name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
             raise ValueError(f"{field}: two models are named {name!r}; write NAME=... with different names")
         found[name] = text
@@ -151,6 +147,14 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise ValueError(f"{field}: {text!r} cannot be read ({error})") from None
+
+
+def json_object(field: str, text: str) -> dict:
+    """ValueError naming the field where the text is no JSON object."""
+    try:
+        return dict(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{field}: {text!r} is no JSON object ({error})") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
@@ -171,11 +175,13 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
-    function = load_once(f"{path}:{name}", path.stat().st_mtime_ns)
+    import_path = sys.path.copy()
+    function = load_function(f"{path}:{name}")
+    sys.path[:] = import_path  # the driver has modules of its own to import
     signature = inspect.signature(function)
     takes = signature.parameters
     required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
-    settings = read_settings(options.reward_kwargs, takes)
+    settings = json_object("reward_kwargs", options.reward_kwargs)
 
     models = {}
     if addresses:
@@ -184,10 +190,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
             models = {key: value for key, value in models.items() if key in takes}
         if "reward_router_addresses" in takes:
             models["reward_router_addresses"] = addresses
-    if "reward_model_tokenizer" not in models:
+    is_needed = options.reward_model_tokenizer or "reward_model_tokenizer" in required
+    if "reward_model_tokenizer" not in models or not is_needed:  # to do without is quicker
         tokenizer = None
-    elif "reward_model_tokenizer" not in required and not options.reward_model_tokenizer:
-        tokenizer = None  # the function can do without, which is quicker
     columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
 
     sees_group = "solution_strs" in takes
@@ -203,54 +208,17 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         kwargs=models | settings,
         columns=columns,
         tokenizer=tokenizer,
-        is_async=any(map(inspect.iscoroutinefunction, (function, function.__call__))),
+        is_async=inspect.iscoroutinefunction(function),
         sees_group=sees_group,
         timeout=options.timeout,
     )
-
-
-@functools.lru_cache
-def load_once(spec: str, changed_at: int):
-    """The function, whose file is executed once in this process, and again when it has changed."""
-    import_path = sys.path.copy()
-    try:
-        return load_function(spec)
-    finally:
-        sys.path[:] = import_path  # the driver has modules of its own to import
-
-
-def read_settings(text: str, takes: dict[str, inspect.Parameter]) -> dict:
-    """`reward_kwargs`, checked against the function's annotations, or else against its defaults."""
-    try:
-        settings = json.loads(text)
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ValueError(f"reward_kwargs: {text!r} is not JSON, or no JSON object")
-    for key in settings.keys() & takes.keys():
-        parameter, value = takes[key], settings[key]
-        kind = parameter.annotation
-        if kind is parameter.empty:
-            kind = type(parameter.default)
-        if not fits(value, kind):
-            raise ValueError(f"reward_kwargs: {key} is {value!r}; give what fits `{parameter}`")
-    return settings
-
-
-def fits(value, kind) -> bool:
-    """Whether a value from JSON is of a kind, where that can be told; null may stand for any."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if value is None or kind not in (bool, int, float, str, list, dict):
-        return True
-    return type(value) is kind or {type(value), kind} == {int, float}
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
     """One call of the function on its way: for one sample, or for a group."""
     payload: bytes
-    penalties: dict[Future, float]  # each sample's result to come, and its penalty for length
+    lengths: dict[Future, int | None]  # each sample's result to come, and the tokens of its response
     lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
     tries: int = 0  # failed HTTP tries
 
@@ -280,10 +248,12 @@ class RewardLoopManager:
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
-        self._router_addresses = list(addresses.values())
-        self.max_in_flight = options.max_in_flight or (IN_FLIGHT_PER_SERVER if addresses else 2048)
         # Of the router: a cluster of another shell does not have it. A secret's file may end with a newline.
         self._key = os.environ.get("ROUTER_API_KEY", "").strip()
+        self.max_in_flight = options.max_in_flight or 2048
+        if addresses and not options.max_in_flight:
+            address = next(iter(addresses.values()))
+            self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address, self._key)
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # tickets to deal out, from any thread
         self._open = set()  # tickets without a result
@@ -303,16 +273,15 @@ class RewardLoopManager:
         connect_ray()
         import ray
         self._ray = ray
-        machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        for name, address in addresses.items():
-            if len(machines) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
-                raise ValueError(f"the reward model {name} is at {address}, which workers on other nodes "
-                                 "cannot reach; start it with --host 0.0.0.0 and a key")  # fmt: skip
-        cores = int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers
-        job = dataclasses.replace(self.job, sync_processes=self.options.sync_processes or max(1, cores))
+        processes = self.options.sync_processes
+        if not processes:
+            processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers)
+            if addresses:
+                processes *= 4  # most of them wait for the judge
+        job = dataclasses.replace(self.job, sync_processes=processes)
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
-        actor = ray.remote(concurrency_groups={"collect": 2}, **where)(reward_worker.RewardLoopWorker)
+        actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(self.options.num_workers)]
         lives = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         try:
@@ -330,7 +299,7 @@ class RewardLoopManager:
         """Takes all samples of a prompt. A function that sees groups is called once, another one for each."""
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
-        row, penalties = samples[0], {}
+        row, lengths = samples[0], {}
         try:
             info = dict(row.get("extra_info") or {})
             if "step" in row:
@@ -350,15 +319,15 @@ class RewardLoopManager:
             else:
                 arguments["solution_str"] = row["response"]
             for sample in samples:
-                penalties[Future()] = self.overlong(sample["response_length"]) if self.overlong else 0.0
+                lengths[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
             raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
-        ticket = Ticket(pickle.dumps(arguments, protocol=5), penalties)
+        ticket = Ticket(pickle.dumps(arguments, protocol=5), lengths)
         self._open.add(ticket)
         if self._closed:  # asked only now: whoever closes either sees this ticket or is seen here
             raise RuntimeError(self._closed)
         self._put(ticket)
-        return list(penalties)
+        return list(lengths)
 
     async def score_one(self, sample: dict) -> dict:
         """`submit` for coroutines, of any event loop."""
@@ -366,7 +335,7 @@ class RewardLoopManager:
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Scores samples, in the groups of `by_group` if the function sees those, the reward models being
-        awake only meanwhile -> results in their order, with equal keys (with_equal_keys).
+        awake only meanwhile -> results in their order.
         on_result(index, result) is called as each result arrives; what it raises ends the batch."""
         from tqdm import tqdm
         groups = [[index] for index in range(len(samples))]
@@ -389,7 +358,7 @@ class RewardLoopManager:
                 future.cancel()  # in a batch that ended early: those not yet handed out never will be
             if self.reward_models:
                 self.reward_models.sleep()
-        return with_equal_keys([future.result() for future in sorted(places, key=places.get)])
+        return [future.result() for future in sorted(places, key=places.get)]
 
     def shutdown(self):
         """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
@@ -409,7 +378,7 @@ class RewardLoopManager:
         """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for work in (self._deal_out(), self._follow_servers(), *map(self._serve, self._workers)):
+                for work in (self._deal_out(), *map(self._serve, self._workers)):
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
                     await asyncio.sleep(0.1)
@@ -420,7 +389,7 @@ class RewardLoopManager:
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use: start another one"
         for ticket in list(self._open):
-            for future in ticket.penalties:
+            for future in ticket.lengths:
                 with contextlib.suppress(InvalidStateError):  # cancelled, or it has its result
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
@@ -444,7 +413,7 @@ class RewardLoopManager:
                     self._loop.call_later(next_call - now, self._wake.set)
                     break
                 ticket = self._queue.popleft()
-                if all(future.done() for future in ticket.penalties):  # its caller has gone
+                if all(future.done() for future in ticket.lengths):  # its caller has gone
                     self._open.discard(ticket)
                     continue
                 next_call = now + seconds_a_call
@@ -467,73 +436,77 @@ class RewardLoopManager:
         """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
         arrived = []
         while True:
-            call = worker.actor.collect.options(concurrency_group="collect").remote(arrived)
-            patience = WEDGED_S + (self.job.timeout if worker.ready else START_S)
+            if worker.ready:
+                silence, patience = BLOCKED_S, self.job.timeout + WEDGED_S
+            else:
+                silence = patience = START_S + WEDGED_S
+            warning = self._loop.call_later(silence, self._say, BLOCKED)
             try:
                 async with asyncio.timeout(patience):  # wait_for may lose the end of the loop in Python 3.11
-                    life, results, blocked_at, stuck = await call
+                    life, results = await worker.actor.collect.remote(arrived)
             except TimeoutError:
-                life, results, blocked_at, stuck = "", {}, "an unknown place, with all threads", True
+                self._ray.kill(worker.actor, no_restart=False)
+                worker.ready = False
+                self._lose(worker, list(worker.pending), ALONE_AFTER)
+                continue
             except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
             except self._ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
+            finally:
+                warning.cancel()
             arrived = list(results)
-            for number in arrived:
-                ticket = worker.pending.pop(number, None)
-                if ticket:  # else the hand-over was thought lost
-                    self._finish(ticket, *results[number])
-            if blocked_at:
-                self._say(f"an async function blocks the event loop of its worker at {blocked_at}, where "
-                          "nothing is scored meanwhile: `await` what waits, or write `def`")  # fmt: skip
-            if stuck:
-                self._ray.kill(worker.actor, no_restart=False)
-                self._lose(worker, list(worker.pending), ALONE_AFTER)
-            elif worker.life != life:
+            for number, (result, seconds) in results.items():
+                if result is None:
+                    self._lose(worker, [number])
+                elif number in worker.pending:  # else the hand-over was thought lost
+                    self._finish(worker.pending.pop(number), result, seconds)
+            if worker.life != life:
                 self._lose(worker, list(worker.pending))
             worker.life = life
-            worker.ready = not stuck
+            worker.ready = True
             self._wake.set()
 
     def _lose(self, worker, numbers: list[int], losses: int = 1):
-        """No result will come for these."""
+        """No result will come for these: they are tried again, but not for ever."""
         for number in reversed(numbers):
             ticket = worker.pending.pop(number, None)
-            if ticket:
-                self._try_again(ticket, losses, GIVE_UP_AFTER, "the reward worker died with this sample")
-
-    def _try_again(self, ticket, losses: int, limit: int, complaint: str):
-        ticket.lost += losses
-        if ticket.lost > limit:
-            self._finish(ticket, failure("error", f"{complaint}, {ticket.lost} times"), 0.0)
-        else:
-            self._queue.appendleft(ticket)
-            self._wake.set()
+            if not ticket:
+                continue
+            ticket.lost += losses
+            if ticket.lost > GIVE_UP_AFTER:
+                message = f"no result, {ticket.lost} times: its grading process or worker died or hung"
+                self._finish(ticket, failure("error", message), 0.0)
+            else:
+                self._queue.appendleft(ticket)
+                self._wake.set()
 
     def _finish(self, ticket, result: bytes, seconds: float):
         try:
-            outcomes, retry_after = json.loads(result, parse_constant=lambda _: None)  # NaN: null
+            outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN: null
         except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 1,000 brackets
             result = failure("error", f"the result cannot be read: {describe(error)}")
-            outcomes, retry_after = json.loads(result)
-        if outcomes[0][2] == "lost":  # with its grading process, where it was alone
-            return self._try_again(ticket, 1, ALONE_AFTER, outcomes[0][1]["error"])
-        if retry_after is not None and ticket.tries < self.options.http_retries:
-            pause = max(retry_after, min(2**ticket.tries, 10) * random.uniform(0.75, 1.25))
-            ticket.tries += 1
+            outcomes, try_again = json.loads(result)
+        if try_again and ticket.tries < self.options.http_retries:
+            pause = min(2**ticket.tries, 60) * random.uniform(0.75, 1.25)
             self._loop.call_later(pause, self._put, ticket)
+            ticket.tries += 1
             return
         self._open.discard(ticket)
-        if len(outcomes) < len(ticket.penalties):  # a failure is that of the whole group
-            outcomes = outcomes * len(ticket.penalties)
-        for (future, penalty), (score, extra, status) in zip(ticket.penalties.items(), outcomes):
+        if len(outcomes) < len(ticket.lengths):  # a failure is that of the whole group
+            outcomes = outcomes * len(ticket.lengths)
+        for (future, length), (score, extra, status) in zip(ticket.lengths.items(), outcomes):
             if status in ("error", "timeout"):
                 self._say(f"a sample got no score ({status}): {extra['error']}")
+            reward = score
+            extra = dict(extra)  # a failure is one dict for all
             if self.overlong:
-                extra = extra | {"overlong_penalty": penalty, "overlong": penalty < 0}
-            reward = None if score is None else score + penalty
+                penalty = self.overlong(length)
+                extra |= {"overlong_penalty": penalty, "overlong": penalty < 0}
+                if score is not None:
+                    reward = score + penalty
             values = {"reward_score": reward, "reward_extra_info": extra}
             values |= {"status": status, "seconds": seconds}
             with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
@@ -545,23 +518,17 @@ class RewardLoopManager:
             self._said.add(text)
             log.warning(text)
 
-    async def _follow_servers(self):
-        """Keeps `max_in_flight` in step with the servers of the main router: a slow judge is not overdue."""
-        if self.options.max_in_flight or not self._router_addresses:
-            return
-        import aiohttp
-        url = f"http://{self._router_addresses[0]}/workers"
-        count = 1  # where the address is no router of ours
-        limit = aiohttp.ClientTimeout(total=10)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
-                    async with session.get(url) as response:
-                        count = len((await response.json())["workers"])
-                self.max_in_flight = IN_FLIGHT_PER_SERVER * max(1, count)
-                self._wake.set()
-                await asyncio.sleep(30)
+
+def count_servers(address: str, key: str) -> int:
+    """How many servers are behind a router of ours; 1 where the address is none."""
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
+        return max(1, len(json.load(connection.getresponse())["workers"]))
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return 1
+    finally:
+        connection.close()
 
 
 def start_error(error: Exception) -> RuntimeError:
@@ -570,22 +537,12 @@ def start_error(error: Exception) -> RuntimeError:
 
 
 def by_group(samples: list[dict]) -> list[list[int]]:
-    """Their numbers, group by group: of one prompt, source and truth, and of one column `group`."""
+    """Their numbers, group by group: of one prompt, source and truth, and of one column `group` if any."""
     groups = collections.defaultdict(list)
     for number, sample in enumerate(samples):
-        key = [sample.get(name) for name in ("group", "prompt", "data_source", "reward_model")]
-        if key[:2] == [None, None]:
-            raise ValueError(f"row {number} has no `group` and no `prompt`, which say whose group it is of")
+        key = [sample["prompt"], sample["data_source"], sample["reward_model"], sample.get("group")]
         groups[json.dumps(key, default=str)].append(number)
     return list(groups.values())
-
-
-def with_equal_keys(results: list[dict]) -> list[dict]:
-    """The same results with the union of all extra-info keys in each; what a sample lacks is None."""
-    empty = {}
-    for result in results:
-        empty |= dict.fromkeys(result["reward_extra_info"])
-    return [result | {"reward_extra_info": empty | result["reward_extra_info"]} for result in results]
 
 
 def connect_ray() -> bool:
@@ -593,20 +550,13 @@ def connect_ray() -> bool:
     import ray
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS") or "auto"
-    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")
-    was_found = address == "auto"
-    if was_found:
-        address = file.read_text().strip() if file.exists() else "local"
+    from ray._private import services
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        address = services.find_bootstrap_address(None)  # of the last `ray start`
+        if address not in services.find_gcs_addresses():  # it has ended: Ray itself would try for minutes
+            address = "local"
     try:
-        if re.fullmatch(r"[\w.-]+:\d+", address):
-            try:  # Ray itself would try for minutes
-                socket.create_connection(address.split(":"), timeout=5).close()
-            except OSError as error:
-                if not was_found:
-                    raise
-                print(f"Ray: nobody answers at {address}, which {file} names ({error})", flush=True)
-                address = "local"
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # another version of Ray or Python, another key: some with a page of text
         text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"

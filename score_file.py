@@ -7,7 +7,6 @@ goes on with --resume and keeps what has a score. Left out: files larger than me
 compute_score.py, reward_loop.py, reward_worker.py and metrics.py; for the length penalty algorithm.py.
 """
 
-import ast
 import collections
 import contextlib
 import dataclasses
@@ -22,21 +21,10 @@ import pyarrow
 import pyarrow.parquet as pq
 import tyro
 
-from metrics import averages, needed_verdict
+from metrics import averages, no_verdict_rate
 from prepare_data import read_rows
-from reward_loop import HERE, STATUSES, RewardOptions, by_group, start_rewards, with_equal_keys
+from reward_loop import STATUSES, RewardOptions, by_group, start_rewards
 
-# What --resume may not change, beside the data and the function's files. (The judge may have moved.)
-CHANGE_A_SCORE = (
-    "reward_fn",
-    "reward_kwargs",
-    "genrm",
-    "reward_model_task",
-    "reward_model_tokenizer",
-    "max_response_length",
-    "overlong_buffer",
-    "overlong_factor",
-)
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # also where all are None
     "status": pyarrow.string(),
@@ -48,31 +36,11 @@ COLUMNS = {
 class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
     data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
-    out: Path  # Parquet or JSONL file to write: adds reward_score, status, reward_extra_info (JSON text).
+    out: Path  # File to write, of the same kind: adds reward_score, status, reward_extra_info (JSON text).
     max_response_length: int | None = None  # In tokens: overlong shaping is on, rows need response_length.
     overlong_buffer: int = 4096  # Tokens before --max-response-length over which the overlong penalty grows.
     overlong_factor: float = 1.0  # The overlong penalty at --max-response-length.
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
-
-
-def files_of(function_file: Path) -> list[Path]:
-    """The function's file and those beside it, or here, that it imports, that these import, and so on."""
-    files = [function_file]
-    for file in files:  # which grows meanwhile
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            modules = []
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                package = getattr(node, "module", None) or ""
-                modules = [package]
-                for alias in node.names:  # a module, or a name in the module `package`
-                    modules.append(f"{package}.{alias.name}".lstrip("."))
-            for module in modules:
-                for folder in (file.parent, function_file.parent, HERE):
-                    place = folder / module.replace(".", "/")
-                    for found in (place.with_suffix(".py"), place / "__init__.py"):
-                        if found.is_file() and found not in files:
-                            files.append(found)
-    return files
 
 
 def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
@@ -113,54 +81,33 @@ def score_the_rest(options, samples, done, partial: Path, header, overlong=None,
         return time.monotonic() - started
 
 
-def as_table(rows: list[dict]):
-    """The rows, which may lack columns, as a table that parquet can hold. Raises ValueError."""
-    columns = {}
-    for row in rows:
-        columns |= dict.fromkeys(row)
-    for name in columns:
-        columns[name] = [row.get(name) for row in rows]
-    try:
-        table = pyarrow.table(columns)
-        pq.write_table(table.slice(0, 0), pyarrow.BufferOutputStream())  # holds fewer types
-    except (pyarrow.ArrowException, UnicodeError) as error:
-        raise ValueError(f"data: its rows do not fit into a parquet file ({error}); write .jsonl") from None
-    return table
-
-
-def write_rows(rows: list[dict], table, results: list[dict], out: Path):
-    """Writes rows with results; `out` appears when it is complete. table: the rows, for parquet."""
+def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
+    """Writes the rows of `data` with results; `out`, a file of its kind, appears when it is complete."""
     added = []
     for result in results:
         info = json.dumps(result["reward_extra_info"])
         values = (result["reward_score"], result["status"], info)
         added.append(dict(zip(COLUMNS, values)))
     temporary = out.with_name(out.name + ".tmp")
-    if table is None:
+    if out.suffix == ".jsonl":
         with temporary.open("w", encoding="utf-8") as file:
             for row, columns in zip(rows, added):
                 file.write(json.dumps(row | columns, default=str) + "\n")
     else:
+        table = pq.read_table(data).drop_columns([name for name in COLUMNS if name in rows[0]])
         new = pyarrow.Table.from_pylist(added, pyarrow.schema(COLUMNS))
-        columns = dict(zip(table.column_names, table.columns)) | dict(zip(COLUMNS, new.columns))
-        pq.write_table(pyarrow.table(columns), temporary)
+        for name in COLUMNS:
+            table = table.append_column(name, new[name])
+        pq.write_table(table, temporary)
     temporary.replace(out)
 
 
-def summary(results: list[dict], seconds: float, scored_now: int) -> str:
+def summary(results: list[dict]) -> str:
     """What the run prints at its end."""
-    took, infos, statuses, judge = [], [], collections.Counter(), collections.Counter()
-    for result in results:
-        info = result["reward_extra_info"]
-        infos.append({"mean reward": result["reward_score"]} | info)
-        took.append(result["seconds"])
-        statuses[result["status"]] += 1
-        judge[info.get("genrm_status")] += 1
-    lines = [
-        f"scored {scored_now:,} samples in {seconds:.1f} s ({scored_now / seconds:,.0f} samples/s)",
-        f"seconds in the function: {sum(took) / len(took):.2g} on average, {max(took):.2g} at most",
-        "statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES),
-    ]
+    infos = [{"mean reward": result["reward_score"]} | result["reward_extra_info"] for result in results]
+    statuses = collections.Counter(result["status"] for result in results)
+    judge = collections.Counter(info.get("genrm_status") for info in infos)
+    lines = ["statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES)]
     for name, value in averages(infos).items():
         if value is not None:
             lines.append(f"{name}: {value:.4f}")
@@ -179,6 +126,8 @@ def run(config: Config):
     job = config.check_rewards()
     needed = ["data_source", "reward_model", "response"]
     needed += [name for name, is_needed in job.columns.items() if is_needed]
+    if job.sees_group:
+        needed.append("prompt")
     overlong = None
     if config.max_response_length is not None:
         from algorithm import overlong_penalty  # with torch: only where it is needed
@@ -192,15 +141,19 @@ def run(config: Config):
     rows = read_rows(config.data, needed)
     if overlong:
         overlong(0)  # refuses a buffer that does not fit
-    if config.out.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"out is {config.out}: the name must end with .parquet or .jsonl")
-    table = None
-    if config.out.suffix == ".parquet":  # a parquet file has types that its values do not show
-        table = pq.read_table(config.data) if config.data.suffix == ".parquet" else as_table(rows)
+    if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
+        raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
 
-    header = [getattr(config, name) for name in CHANGE_A_SCORE]
-    for file in (config.data, *files_of(Path(job.function.rpartition(":")[0]))):
-        header.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    header = [  # what --resume may not change; the judge may have moved
+        config.reward_fn,
+        config.reward_kwargs,
+        config.genrm,
+        config.max_response_length,
+        config.overlong_buffer,
+        config.overlong_factor,
+    ]
+    for file in (config.data, job.function.rpartition(":")[0]):
+        header.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
     header = json.dumps(header)
     done = scored_before(partial, header, config.resume)
     if job.sees_group:
@@ -211,23 +164,25 @@ def run(config: Config):
     left = len(rows) - len(done)
     if done:
         print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
-    counts = collections.Counter(needed=sum(map(needed_verdict, done.values())))
+
+    def check(at_least):
+        rate = no_verdict_rate(list(done.values()), at_least)
+        if rate > config.max_no_verdict_rate:
+            failed = [result for result in done.values() if result["reward_score"] is None]
+            text = f"{len(failed):,} samples have no score, the last: {failed[-1]['reward_extra_info']}"
+            raise RuntimeError(f"{text}; more than --max-no-verdict-rate; mend it, then --resume")
 
     def on_result(result):
-        counts.update(done=1, needed=needed_verdict(result), failed=result["reward_score"] is None)
-        # Failures tend to come first (a refused connection is quicker than a critique): wait for a share.
-        share = min(len(rows), 1000) if counts["done"] < left else 0
-        if counts["failed"] > config.max_no_verdict_rate * max(counts["needed"], share):
-            info = result["reward_extra_info"]
-            why = info.get("error") or info.get("genrm_error") or info.get("genrm_status") or result["status"]
-            text = f"{counts['failed']:,} samples have no score, the last: {why}; mend it, then --resume"
-            raise RuntimeError(f"more than --max-no-verdict-rate {config.max_no_verdict_rate} allows: {text}")
+        if len(done) % 100 == 0:
+            check(1000)  # failures tend to come first: a refused connection is quicker than a critique
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
-    results = with_equal_keys([done[row] for row in range(len(rows))])
-    write_rows(rows, table, results, config.out)
+    check(1)
+    results = [done[row] for row in range(len(rows))]
+    write_rows(rows, results, config.data, config.out)
     partial.unlink()
-    print(summary(results, seconds, left) + f"\nwritten to {config.out}")
+    print(f"scored {left:,} samples in {seconds:.1f} s ({left / seconds:,.0f} samples/s)")
+    print(summary(results) + f"\nwritten to {config.out}")
 
 
 def main() -> int:
@@ -238,9 +193,6 @@ def main() -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
-    except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume (so far: {config.out}.partial.jsonl)", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -84,6 +84,7 @@ class FakeServer:
     def __init__(self, handler, port=0):
         self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
         self.keys = set()
+        self.workers = None  # of a router: the manager asks how many there are
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -100,17 +101,21 @@ class FakeServer:
         self.address = f"127.0.0.1:{self.port}"
 
     async def _handle(self, request):
+        if request.path == "/workers":
+            if self.workers is None:
+                return web.Response(status=404)
+            return web.json_response({"workers": self.workers})
         if request.can_read_body:
             self.requests.append(await request.json())
         self.times.append(time.monotonic())
         self.paths.append(request.path)
         self.keys.add(request.headers.get("Authorization"))
-        self.now += request.path != "/workers"  # which the manager itself asks for
+        self.now += 1
         self.most = max(self.most, self.now)
         try:
             return await self.handler(request)
         finally:
-            self.now -= request.path != "/workers"
+            self.now -= 1
 
     def stop(self):
         if self.thread.is_alive():
@@ -192,27 +197,26 @@ def test_overlong_penalty():
             overlong_penalty(0, 100, buffer, 1.0)
 
 
-def test_retry_delay_of_http_errors():
+def test_http_errors_that_may_pass():
     import aiohttp
     import requests
 
-    def answer(status, **headers):
-        return aiohttp.ClientResponseError(None, (), status=status, headers=headers)
+    def answer(status):
+        return aiohttp.ClientResponseError(None, (), status=status)
 
     for status in (400, 404, 422, 600):
-        assert reward_worker.retry_delay(answer(status)) is None
+        assert not reward_worker.may_pass(answer(status))
     for status in (408, 429, 500, 503, 520, 529, 530):  # 529: overloaded
-        assert reward_worker.retry_delay(answer(status)) == 0.0
-    assert reward_worker.retry_delay(answer(429, **{"Retry-After": "7"})) == 7.0
-    assert reward_worker.retry_delay(answer(429, **{"Retry-After": "1e9"})) == 60.0
-    assert reward_worker.retry_delay(answer(503, **{"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})) == 0.0
-    assert reward_worker.retry_delay(aiohttp.ServerDisconnectedError()) == 0.0
+        assert reward_worker.may_pass(answer(status))
+    assert reward_worker.may_pass(aiohttp.ServerDisconnectedError())
     response = requests.Response()
     response.status_code = 503
-    assert reward_worker.retry_delay(requests.HTTPError(response=response)) == 0.0
-    assert reward_worker.retry_delay(requests.ConnectionError()) == 0.0
-    assert reward_worker.retry_delay(ConnectionRefusedError()) == 0.0
-    assert reward_worker.retry_delay(ValueError()) is reward_worker.retry_delay(TimeoutError()) is None
+    assert reward_worker.may_pass(requests.HTTPError(response=response))
+    response.status_code = 404
+    assert not reward_worker.may_pass(requests.HTTPError(response=response))
+    assert reward_worker.may_pass(requests.ConnectionError())
+    assert reward_worker.may_pass(ConnectionRefusedError())
+    assert not reward_worker.may_pass(ValueError()) and not reward_worker.may_pass(TimeoutError())
 
 
 def outcome(score, **extra):
@@ -235,9 +239,10 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
 
 
 def test_names_of_several_models():
-    assert reward_loop.named("genrm", ("a/b", "rm=c=d", "e")) == {"genrm": "a/b", "rm": "c=d", "genrm2": "e"}
-    with pytest.raises(ValueError, match="'rm'"):
-        reward_loop.named("genrm", ("rm=a", "rm=b"))
+    assert reward_loop.named("genrm", ("./a=b", "rm=c=d")) == {"genrm": "./a=b", "rm": "c=d"}
+    for twice in (("rm=a", "rm=b"), ("a", "b")):
+        with pytest.raises(ValueError, match="two models are named"):
+            reward_loop.named("genrm", twice)
 
 
 def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
@@ -289,7 +294,7 @@ OUTCOMES = {  # response -> (score, status, part of extra info or of its error t
     "infinite": (None, "error", "inf"),
     "string": (None, "error", "'1.0'"),
     "list": (None, "error", "[1.0]"),
-    "no_score": (None, "error", "no 'score'"),
+    "no_score": (None, "error", "'missing'"),
     "score_string": (None, "error", "'1'"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
     "unprintable": (None, "error", "Unprintable: <exception str() failed> (faults.py:"),
@@ -310,8 +315,6 @@ def check_outcomes(responses, results):
             assert part in extra["error"], (response, extra)
         else:
             assert {key: extra[key] for key in part} == part
-    # equal keys, missing ones null
-    assert len({tuple(result["reward_extra_info"]) for result in results}) == 1
 
 
 @pytest.mark.parametrize("function", ["async_fault", "sync_fault"])
@@ -340,24 +343,6 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(shared):
     assert manager.score_batch([sample("one")])[0]["status"] == "ok"
 
 
-def test_sys_exit_in_a_task_costs_its_own_sample_at_once(shared):
-    results = shared("async_fault").score_batch(
-        [sample(text) for text in ["one"] * 9 + ["exit_in_a_task"] + ["one"] * 9]
-    )
-    assert [result["status"] for result in results] == ["ok"] * 9 + ["error"] + ["ok"] * 9
-    assert "SystemExit: 3" in results[9]["reward_extra_info"]["error"]
-
-
-def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
-    """A child that returns from the function would answer for the next sample, and so on for ever."""
-    responses = ["fork", "", "", "noise", "", "fork", "fork", ""] * 3
-    samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
-    results = shared("forks").score_batch(samples)
-    expected = [None if response == "noise" else float(index) for index, response in enumerate(responses)]
-    assert [result["reward_score"] for result in results] == expected
-    assert "died on this sample" in results[3]["reward_extra_info"]["error"]
-
-
 def test_what_python_cannot_read_back_costs_its_own_sample(start):
     """A function may lift Python's limits in its process; the driver's are as they were."""
     responses = ["one", "digits", "one", "depth", "one"]
@@ -365,29 +350,6 @@ def test_what_python_cannot_read_back_costs_its_own_sample(start):
     assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
     assert "cannot be read: ValueError" in results[1]["reward_extra_info"]["error"]
     assert "cannot be read: RecursionError" in results[3]["reward_extra_info"]["error"]
-
-
-def test_an_alarm_that_a_sample_leaves_behind_does_not_end_the_next(start):
-    results = start(f"{FAULTS}:sets_an_alarm").score_batch([sample("0.3"), sample("1")] * 2)
-    assert [result["status"] for result in results] == ["ok"] * 4
-
-
-def test_a_timeout_of_months(start):
-    (result,) = start(f"{FAULTS}:sync_fault", timeout=1e7).score_batch([sample("one")])
-    assert result["status"] == "ok"
-
-
-def test_the_file_is_executed_once_in_the_driver(local_ray, tmp_path):
-    file, noted = tmp_path / "notes.py", tmp_path / "noted"
-    body = f"import os\nwith open('{noted}', 'a') as file:\n    file.write(f'{{os.getpid()}}\\n')\n"
-    file.write_text(body + "async def ask(solution_str, **_):\n    return 1.0\n")
-    options = RewardOptions(reward_fn=f"{file}:ask", num_workers=1)
-    with contextlib.ExitStack() as stack:
-        options.check_rewards()  # as the trainer does
-        reward_loop.start_rewards(options, stack)
-    assert noted.read_text().split().count(str(os.getpid())) == 1
-    file.write_text(body + "def ask(solution_str, **_):\n    return 1.0\n")
-    assert not options.check_rewards().is_async  # another version of the file
 
 
 def test_a_function_gets_the_columns_that_it_names(shared):
@@ -401,10 +363,8 @@ def test_a_function_gets_the_columns_that_it_names(shared):
 
 
 @pytest.mark.slow
-def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
-    for name in ("SLOW_S", "HEARTBEAT_S"):
-        monkeypatch.setattr(reward_worker, name, 0.2)
-    manager = start(f"{FAULTS}:sync_fault", timeout=8.0)
+def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
+    manager = start(f"{FAULTS}:sync_fault", timeout=8.0, sync_processes=3)
     finished = []
     responses = ["one"] * 50 + ["block"] + ["pid"] * 50 + ["block"] + ["one"] * 50
     results = manager.score_batch(
@@ -416,23 +376,15 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start, monkeypatch):
     assert sorted(finished) == list(range(len(responses))) and set(finished[-2:]) == {50, 101}
 
 
-def test_what_computes_is_not_what_hangs(start, monkeypatch):
-    """Processes that use their cores get no company, however long they take: it would only slow them down."""
-    monkeypatch.setattr(reward_worker, "SLOW_S", 0.1)
-    manager = start(f"{FAULTS}:computes", sync_processes=2)
-    results = manager.score_batch([sample("0.4")] * 4)
-    assert len({result["reward_extra_info"]["pid"] for result in results}) == 2
-
-
-def test_processes_that_wait_get_company_but_not_without_end(start, monkeypatch, tmp_path):
-    """One process and three helpers, however many samples wait."""
-    for name in ("SLOW_S", "HEARTBEAT_S"):
-        monkeypatch.setattr(reward_worker, name, 0.1)
-    manager = start(f"{FAULTS}:waits_until_released", reward_kwargs={"folder": str(tmp_path)})
+@pytest.mark.parametrize("options, most", [({}, 2), ({"router_address": ("h:1",)}, 8), ({"sync_processes": 3}, 3)])
+def test_processes_for_a_sync_function(start, tmp_path, options, most):
+    """One a core; four where there is a judge to wait for."""
+    options = {"sync_processes": 0, "max_in_flight": 100} | options
+    manager = start(f"{FAULTS}:waits_until_released", reward_kwargs={"folder": str(tmp_path)}, **options)
     futures = [manager.submit(sample("x")) for _ in range(12)]
-    until(lambda: len(list(tmp_path.iterdir())) >= 4)
-    time.sleep(3)  # long enough for more to start
-    assert len(list(tmp_path.iterdir())) == 4
+    until(lambda: len(list(tmp_path.iterdir())) >= most)
+    time.sleep(2)  # long enough for more to start
+    assert len(list(tmp_path.iterdir())) == most
     (tmp_path / "released").touch()
     assert {future.result(60)["status"] for future in futures} == {"ok"}
 
@@ -452,7 +404,7 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
     (tmp_path / "asking.py").write_text(body)
     monkeypatch.setattr(reward_worker, "START_S", 6.0)
     (result,) = start(f"{tmp_path}/asking.py:ask").score_batch([sample("x")])
-    assert result["status"] == "error" and "not ready within 6 s" in result["reward_extra_info"]["error"]
+    assert result["status"] == "timeout" and "no result within 6 s" in result["reward_extra_info"]["error"]
 
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
@@ -486,12 +438,12 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
 
 
 def test_async_function_that_ends_its_worker(shared):
-    """The worker dies twice with the sample; then that is alone in a grading process."""
+    """The worker dies twice with the sample; then that is alone in a grading process, which dies four times."""
     manager = shared("async_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 30 + ["error"] + ["ok"] * 30
-    assert "died on this sample (killed), 3 times" in results[30]["reward_extra_info"]["error"]
+    assert "no result, 6 times" in results[30]["reward_extra_info"]["error"]
 
 
 def test_each_sample_has_its_own_extra_info(start):
@@ -535,10 +487,10 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
     (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
     (["alone"], [(1.0, "ok")]),
     (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
-    (["number", "a"], "returned 1.0: 0 scores for 2 responses"),
-    (["by_place", "a"], "returned {0: 0.5, 1: 0.5}: 0 scores for 2 responses"),
-    (["set", "a"], "returned {0.0, 1.0}: 0 scores for 2 responses"),
-    (["short", "a", "b"], "returned [1.0, 1.0]: 2 scores for 3 responses"),
+    (["number", "a"], "'float' object has no attribute 'tolist'"),
+    (["by_place", "a"], "'dict' object has no attribute 'tolist'"),
+    (["set", "a"], "'set' object has no attribute 'tolist'"),
+    (["short", "a", "b"], "2 scores for 3 responses"),
     (["hang", "a"], "no result within 4 s"),
     (["os_exit", "a"], "died"),
 ]
@@ -583,7 +535,7 @@ def test_what_a_function_of_groups_is_given(start):
     assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
     assert manager.submit(rows[0]).result(30)["reward_extra_info"]["seen"][1] == ["a"]
     del rows[3]["prompt"]
-    with pytest.raises(ValueError, match="row 3 has no `group` and no `prompt`"):
+    with pytest.raises(KeyError, match="prompt"):
         manager.score_batch(rows)
     with pytest.raises(ValueError, match="no 'response_length'"):
         manager.submit_group([rows[0], sample("a")])
@@ -594,7 +546,7 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
         status = 429 if len(server.requests) == 1 else 200
         await until_most(server, 2)
         await asyncio.sleep(0.05)
-        return web.Response(status=status, headers={"Retry-After": "0"})
+        return web.Response(status=status)
 
     server, body = serve(busy_at_first), ASK.replace("solution_str", "solution_strs")
     body = body.replace('{"score": 1.0, "said": await response.text()}', "[1.0 for _ in solution_strs]")
@@ -641,14 +593,13 @@ def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_goin
         answer, never = (asyncio.get_running_loop().create_future() for _ in range(2))
         calls = [never, answer]
         collect = SimpleNamespace(remote=lambda arrived: calls.pop())
-        worker = SimpleNamespace(actor=SimpleNamespace(collect=SimpleNamespace(options=lambda **_: collect)),
-                                 ready=True, life="life", pending={})  # fmt: skip
+        worker = reward_loop.Worker(SimpleNamespace(collect=collect), "life")
         manager = object.__new__(RewardLoopManager)
         manager.job = SimpleNamespace(timeout=60.0)
-        manager._ray, manager._wake = ray, asyncio.Event()
+        manager._ray, manager._wake, manager._loop = ray, asyncio.Event(), asyncio.get_running_loop()
         serving = asyncio.create_task(manager._serve(worker))
         await asyncio.sleep(0)
-        answer.set_result(("life", {}, "", False))
+        answer.set_result(("life", {}))
         serving.cancel()
         await asyncio.wait({serving}, timeout=1)
         assert serving.cancelled()
@@ -730,14 +681,6 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         manager.submit(sample("x"))
 
 
-def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start, local_ray, monkeypatch):
-    node = {"Alive": True, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 1.0}}
-    nodes = local_ray.nodes()
-    monkeypatch.setattr(local_ray, "nodes", lambda: [*nodes, node])
-    with pytest.raises(ValueError, match="127.0.0.1:1, which workers on other nodes cannot reach"):
-        start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",))
-
-
 # ---- wrong settings
 
 
@@ -757,18 +700,6 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
             "multiple values .* 'ground_truth'",
         ),
         ({"reward_fn": f"{FAULTS}:with_marks"}, "missing a required argument: 'folder'"),
-        (
-            {"reward_fn": f"{FAULTS}:has_settings", "reward_kwargs": {"verifier": "typo"}},
-            "verifier is 'typo'; .*'other'",
-        ),
-        ({"reward_kwargs": {"verifier": "typo"}}, "verifier is 'typo'"),
-        ({"reward_fn": f"{ROOT}/compute_score.py:compute_score_fapo", "reward_kwargs": {"penalty": "0.5"},
-          "router_address": ("h:1",)}, "penalty is '0.5'; give what fits `penalty=1.0`"),
-        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"weight": "1"}}, "weight is '1'; .* `weight: float = 1.0`"),
-        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"count": True}}, "count is True"),
-        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"marks": [1]}}, "marks is .1.; .* dict"),
-        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"limit": "5"}}, "limit is '5'; .* `limit=5`"),
-        ({"reward_fn": f"{FAULTS}:has_types", "reward_kwargs": {"strict": 1}}, "strict is 1; .* `strict=True`"),
         ({"reward_fn": f"{FAULTS}:of_trl"}, "missing .* 'prompts'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:of_math_dapo"}, "unexpected .* 'data_source'.*docs/reward_functions.md"),
         ({"reward_fn": f"{FAULTS}:takes_no_extra_info"}, "unexpected keyword argument 'extra_info'"),
@@ -784,10 +715,8 @@ def test_a_loopback_address_is_refused_where_workers_are_on_other_machines(start
         ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate is -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
         ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
-        ({"router_address": ("h:1", "h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
+        ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
-        ({"genrm_servers": 2}, "give genrm"),
-        ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
             "genrm_vllm_args: .* cannot be read .No closing quotation",
@@ -800,15 +729,6 @@ def test_wrong_settings_are_told_at_start(local_ray, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_manager(**{"num_workers": 1} | options)
     assert "\n" not in str(caught.value)
-
-
-def test_settings_of_the_right_type():
-    for settings in (
-        {"weight": 1, "count": 2.5, "marks": {"a": [1]}, "limit": 0.5, "strict": False, "names": ["a"]},
-        {"marks": None, "limit": None, "strict": None, "free": "anything", "names": "what is not known"},
-    ):
-        options = RewardOptions(reward_fn=f"{FAULTS}:has_types", reward_kwargs=json.dumps(settings))
-        assert options.check_rewards().kwargs == settings
 
 
 def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):
@@ -903,29 +823,19 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
 
 @pytest.mark.slow
 def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
-    servers, scored = [{"url": "http://a:1"}] * 3, threading.Event()
-
-    async def router(request):
-        if request.path == "/workers":
-            while not scored.is_set():
-                await asyncio.sleep(0.05)
-            return web.json_response({"workers": servers})
+    async def slow(request):
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
 
-    server = serve(router)
+    server = serve(slow)
+    server.workers = [{"url": "http://a:1"}] * 3
     manager = start(write_function(tmp_path, ASK), router_address=(server.address,))
-    manager.score_batch([sample("x")] * 400)
-    scored.set()
-    # also before the router has said how many there are
-    assert server.most <= reward_loop.IN_FLIGHT_PER_SERVER
-    manager.shutdown()
-
-    manager = start(write_function(tmp_path, ASK), router_address=(serve(router).address,))
-    until(lambda: manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER)
+    manager.score_batch([sample("x")] * 1000)
+    assert server.most == manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     # no router: one server
-    manager = start(write_function(tmp_path, ASK), router_address=(serve(critic).address,))
-    until(lambda: manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER)
+    for address in (serve(critic).address, f"127.0.0.1:{free_port()}"):
+        manager = start(write_function(tmp_path, ASK), router_address=(address,))
+        assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER
     assert start(f"{FAULTS}:sync_fault").max_in_flight == 2048
     assert start(write_function(tmp_path, ASK), router_address=("h:1",), max_in_flight=7).max_in_flight == 7
 
@@ -950,7 +860,7 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     manager = start(f"{FUNCTIONS}/verl_rule_with_disrm.py:compute_score", **addresses)
     results = manager.score_batch([sample("#### 1"), sample("#### 2")])
     assert [result["reward_score"] for result in results] == [pytest.approx(1 + 27 / 100), 0.0]
-    assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False, "rm_score": None}
+    assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False}
     manager.shutdown()
 
     # a plain rule beside a running model
@@ -1034,7 +944,7 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
         text = (await request.json())["text"]
         seen[text] += 1
         if text == "busy" and seen[text] < 2:
-            return web.Response(status=429, headers={"Retry-After": "0"})
+            return web.Response(status=429)
         if text == "bad request":
             return web.Response(status=400)
         return web.Response(status=500 if text == "broken" else 200, text="ok")
@@ -1096,31 +1006,29 @@ def test_nothing_is_left_running(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
+@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads", "exit_in_a_task"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its worker: it is restarted, its samples are tried alone."""
-    monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
     responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
-    assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
-    assert (
-        "process killed" in results[10]["reward_extra_info"]["error"]
-        and "blocks the event loop" in caplog.text
-    )
-    assert ("unknown place" if response == "block_all_threads" else "at faults.py:") in caplog.text
+    if response == "exit_in_a_task":  # which ends the whole worker
+        status, error, warning = "error", "SystemExit", "a sample got no score"
+    else:
+        status, error, warning = "timeout", "process killed", "is silent: an async function that blocks"
+    assert [result["status"] for result in results] == ["ok"] * 10 + [status] + ["ok"] * 10
+    assert error in results[10]["reward_extra_info"]["error"] and warning in caplog.text
 
 
 @pytest.mark.slow
-def test_who_blocks_is_named_and_its_neighbours_are_scored(start, monkeypatch, caplog):
-    monkeypatch.setattr(reward_worker, "BLOCKED_S", 0.5)
+def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
     manager = start(f"{FAULTS}:blocks", timeout=6.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-4"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
-    assert (
-        "blocks the event loop" in caplog.text and "faults.py:" in caplog.text and "(blocks)" in caplog.text
-    )
+    assert "is silent: an async function that blocks" in caplog.text
 
 
 def run_script(body, **environment):

@@ -49,8 +49,6 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     no_truth = row | {"response": "r", "reward_model": {"ground_truth": None}}
     write_jsonl(tmp_path / "no_truth.jsonl", [no_truth])
     (tmp_path / "fake.parquet").write_text("PAR?")
-    write_jsonl(tmp_path / "empty.jsonl", [sample("one", extra_info={})])
-    write_jsonl(tmp_path / "mixed.jsonl", [sample("one", ground_truth=truth) for truth in ("1", 2)])
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
@@ -59,11 +57,10 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
-        (dict(data=good, out=tmp_path / "out.csv"), ".parquet or .jsonl"),
-        (dict(data=tmp_path / "empty.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
-        (dict(data=tmp_path / "mixed.jsonl", out=tmp_path / "out.parquet"), "do not fit into a parquet file"),
-        (dict(data=good, out=out, reward_kwargs="{"), "not JSON"),
-        (dict(data=good, out=out, reward_kwargs="[]"), "JSON object"),
+        (dict(data=good, out=tmp_path / "out.csv"), "must end with .jsonl"),
+        (dict(data=good, out=tmp_path / "out.parquet"), "or as data with .parquet"),
+        (dict(data=good, out=out, reward_kwargs="{"), "no JSON object"),
+        (dict(data=good, out=out, reward_kwargs="[]"), "no JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
         (dict(data=good, out=out, max_response_length=100), "'response_length'"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
@@ -85,7 +82,7 @@ def test_command_line_scores_a_file(tmp_path):
     import pyarrow.parquet
 
     responses = ["acc", "other_keys", "raise", "none"] * 5
-    rows = [sample(response, score=1) for response in responses]
+    rows = [sample(response, score=1, status="old") for response in responses]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "responses.parquet")
     arguments = ["--data", tmp_path / "responses.parquet", "--reward-fn", f"{FAULTS}:sync_fault"]
     arguments += ["--max-no-verdict-rate", "0.5"]
@@ -97,29 +94,27 @@ def test_command_line_scores_a_file(tmp_path):
         assert "mean reward: 0.75" in ended.stdout and "acc: 1.0000" in ended.stdout
         assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name]
     table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
-    assert table.column_names == [*rows[0], "reward_score", "status", "reward_extra_info"]
+    assert table.column_names == [*list(rows[0])[:-1], "reward_score", "status", "reward_extra_info"]
     assert table.schema.field("reward_score").type == pyarrow.float64()
     assert table["reward_score"].null_count == 10
     written = table.to_pylist()
     assert [row["reward_score"] for row in written] == [1.0, 0.5, None, None] * 5
     assert [row["status"] for row in written] == ["ok", "ok", "error", "no_verdict"] * 5
     assert [json.loads(row["reward_extra_info"]) for row in written[:2]] == [
-        {"score": 1.0, "acc": True, "pred": None, "error": None},
-        {"score": 0.5, "acc": None, "pred": "x", "error": None},
+        {"score": 1.0, "acc": True},
+        {"score": 0.5, "pred": "x"},
     ]
     assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
 
 
-def test_rows_without_some_columns_become_parquet(tmp_path):
-    import pyarrow.parquet
-
-    rows = [{"a": 1}, {"b": ["x"]}]
-    results = [{"reward_score": None, "status": "error", "reward_extra_info": {"c": 2}}] * 2
-    score_file.write_rows(rows, score_file.as_table(rows), results, tmp_path / "out.parquet")
-    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
-    added = {"reward_score": None, "status": "error", "reward_extra_info": '{"c": 2}'}
-    assert table.to_pylist() == [{"a": 1, "b": None} | added, {"a": None, "b": ["x"]} | added]
-    assert table.schema.field("reward_score").type == pyarrow.float64()
+HALF = """
+async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    if ground_truth not in solution_str:
+        return -1.0
+    async with aiohttp.ClientSession(raise_for_status=True) as session:
+        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json={}) as response:
+            return 1.0
+"""
 
 
 @pytest.mark.slow
@@ -132,7 +127,7 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
     arguments += ["--router-address", f"127.0.0.1:{port}", "--http-retries", "0"]
     ended = command_line(*arguments)
     assert ended.returncode == 1 and "have no score" in ended.stderr
-    assert "--max-no-verdict-rate 0.2" in ended.stderr
+    assert "--max-no-verdict-rate" in ended.stderr
     assert not out.exists()
     ended = command_line(*arguments)
     assert ended.returncode == 2 and "--resume" in ended.stderr
@@ -218,10 +213,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     assert sorted(calls.read_text().splitlines()) == ["a b"] * 2 + ["none"] * 2 + ["raise"] * 2
     calls.unlink()
     write_jsonl(data, [{name: row[name] for name in row if name != "prompt"} for row in rows])
-    score_file.run(config)
-    assert sorted(calls.read_text().splitlines()) == ["a raise none b"] * 2
-    write_jsonl(data, [{name: row[name] for name in row if name not in ("group", "prompt")} for row in rows])
-    with pytest.raises(ValueError, match="row 0 has no `group` and no `prompt`"):
+    with pytest.raises(ValueError, match="row 0: no 'prompt'"):
         score_file.run(config)
 
 
@@ -234,57 +226,6 @@ def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{config.out} is complete" in said and "scored 1" not in said
     assert config.out.read_text() == "all that was scored"
-
-
-IMPORTS = """
-import weight_of_a_rule
-
-def rule(data_source, solution_str, ground_truth, extra_info):
-    from parts_of_a_rule.inner import further
-    from parts_of_a_rule import rest
-    return None if solution_str == "none" else weight_of_a_rule.WEIGHT + further.FURTHER + rest.REST
-"""
-
-
-def test_resume_sees_a_change_of_what_the_function_imports(tmp_path):
-    inner = tmp_path / "parts_of_a_rule" / "inner"
-    inner.mkdir(parents=True)
-    (tmp_path / "rule.py").write_text(IMPORTS)
-    (tmp_path / "unrelated.py").touch()
-    imported = {
-        tmp_path / "weight_of_a_rule.py": "WEIGHT = 1.0",
-        tmp_path / "parts_of_a_rule" / "rest.py": "from . import value\nREST = value.REST",
-        tmp_path / "parts_of_a_rule" / "value.py": "REST = 1.0",
-        inner / "further.py": "from .deepest import FURTHER",
-        inner / "deepest.py": "FURTHER = 1.0",
-    }
-    for file, text in imported.items():
-        file.write_text(text)
-    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one"), sample("none")] * 2)
-    config = score_file.Config(
-        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{tmp_path}/rule.py:rule", num_workers=1,
-        sync_processes=1, max_no_verdict_rate=0.1)  # fmt: skip
-    with pytest.raises(RuntimeError, match="have no score"):
-        score_file.run(config)
-    config = dataclasses.replace(config, resume=True, max_no_verdict_rate=1.0)
-    for file, text in imported.items():
-        file.write_text(text.replace("1.0", "100.0") + "\n")
-        with pytest.raises(ValueError, match="another version of the reward function"):
-            score_file.run(config)
-        file.write_text(text)
-    (tmp_path / "unrelated.py").write_text("A = 1")
-    score_file.run(config)
-    assert [json.loads(line)["reward_score"] for line in config.out.open()] == [3.0, None] * 2
-
-
-HALF = """
-async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_address):
-    if ground_truth not in solution_str:
-        return -1.0
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
-        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json={}) as response:
-            return 1.0
-"""
 
 
 @pytest.mark.slow

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, harmonic_mean, mode
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
 import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions
-from score_file import as_table, score_the_rest, scored_before
+from score_file import score_the_rest, scored_before
 
 
 @dataclass
@@ -225,7 +226,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     try:
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
-        pq.write_table(as_table(judged), config.out)
+        pq.write_table(pa.Table.from_pylist(judged), config.out)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
