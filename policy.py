@@ -189,7 +189,7 @@ class Policy:
     def compute(self, model, *arguments):
         return logprobs_and_entropy(model, *arguments)
 
-    def forward(self, samples: list[Sample], model=None):
+    def forward(self, samples, model=None):
         """The model on micro-batches: yields (samples, logprobs, entropy, mask), the last three B x T."""
         for indices in micro_batches([sample.length for sample in samples], self.max_tokens):
             part = [samples[index] for index in indices]
@@ -331,7 +331,7 @@ class Policy:
         return metrics
 
     @torch.no_grad()
-    def score(self, samples: list[Sample], model=None):
+    def score(self, samples, model=None):
         """Yields each sample and the log-probabilities of its response under the policy or another model."""
         for part, logprobs_B_T, _, _ in self.forward(samples, model):
             for sample, logprobs_T in zip(part, logprobs_B_T):
@@ -392,7 +392,7 @@ class Policy:
         return get_optimizer_state_dict(self.model, self.optimizer)["state"]
 
 
-def set_dtypes(model, options: PolicyOptions, device: str):
+def set_dtypes(model, options, device):
     """Everything is float32; for a GPU the layers that adapters leave as they are become bf16."""
     dtypes = dict.fromkeys(model.parameters(), torch.float32)
     if options.lora_rank and device == "cuda":
