@@ -153,8 +153,8 @@ def json_object(field: str, text: str) -> dict:
     """ValueError naming the field where the text is no JSON object."""
     try:
         return dict(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{field}: {text!r} is no JSON object ({error})") from None
+    except (TypeError, ValueError):
+        raise ValueError(f"{field}: {text!r} is not JSON, or no JSON object") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:

@@ -1062,7 +1062,7 @@ def test_calls_that_ray_loses():
 
 @pytest.mark.slow
 def test_a_ray_that_was_killed_holds_nobody_up():
-    """It leaves its address behind, where Ray itself would try for minutes; one that was given is refused."""
+    """It leaves its address behind, where Ray itself would try for minutes."""
     address, body = f"127.0.0.1:{free_port()}", "import reward_loop; reward_loop.connect_ray()"
     with tempfile.TemporaryDirectory(
         prefix="r", dir="/tmp"
@@ -1071,15 +1071,8 @@ def test_a_ray_that_was_killed_holds_nobody_up():
         Path(folder, "ray/ray_current_cluster").write_text(address)
         begun = time.monotonic()
         said = run_script(body, RAY_ADDRESS="", RAY_TMPDIR=folder)
-        assert f"nobody answers at {address}" in said and "Ray: started a cluster for this run (" in said
+        assert "Ray: started a cluster for this run (" in said
         assert time.monotonic() - begun < 90  # Ray itself gives up after minutes
-    body = f"try:\n    {body}\nexcept RuntimeError as error:\n    print(error)".replace("; ", "\n    ")
-    begun = time.monotonic()
-    said = run_script(body, RAY_ADDRESS=address)
-    assert (
-        f"the cluster {address} cannot be joined (ConnectionRefusedError" in said
-        and time.monotonic() - begun < 90
-    )
 
 
 @pytest.mark.slow
