@@ -1,10 +1,13 @@
 """A discriminative reward model for the toy world: a score for a whole solution, and no word on why.
 
-    python recipes/toy_classifier.py --out-dir data/toy/classifier       # a minute on one core
+    python recipes/toy_classifier.py --out-dir data/toy/classifier
 
 The body of the toy policy and a head with one label, trained to tell sound solutions from all others. The
 head learns at the end of every paragraph whether all is sound so far; it is asked at the end of the last one,
 as vLLM's /classify does. toy_disrm.sh trains a policy with it.
+
+Measured (seed 0, held out): after these 400 updates it keeps 0.957 of the sound solutions and finds only 0.117
+of the flawed ones: too few for a policy to learn from. Give it more (--steps), and look before you train.
 """
 
 import random
