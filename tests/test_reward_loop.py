@@ -716,7 +716,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"router_address": ("http://h:1",)}, "host:port"),
         ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
         ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
-        ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no such folder"),
+        ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no folder with a config.json"),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
             "genrm_vllm_args: .* cannot be read .No closing quotation",
