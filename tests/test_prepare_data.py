@@ -449,7 +449,7 @@ def edited(row: dict, field: str, value: object) -> dict:
 def test_validate_rows(real, file, field, value):
     row = real[f"{file}.parquet"][0]
     validate_rows([row], "s")
-    with pytest.raises(ValueError, match=r"^s, row 1: reward_model.ground_truth is .*total_steps.*; expected"):
+    with pytest.raises(ValueError, match=r"^s, row 1: reward_model.ground_truth is .*total_steps.*expected"):
         validate_rows([row, edited(row, field, value)], "s")
 
 

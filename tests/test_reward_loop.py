@@ -376,7 +376,9 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
     assert sorted(finished) == list(range(len(responses))) and set(finished[-2:]) == {50, 101}
 
 
-@pytest.mark.parametrize("options, most", [({}, 2), ({"router_address": ("h:1",)}, 8), ({"sync_processes": 3}, 3)])
+@pytest.mark.parametrize(
+    "options, most", [({}, 2), ({"router_address": ("h:1",)}, 8), ({"sync_processes": 3}, 3)]
+)
 def test_processes_for_a_sync_function(start, tmp_path, options, most):
     """One a core; four where there is a judge to wait for."""
     options = {"sync_processes": 0, "max_in_flight": 100} | options
@@ -438,7 +440,7 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
 
 
 def test_async_function_that_ends_its_worker(shared):
-    """The worker dies twice with the sample; then that is alone in a grading process, which dies four times."""
+    """The worker dies twice with the sample; then that is alone in a process, which dies four times."""
     manager = shared("async_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
