@@ -334,6 +334,7 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
+KILLS_SERVERS = 422  # router.py's word for a request of which servers died
 GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
 GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
 SHARED_ANSWERS = 1024  # at temperature 0, the last ones: equal requests come close together, from one group
@@ -407,7 +408,7 @@ async def chat(
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
     HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses.
     Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
-    (tokens: None), not its failure.
+    (tokens: None), not its failure, unless that is the death of servers.
     """
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -430,6 +431,8 @@ async def chat(
                     return await _ask(address, body, once)
                 except Exception as error:  # a bad address or reply, too
                     failure = f"{type(error).__name__}: {error}"
+                    if getattr(error, "status", 0) == KILLS_SERVERS:  # no equal request shall kill more
+                        once.answer = "http_error", failure
                     if not _may_pass(error):
                         return "http_error", failure, 0
                 await asyncio.sleep(random.uniform(pause / 2, pause))

@@ -102,6 +102,10 @@ class RewardOptions:
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
+        for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
+            value = getattr(self, f"genrm_{name}")
+            if not models and value not in (1, ""):
+                raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
         for config in self.server_configs().values():

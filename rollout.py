@@ -208,7 +208,7 @@ async def complete(session, address, request):
         except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died
             status = 502
             text = f"{type(error).__name__}: {error}"
-        if status < 500:
+        if status < 500 and status != 422:  # servers died, perhaps of something else
             break
     if status != 200:
         raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")

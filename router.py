@@ -13,7 +13,8 @@ How an attempt is judged:
     connection                  it is good: another server is asked; after --unhealthy-after such failures in
                                 a row one leaves, unless it is the last
                                 it is not: the server has died, perhaps of the request, and leaves. What it
-                                was at goes on one a second; whose next server dies within a second is refused
+                                was at goes on one a second; whose next server dies within a second, or whose
+                                third one dies, is refused with 422: it is not to be sent again
     any other answer            is passed on; once a part of it is out, there is no retry
 None that lives is asked twice. One that leaves comes back when its /health answers.
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
@@ -327,11 +328,11 @@ class Router:
         if self.server_key:
             headers["Authorization"] = f"Bearer {self.server_key}"
         tried = []  # living servers that have seen the request
-        suspect = False  # one that it was sent to has died
+        deaths = 0  # of servers that had it
         attempts = 0
         answer, problem = None, "no healthy server"
         while attempts < config.max_attempts:
-            worker = await self.choose(tried, suspect, deadline)
+            worker = await self.choose(tried, deaths > 0, deadline)
             if not worker:
                 break
             if attempts:
@@ -356,9 +357,9 @@ class Router:
             worker.failures += 1
             if worker.polls_failed or await self.ask_health(worker):
                 self.set_health(worker, False, f"{problem}, and /health fails")
-                if suspect and ended - begun < ALONE_SECONDS:
-                    break
-                suspect = True
+                deaths += 1
+                if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
+                    return error_response(422, f"{deaths} servers died of this request, the last: {problem}")
             else:
                 tried.append(worker)
                 worker.failed_in_a_row += 1

@@ -262,11 +262,7 @@ class Run:
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
-    text = config.chat_template_kwargs
-    try:
-        options = dict(json.loads(text).items())
-    except (ValueError, AttributeError):
-        raise ValueError(f"chat_template_kwargs: {text!r} is not JSON, or no JSON object") from None
+    options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
     options |= dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []

@@ -29,12 +29,18 @@ from matplotlib.figure import Figure
 
 from compute_score import split_paragraphs
 from run_folder import read_lines
-from toy.report import COLUMNS, PANELS, read_metrics, save, smooth, table
+from toy.report import COLUMNS, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
 WAYS = {"mean@1": "T=1", "greedy": "greedy"}
+PANELS = {
+    "acc": "answer accuracy",
+    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
+    "truly_correct": "truly correct\n(right answer, no wrong step)",
+    "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
+}
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
@@ -333,6 +339,20 @@ def fill(page: str, made: dict[str, str]) -> str:
     """The page with its tables as they should be. KeyError for a table that nobody makes."""
     return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)",
                   lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Each with the four before it, as their mean."""
+    return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
+
+
+def save(figure, path: Path) -> None:
+    """Saves panels that show shares, step by step."""
+    for axis in figure.axes:
+        axis.set(xlabel="step", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(path)
 
 
 def band(axis, curves: list[list[float]], colour: str, label: str) -> None:

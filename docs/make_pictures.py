@@ -1,4 +1,4 @@
-"""Writes docs/demo.png, docs/report_group.png and docs/report_sample.png from a finished demo.
+"""Writes docs/report_group.png and docs/report_sample.png from a finished demo.
 
     make demo
     python docs/make_pictures.py      # from outputs/demo_seed0; needs chromium
@@ -8,7 +8,6 @@ answer; the sample is the first such one in it.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ BESIDE_THE_SAMPLE = "h1, nav, #settings, #notes, .bar, .two"
 
 @dataclass
 class Config:
-    """Writes the pictures of README.md and docs/demo.md."""
+    """Writes the pictures of a page in README.md."""
 
     run: Path = Path("outputs/demo_seed0")  # Folder of the demo.
     step: int = 15  # The group is of this step or a later one.
@@ -75,7 +74,6 @@ def main() -> None:
     chosen = choose(config.run / "fapo", config.step)
     state = {"view": "groups", "run": "fapo", "split": "train", **chosen}
     print(json.dumps(state))
-    shutil.copy(config.run / "report.png", DOCS / "demo.png")
     page = config.run / "report.html"
     photograph(page, config.chromium, BESIDE_THE_GROUP, DOCS / "report_group.png", **state)
     photograph(page, config.chromium, BESIDE_THE_SAMPLE, DOCS / "report_sample.png", **state)

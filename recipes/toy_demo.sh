@@ -32,7 +32,7 @@ stage "4. A third of FAPO's steps are done, the others follow"
 python -m toy.report --runs "$RUNS" --so-far
 wait $FAPO
 
-stage "5. The figure, the tables and the page"
+stage "5. The tables and the page"
 python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"
 stage "done"

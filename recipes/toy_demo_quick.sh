@@ -18,6 +18,6 @@ BASELINE=$!
 train_policy data/toy "$SEED" "$RUNS/fapo" "${ORACLE[@]}" "${SHORT[@]}"
 wait $BASELINE || { cat "$RUNS/baseline.log"; exit 1; }
 
-stage "3. The figure, the table and the page"
+stage "3. The table and the page"
 python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"

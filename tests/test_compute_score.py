@@ -716,6 +716,22 @@ def test_what_would_be_refused_again_ends_at_once(status):
     assert str(status) in result["genrm_error"]
 
 
+def test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again():
+    judge = Judge((422, {}, "2 servers died of this request"), "\\boxed{-1}")
+
+    async def all_of_a_group():
+        async with judge.running():
+            settings = dict(reward_router_address=judge.address, genrm_temperature=0)
+            ask = functools.partial(scores.compute_score_fapo, "x", RIGHT, "42", EXTRA, **settings)
+            return await asyncio.gather(*(ask() for _ in range(4)))
+
+    results = asyncio.run(all_of_a_group())
+    assert len(judge.requests) == 1
+    for result in results:
+        assert (result["score"], result["genrm_status"]) == (None, "http_error")
+        assert "422" in result["genrm_error"]
+
+
 def test_the_pauses_grow(monkeypatch):
     pauses, sleep = [], asyncio.sleep
     monkeypatch.setattr(scores.asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))

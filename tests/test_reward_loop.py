@@ -723,6 +723,8 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
             "genrm_vllm_args: .* cannot be read .No closing quotation",
         ),
+        ({"genrm_servers": 2}, "genrm_servers is 2: .* give genrm"),
+        ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
         ({"timeout": -1}, "timeout is -1"),
         ({"max_rpm": 0}, "max_rpm is 0"),
     ],

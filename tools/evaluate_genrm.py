@@ -33,7 +33,7 @@ import tyro
 
 import compute_score as scores
 from prepare_data import read_rows, validate_row
-from reward_loop import RewardOptions
+from reward_loop import RewardOptions, json_object
 from score_file import score_the_rest, scored_before
 
 
@@ -168,10 +168,7 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 async def chat_settings(config: Config) -> dict:
     """How `scores.chat` asks the judge. Raises ValueError, OSError."""
-    try:
-        chat_kwargs = dict(json.loads(config.chat_kwargs)) or None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--chat-kwargs: {config.chat_kwargs!r} is not a JSON object") from error
+    chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     model = config.model
     try:
         model = model or (await scores.served_model(config.router_address))["id"]

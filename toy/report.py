@@ -1,6 +1,6 @@
-"""The figure and the tables of finished demo runs.
+"""The tables of finished demo runs.
 
-    python -m toy.report --runs outputs/demo_seed0           # writes report.md and report.png there
+    python -m toy.report --runs outputs/demo_seed0           # writes report.md there
     python -m toy.report --runs outputs/demo_seed0 --so-far  # while the runs go on
 
 The folder holds the runs baseline/ and fapo/, and judge/ if there was one. docs/make_evidence.py sums up
@@ -11,21 +11,12 @@ sample.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import tyro
-from matplotlib.figure import Figure
 
 from run_folder import has_evaluation, read_lines
 
 RUNS = {"rule only": "baseline", "FAPO": "fapo"}
-COLOURS = ("tab:red", "tab:green")
-PANELS = {
-    "acc": "answer accuracy",
-    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
-    "truly_correct": "truly correct\n(right answer, no wrong step)",
-    "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
-}
 COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
@@ -36,7 +27,7 @@ COLUMNS = {
 
 @dataclass
 class Config:
-    """Draws the figure and the tables of finished demo runs."""
+    """The tables of finished demo runs."""
 
     runs: Path  # Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one
     so_far: bool = False  # Take runs up to their newest evaluation, and do without those to come
@@ -53,49 +44,6 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
     if torn or not whole:
         raise ValueError(f"runs: {run} is not finished; it lacks an evaluation at its start or end")
     return metrics
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Each with the four before it, as their mean."""
-    means = []
-    for end in range(1, len(values) + 1):
-        means.append(fmean(values[max(0, end - 5) : end]))
-    return means
-
-
-def series(metrics: list[dict], key: str):
-    """(steps, values) of a metric, where it was measured."""
-    steps = []
-    values = []
-    for line in metrics:
-        if key in line:
-            steps.append(line["step"])
-            values.append(line[key])
-    return steps, values
-
-
-def draw_runs(runs: dict[str, list[dict]], path: Path) -> None:
-    """A panel a question, a line a run: thin: rollouts, thick: smoothed, dots: held-out problems."""
-    figure = Figure(figsize=(4.6 * len(PANELS), 4.2), layout="constrained", dpi=110)
-    axes = figure.subplots(1, len(PANELS), sharey=True)
-    for axis, (key, title) in zip(axes, PANELS.items()):
-        axis.set_title(title)
-        held_out = "val/toy/mean@1" if key == "acc" else f"val/toy/{key}/mean@1"
-        for color, (label, metrics) in zip(COLOURS, runs.items()):
-            steps, values = series(metrics, f"reward/{key}")
-            axis.plot(steps, values, color=color, alpha=0.25)
-            axis.plot(steps, smooth(values), color=color, linewidth=2, label=label)
-            axis.plot(*series(metrics, held_out), "o", color=color)
-    save(figure, path)
-
-
-def save(figure, path: Path) -> None:
-    """Saves panels that show shares, step by step."""
-    for axis in figure.axes:
-        axis.set(xlabel="step", ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-    figure.axes[0].legend()
-    figure.savefig(path)
 
 
 def table(heads: list[str], *rows: list[str]) -> str:
@@ -137,17 +85,16 @@ def judge_table(metrics: list[dict]) -> str:
 
 
 def report(runs: Path, so_far: bool = False) -> str:
-    """Draws report.png and writes report.md in `runs`; returns the text. ValueError: see `read_metrics`."""
+    """Writes report.md in `runs`; returns the text. ValueError: see `read_metrics`."""
     policies = {}
     for label, name in RUNS.items():
         if not so_far or (runs / name).is_dir():
             policies[label] = read_metrics(runs / name, so_far)
-    draw_runs(policies, runs / "report.png")
     text = policy_table(policies)
     if (runs / "judge").is_dir():
         text = judge_table(read_metrics(runs / "judge")) + "\n\n" + text
     (runs / "report.md").write_text(text + "\n")
-    return f"{text}\nfigure: {runs / 'report.png'}"
+    return text
 
 
 def main() -> None:

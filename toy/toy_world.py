@@ -14,7 +14,7 @@ one; its policy has read sound solutions only, too few of them.
 
 Here are the problems; solvers that slip and critics that overlook slips, at chosen rates; an oracle that
 finds every slip; the reward functions; the rows of the data sets. toy/warm_start.py trains models on them,
-toy/report.py draws the figure of the finished runs. To copy this file alone, take compute_score.py with it.
+toy/report.py has the tables of the finished runs. To copy this file alone, take compute_score.py with it.
 
 What it leaves out: it is no benchmark. The first world's flaw is put in by hand and is invisible to the
 rule by construction; real flawed positives are as varied as mathematics. It shows the mechanism and

@@ -2,8 +2,8 @@
 
 A fatbin is a container: magic number, version, size of its head (16 bytes), size of what follows; then
 entries, one for each kind of GPU: machine code (kind 2) or PTX (kind 1). Entries of other kinds are taken
-out, and what becomes free is zeros, which compress to nothing: no address in the library moves. PTX stays where a
-container has no machine code for this GPU.
+out, and what becomes free is zeros, which compress to nothing: no address in the library moves. PTX stays
+where a container has no machine code for this GPU.
 """
 
 import struct
