@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import threading
 from concurrent.futures import wait
 from dataclasses import asdict
@@ -38,6 +39,7 @@ class Run:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.servers = None
+        self.merged = Path(config.out_dir, "merged")  # adapters as one model, after the last step
         self.leaving = threading.Event()  # set: what is rolled out or judged now is given up
         self.num_restarts = 0
         self.updates = 0  # of the policy by the end of the newest step
@@ -196,6 +198,7 @@ class Run:
             why = f"could not be written ({error}); --resume auto goes on after step {self.saved}"
             raise RuntimeError(f"checkpoint of step {self.step}: {why}") from error
         self.saved = self.step
+        shutil.rmtree(self.merged, ignore_errors=True)  # it is of an earlier checkpoint
 
     def finish(self) -> None:
         """What is written after the last step: adapters as an ordinary model, and the page."""
@@ -203,8 +206,7 @@ class Run:
         if config.lora_rank and self.step:
             import lora
 
-            merged = Path(config.out_dir, "merged")
-            lora.merge(Path(self.source), merged, config.model, config.max_positions, **self.remote)
+            lora.merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
         try:
             from tools.view_run import write_page
         except ImportError as error:
