@@ -46,8 +46,10 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
 
     Source: DAPO (arXiv:2503.14476), equation 13, without its cut at max_length: a response cannot be longer
-    than that. buffer: 1 .. max_length.
+    than that. Raises ValueError for a buffer outside 1 .. max_length.
     """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"overlong buffer is {buffer}: it must be from 1 to max_length")
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
 

@@ -408,6 +408,8 @@ class RewardLoopManager:
         while await self._wake.wait():
             self._wake.clear()
             self._wake_is_due = False  # first: a sample from now on wakes this again
+            if not self._ray.is_initialized():
+                break
             ready = [worker for worker in self._workers if worker.ready]
             free = self.max_in_flight - sum(len(worker.pending) for worker in self._workers)
             outgoing = collections.defaultdict(dict)
@@ -439,7 +441,7 @@ class RewardLoopManager:
     async def _serve(self, worker):
         """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
         arrived = []
-        while True:
+        while self._ray.is_initialized():  # else a call would start another Ray
             if worker.ready:
                 silence, patience = BLOCKED_S, self.job.timeout + WEDGED_S
             else:

@@ -53,7 +53,7 @@ class Run:
         self.read_data()
         self.lock = check_folder(config)  # no other run writes there until it is closed
 
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self):
         """Where the run goes on, `source`: its newest checkpoint, or the model."""
         self.source = self.config.model
         state = {"step": 0, "prompts_drawn": 0}
@@ -65,7 +65,7 @@ class Run:
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
 
-    def read_data(self) -> None:
+    def read_data(self):
         config = self.config
         train_files = config.train_file
         if isinstance(train_files, str):
@@ -116,7 +116,7 @@ class Run:
         stack.callback(self.leaving.set)
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
 
-    def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool) -> None:
+    def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool):
         config = self.config
         penalty = None
         if config.overlong_buffer:
@@ -130,7 +130,7 @@ class Run:
             config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty
         )
 
-    def start_policy(self, stack: contextlib.ExitStack) -> None:
+    def start_policy(self, stack: contextlib.ExitStack):
         config = self.config
         try:
             if config.device == "cpu" and config.policy_ranks == 1:
@@ -165,7 +165,7 @@ class Run:
             check_sampling(self.policy)
             self.policy.samples_itself = True
 
-    def start_servers(self, stack: contextlib.ExitStack) -> None:
+    def start_servers(self, stack: contextlib.ExitStack):
         from cluster.servers import ClusterServers, PolicyServers
 
         config = self.config
@@ -188,7 +188,7 @@ class Run:
 
     # ---- what a run keeps
 
-    def save(self) -> None:
+    def save(self):
         state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
         try:
             self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
@@ -200,7 +200,7 @@ class Run:
         self.saved = self.step
         shutil.rmtree(self.merged, ignore_errors=True)  # it is of an earlier checkpoint
 
-    def finish(self) -> None:
+    def finish(self):
         """What is written after the last step: adapters as an ordinary model, and the page."""
         config = self.config
         if config.lora_rank and self.step:
@@ -237,7 +237,7 @@ class Run:
         except RanksLost as error:
             self.recover(error)
 
-    def recover(self, error: RanksLost) -> None:
+    def recover(self, error: RanksLost):
         """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
         self.leaving.set()  # what is ahead is drawn again
         if self.ahead:

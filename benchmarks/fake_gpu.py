@@ -12,6 +12,7 @@ the memory of libraries (about 1 GB). Needs g++, for fake_gpu.cpp.
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -272,10 +273,10 @@ def run_case(flags: list[str]) -> dict:
         batches = policy.mini_batches(groups, config)
         for batch in batches:
             batch.samples = batch.samples[:: config.policy_ranks]
-        learner.learn(batches, lr=1e-6)  # makes Adam's moments
+        learner.learn(batches, 1e-6, math.inf)  # makes Adam's moments
         held = dict(memory.now)
         memory.peak = dict(memory.now)
-        learner.learn(batches, lr=1e-6)
+        learner.learn(batches, 1e-6, math.inf)
         peak = dict(memory.peak)
         kinds = set()
         for parameter in learner.model.parameters():

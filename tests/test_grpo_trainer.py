@@ -437,7 +437,13 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     monkeypatch.setattr(Policy, "update", out_of_memory)  # in step 3, after step 2's evaluation
     assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]
     step = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) or out_of_memory())
+
+    def step_and_fail(self, **named):  # with `closure` it is PyTorch, which makes the state for a checkpoint
+        step(self, **named)
+        if not named:
+            out_of_memory()
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_fail)
     # in the middle the weights are no step's
     assert run_until_it_fails(torch.OutOfMemoryError) == [
         "step_1",

@@ -835,7 +835,8 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
     server.workers = [{"url": "http://a:1"}] * 3
     manager = start(write_function(tmp_path, ASK), router_address=(server.address,))
     manager.score_batch([sample("x")] * 1000)
-    assert server.most == manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
+    assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
+    assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
     # no router: one server
     for address in (serve(critic).address, f"127.0.0.1:{free_port()}"):
         manager = start(write_function(tmp_path, ASK), router_address=(address,))
@@ -1010,7 +1011,7 @@ def test_nothing_is_left_running(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads", "exit_in_a_task"])
+@pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     """An async function that blocks holds up its worker: it is restarted, its samples are tried alone."""
     monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
@@ -1018,12 +1019,9 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
     responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
-    if response == "exit_in_a_task":  # which ends the whole worker
-        status, error, warning = "error", "SystemExit", "a sample got no score"
-    else:
-        status, error, warning = "timeout", "process killed", "is silent: an async function that blocks"
-    assert [result["status"] for result in results] == ["ok"] * 10 + [status] + ["ok"] * 10
-    assert error in results[10]["reward_extra_info"]["error"] and warning in caplog.text
+    assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
+    assert "process killed" in results[10]["reward_extra_info"]["error"]
+    assert "is silent: an async function that blocks" in caplog.text
 
 
 @pytest.mark.slow

@@ -19,5 +19,6 @@ def with_progress(result: dict, solution_str: str, question: str, share: float) 
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1.0, share=0.5) -> dict:
-    result = toy_world.compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, penalty)
+    sample = data_source, solution_str, ground_truth, extra_info
+    result = toy_world.compute_score_fapo_oracle(*sample, penalty=penalty)
     return with_progress(result, solution_str, extra_info["question"], share)
