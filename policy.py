@@ -5,8 +5,7 @@
 
 The losses are in algorithm.py, sampling is in rollout.py; docs/plain_grpo.py is GRPO with these three alone.
 cluster/ranks.py is the same policy over many GPUs: it overrides the seams `place`, `total`, `compute` and
-`forward`, and its `learn` is given its own samples alone. Needs algorithm.py; for speed speedups.py, for LoRA
-lora.py.
+`forward`, and its `learn` is given its own samples alone. Needs algorithm.py; if used speedups.py, lora.py.
 Left out: a critic model, images.
 Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a row, H hidden, V vocabulary.
 """
@@ -381,14 +380,16 @@ class Policy:
                 weights[name] = tensor.cpu()
         if weights:
             self.model.save_pretrained(folder, state_dict=weights)
-        dcp.save(self.optimizer_state(), checkpoint_id=folder / "optimizer")
+        state = self.optimizer_state() if self.optimizer.state else {}  # asking would count as a step
+        dcp.save(state, checkpoint_id=folder / "optimizer")
 
     def load_optimizer(self, folder: Path) -> None:
         """Reads what `save` wrote, with however many ranks."""
-        dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
+        if dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata:
+            dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
 
     def optimizer_state(self):
-        """The optimizer's tensors by the names of the parameters; zeros before the first update."""
+        """The optimizer's tensors by the names of the parameters; none yet: as after a step by zero."""
         return get_optimizer_state_dict(self.model, self.optimizer)["state"]
 
 

@@ -152,7 +152,7 @@ class Log:
         if config.wandb:
             self.wandb = start_wandb(config, first_step)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int):
         """Drops the lines of later steps."""
         for name in ("samples.jsonl", "metrics.jsonl"):
             lines, _ = read_lines(self.folder / name)
@@ -204,7 +204,7 @@ class Log:
                     self.recent.append(line)
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
-    def diagnose(self) -> None:
+    def diagnose(self):
         """Prints what keeps the run from learning when it appears; RuntimeError where nothing teaches it."""
         found = []
         with contextlib.suppress(ImportError):  # a copy without tools/
@@ -222,11 +222,11 @@ class Log:
             why = f"in {limit} steps no group taught anything; see samples.jsonl"
             raise RuntimeError(f"max_idle_steps: {why}")
 
-    def plot(self) -> None:
+    def plot(self):
         """Redraws curves.png from all metrics so far."""
         draw_curves(self.history, self.folder / "curves.png")
 
-    def close(self) -> None:
+    def close(self):
         """Draws the curves a last time and ends TensorBoard and W&B."""
         self.plot()
         if self.tensorboard:

@@ -67,11 +67,11 @@ class PolicyServers:
             self.shutdown()
             raise
 
-    def start(self, config: Config) -> None:
+    def start(self, config: Config):
         self.write_weights()
         self.service = ModelServers(config, "policy", before_joining=self.is_current)
 
-    def write_weights(self) -> None:
+    def write_weights(self):
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
             self.folder.write(number, pack)
 
@@ -82,7 +82,7 @@ class PolicyServers:
                 self.service.ask(slot, *call)
         return True
 
-    def sync(self) -> None:
+    def sync(self):
         """The policy's weights to all servers, of which none may be generating."""
         with self.service.lock:  # no server joins between the new files and the reload
             self.write_weights()
@@ -96,10 +96,10 @@ class PolicyServers:
                     if line:
                         print(f"policy servers: WARNING: {line}", flush=True)
 
-    def check(self) -> None:
+    def check(self):
         """Raises where no request can be answered any more; called while rollouts wait."""
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         """Ends the servers and removes the folder."""
         if self.service:
             self.service.shutdown()
@@ -115,7 +115,7 @@ class ClusterServers(PolicyServers):
     lost = None
     folders = {}  # node -> the WeightFolder's actor there, which has the weights
 
-    def start(self, config: Config) -> None:
+    def start(self, config: Config):
         self.folders = {}
         self.provision = threading.Lock()
         places = self.policy.places
@@ -126,7 +126,7 @@ class ClusterServers(PolicyServers):
         hooks = dict(before_starting=self.before_starting, before_joining=self.is_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
-    def before_starting(self, slot: Watched) -> None:
+    def before_starting(self, slot: Watched):
         """Sees to it that the server's node has the weights: its actor may have moved to another one."""
         starts = self.policy.starts
         try:
@@ -135,13 +135,13 @@ class ClusterServers(PolicyServers):
             self.lost = starts, error
             raise
 
-    def check(self) -> None:
+    def check(self):
         """RanksLost where a server needs weights and the ranks are gone: without new ones it never comes."""
         lost, self.lost = self.lost, None
         if lost and lost[0] == self.policy.starts:  # not of ranks before these
             raise lost[1]
 
-    def provide(self, nodes: set[str]) -> None:
+    def provide(self, nodes: set[str]):
         """Makes a folder with the policy's weights of now on each of these nodes that has none."""
         with self.provision:
             new = {}
@@ -153,11 +153,11 @@ class ClusterServers(PolicyServers):
             if new:
                 self.fill(new)
 
-    def write_weights(self) -> None:
+    def write_weights(self):
         with self.provision:
             self.fill(self.folders)
 
-    def fill(self, folders: dict) -> None:
+    def fill(self, folders: dict):
         """The policy's weights of now to these folders, {node: folder}; nodes that are gone are forgotten."""
         gone = self.policy.send_weights(folders, self.dtype)
         for node, folder in list(folders.items()):
@@ -166,7 +166,7 @@ class ClusterServers(PolicyServers):
             else:
                 self.folders[node] = folder
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         if self.service:
             self.service.stopping.set()
         end_servers(self.actors, self.own)

@@ -154,6 +154,18 @@ def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint
     assert len(second.optimizer_state()) == len(dict(second.trainable()))  # a momentum for each weight
 
 
+def test_a_checkpoint_from_before_the_first_update_changes_no_later_one(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    config = config_of(model=str(tmp_path / "model"))
+    alone, saved, resumed = (Policy(config, config.model, CPU) for _ in range(3))
+    saved.save(tmp_path / "saved")
+    resumed.load_optimizer(tmp_path / "saved")
+    for policy in (alone, saved, resumed):
+        policy.update(groups_of(a_step(model)), lr=1e-3)
+    assert torch.equal(weights_of(alone), weights_of(saved))
+    assert torch.equal(weights_of(alone), weights_of(resumed))
+
+
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):
     samples = a_step(model)
     policies = [with_sgd(policy_of(model)) for _ in range(2)]
