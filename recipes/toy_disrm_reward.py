@@ -15,8 +15,8 @@ compute_score_classifier = toy_world.watched(scores.compute_score_discriminative
 
 @toy_world.watched
 async def compute_score_both(
-    data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_address,
-    reward_router_addresses, reward_model_tokenizer, share=0.5, **judge):  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_addresses,
+    reward_router_address=None, reward_model_tokenizer, share=0.5, **judge):  # fmt: skip
     """FAPO's score by `judge`, and `share` times the probability that `classifier` calls the solution sound."""
     result = await scores.compute_score_fapo(
         data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **judge)
