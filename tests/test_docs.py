@@ -12,6 +12,7 @@ import pytest
 
 import compute_score
 import reward_loop
+from played import says, server
 from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 
@@ -115,7 +116,7 @@ def test_every_metric_and_status_is_in_the_glossary():
 
 
 def test_the_examples_of_reward_functions_run(monkeypatch):
-    """Those that need no server: a rule, and FAPO with one more term, for an answer that is wrong."""
+    """A rule, FAPO with one more term for an answer that is wrong, and one that asks a judge."""
     monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
     names = {}
     for page in ("reward_functions", "judge"):
@@ -133,6 +134,21 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
     result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))
     assert result["paragraphs"] == 9 and result["score"] == pytest.approx(-1.03)
+    script = ["\\boxed{no}", "I see. \\boxed{yes}", "\\boxed{perhaps}"]
+
+    async def judged(address):
+        async def score():
+            return await names["with_judge"](solution_str=solution, reward_router_address=address, **about)
+
+        try:
+            return [await score() for _ in script]
+        finally:
+            await compute_score.close_session()
+
+    left = iter(script)
+    with server(lambda path, body: says(next(left))) as address:
+        results = asyncio.run(judged(address))
+    assert [result["score"] for result in results] == [-1.0, 1.0, None]
     prompt = names["fapo"].format_critic_prompt("2+2?", "4", "two\n\nfour", prompt_style="terse")
     assert "[0] two\n[1] four" in prompt and prompt.endswith("\\boxed{}.")
 
