@@ -76,8 +76,13 @@ class Run:
         self.val_rows = []  # (row, samples of it)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
-            for row in load_rows(path, self.tokenizer, config):
-                self.val_rows.append((row, int(n or config.val_n)))
+            rows = load_rows(path, self.tokenizer, config)
+            n = int(n or config.val_n)
+            self.val_rows += [(row, n) for row in rows]
+            prompts = {str(row["prompt"]) for row in rows}
+            if n > 1 and len(rows) >= 2 * len(prompts):
+                print(f"{path}: {len(rows)} rows hold {len(prompts)} prompts, and {n} samples of each row"
+                      f" are taken; {path}:1 takes one")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()

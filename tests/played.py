@@ -1,4 +1,5 @@
-"""For the tests of docs/changes: samples, a server that plays a script, and a run in the toy world."""
+"""Samples, a server that plays a script, the lines of a run, and a run in the toy world: for the tests of
+several files and of docs/changes."""
 
 import asyncio
 import contextlib
@@ -101,8 +102,12 @@ def toy_config(folder, **changes):
     return grpo_trainer.Config(**settings | changes)
 
 
-def lines_of(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
+def lines_of(path, name="metrics.jsonl"):
+    """The lines of a JSONL file, or of the one with this name in a folder."""
+    path = Path(path)
+    if path.is_dir():
+        path /= name
+    return [json.loads(line) for line in path.read_text().rstrip("\n").split("\n")]
 
 
 class RewardsHere:

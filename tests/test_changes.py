@@ -16,8 +16,9 @@ import pytest
 
 import compute_score
 import grpo_trainer
-from played import lines_of, says, server
+from played import lines_of, rows, says, server, toy_config
 from reward_loop import RewardOptions
+from run import Run
 from test_docs import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,6 +201,17 @@ def test_the_defaults_that_the_page_gives_are_those_of_today():
                 assert float(number[1]) == defaults[flag[1]], line
                 found += 1
     assert found >= 15
+
+
+def test_a_run_says_that_validation_rows_are_copies(tmp_path, capsys):
+    """As the AIME rows of the recipe's file are, of which one sample each was meant."""
+    path = Path(rows(tmp_path / "aime.jsonl", 2, "test"))
+    path.write_text("\n".join([path.read_text()] * 3))
+    for name, file, told in (("all", str(path), True), ("one", f"{path}:1", False)):
+        config = toy_config(tmp_path, val_file=(file,), val_n=4, out_dir=str(tmp_path / name))
+        Run(config).lock.close()
+        said = f"{path}: 6 rows hold 2 prompts, and 4 samples of each row are taken; {path}:1 takes one\n"
+        assert capsys.readouterr().out.count(said) == told
 
 
 def test_a_file_of_a_package_is_to_be_imported_in_a_file_of_yours(tmp_path):

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +32,7 @@ import grpo_trainer
 import reward_loop
 import run_folder
 from toy import toy_world, warm_start
+from played import lines_of, server
 from policy import Policy, PolicyOptions, Sample
 from run import Run
 from tools.plan_run import estimate_memory, report
@@ -152,10 +152,6 @@ def run_config(folder, name, **changes):
         num_workers=1,
     )
     return grpo_trainer.Config(**(defaults | changes))
-
-
-def lines_of(path):
-    return [json.loads(line) for line in Path(path).read_text().rstrip("\n").split("\n")]
 
 
 def without_times(metrics):
@@ -333,19 +329,11 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
     """A discriminative model without a function of one's own; two named models, a tokenizer and the step for
     one that takes them."""
 
-    class Classifier(BaseHTTPRequestHandler):
-        def do_POST(self):
-            text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
-            answer = json.dumps({"data": [{"probs": [text.count("7") / 10]}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(answer)
+    def sevens(path, body):
+        return {"data": [{"probs": [body["input"].count("7") / 10]}]}
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address, tokenizer = f"127.0.0.1:{server.server_port}", str(workshop / "model")
-    try:
+    tokenizer = str(workshop / "model")
+    with server(sevens) as address:
         options = dict(
             router_address=(address,),
             reward_model_task=("classify",),
@@ -374,12 +362,8 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
             )
         )
         steps = lines_of(workshop / "two/metrics.jsonl")[1:]
-        assert [(m["reward/mean"], m["reward/models"]) for m in steps] == [(1.0, 2.0), (2.0, 2.0)] and steps[
-            0
-        ]["reward/tokens"] > 3
-    finally:
-        server.shutdown()
-        server.server_close()
+        assert [(m["reward/mean"], m["reward/models"]) for m in steps] == [(1.0, 2.0), (2.0, 2.0)]
+        assert steps[0]["reward/tokens"] > 3
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 import grpo_trainer
 import lora
+from played import lines_of
 from policy import Policy
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, with_sgd, write_model
-from test_grpo_trainer import lines_of, prepared, run_config, without_times, workshop  # noqa: F401
+from test_grpo_trainer import prepared, run_config, without_times, workshop  # noqa: F401
 from test_policy import FAMILIES, of_family
 
 IDS = torch.arange(3, 40)[None]

@@ -24,6 +24,7 @@ from transformers.integrations import sdpa_attention
 import genrm_server
 import rollout
 from cluster import servers as servers_file
+from played import server
 from toy import warm_start
 from test_policy import FAMILIES, of_family
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
@@ -180,13 +181,13 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         def log_message(self, *arguments):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="", num_servers=1)
     servers = SimpleNamespace(
-        service=SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config),
+        service=SimpleNamespace(router_address=f"127.0.0.1:{http.server_port}", config=config),
         check=lambda: None,
     )
     (sample,), settings = (
@@ -202,47 +203,32 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
         assert len(asked) == tries and asked[0]["prompt"] == [5, 6] and asked[0]["max_tokens"] == 9
     finally:
-        server.shutdown()
-        server.server_close()
+        http.shutdown()
+        http.server_close()
 
 
 def test_the_batch_size_is_that_of_each_server():
     """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
     together, most, lock, six = [0], [0], threading.Lock(), threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            with lock:
-                together[0] += 1
-                most[0] = max(most[0], together[0])
-                six.set() if most[0] == 6 else None
-            six.wait(30)
-            time.sleep(0.1)
-            with lock:
-                together[0] -= 1
-            choice = {"finish_reason": "stop", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
-            answer = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(path, body):
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+            six.set() if most[0] == 6 else None
+        six.wait(30)
+        time.sleep(0.1)
+        with lock:
+            together[0] -= 1
+        choice = {"finish_reason": "stop", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
+        return {"choices": [choice]}
 
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    config = SimpleNamespace(api_key="", num_servers=2)
-    started = SimpleNamespace(router_address=f"127.0.0.1:{server.server_port}", config=config)
-    servers = SimpleNamespace(service=started, check=lambda: None)
     settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=3)
-    try:
+    with server(answer) as address:
+        config = SimpleNamespace(api_key="", num_servers=2)
+        started = SimpleNamespace(router_address=address, config=config)
+        servers = SimpleNamespace(service=started, check=lambda: None)
         rollout.rollout_vllm(servers, samples_of([[5, 6]], 20), **settings)
-    finally:
-        server.shutdown()
-        server.server_close()
     assert most[0] == 6
 
 

@@ -194,7 +194,7 @@ def test_what_keeps_a_run_from_learning_is_on_its_page(tmp_path):
     assert data["findings"] == data["audit"] == []
 
 
-def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path):
+def test_runs_are_found_and_named_and_what_is_none_is_refused(tmp_path):
     for name in ("a/fapo", "a/baseline", "b/fapo"):
         write_run(tmp_path / name, [line()])
     assert list(view_run.find_runs([tmp_path / "a"])) == ["baseline", "fapo"]
@@ -202,9 +202,7 @@ def test_runs_are_found_named_and_coloured_and_what_is_none_is_refused(tmp_path)
     data = data_of(
         view_run.write_page([tmp_path / "a", tmp_path / "b/fapo", tmp_path / "b"], out=tmp_path / "page.html")
     )
-    colours = {run["name"]: run["colour"] for run in data["runs"]}
-    assert list(colours) == ["a/baseline", "a/fapo", "b/fapo"]
-    assert list(colours.values()) == list(view_run.COLOURS[:3])
+    assert [run["name"] for run in data["runs"]] == ["a/baseline", "a/fapo", "b/fapo"]
     assert not (tmp_path / "a/report.html").exists()
     with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
         view_run.write_page([tmp_path / "page.html"])
@@ -353,7 +351,7 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
     )
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
-    assert f"fill:{view_run.COLOURS[1]}" in text and f'stroke="{view_run.COLOURS[0]}"' in text
+    assert "fill:#2ca02c" in text and 'stroke="#d62728"' in text  # of the second run, and of the first
     assert dom(page, hide="baseline").count("<polyline") == 2
     answers = part(dom(page, view="changed"), "answers")
     rows = [

@@ -29,18 +29,6 @@ from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-# In the order of the runs' names, so that the demo's baseline and fapo are as in its figure.
-COLOURS = (
-    "#d62728",
-    "#2ca02c",
-    "#1f77b4",
-    "#9467bd",
-    "#ff7f0e",
-    "#17becf",
-    "#e377c2",
-    "#8c564b",
-    "#bcbd22",
-)
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
 # Of config.json, what the page shows.
@@ -178,9 +166,8 @@ def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
     """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
     runs = find_runs(folders)
     data = []
-    for (name, folder), colour in zip(runs.items(), itertools.cycle(COLOURS)):
-        run = read_run(name, folder, 1e6 * max_mb / len(runs))
-        data.append(run | {"colour": colour})
+    for name, folder in runs.items():
+        data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
     text = json.dumps({"title": ", ".join(map(str, folders)), "runs": data})
     valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
