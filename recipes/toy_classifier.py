@@ -2,14 +2,18 @@
 
     python recipes/toy_classifier.py --out-dir data/toy/classifier
 
-The body of the toy policy and a head with one label, trained to tell sound solutions from all others. The
-head learns at the end of every paragraph whether all is sound so far; it is asked at the end of the last one,
-as vLLM's /classify does. toy_disrm.sh trains a policy with it.
+The body of the toy judge and a head with one label, trained to tell sound solutions from all others. A problem
+has one sound solution, so every token has a label: is all up to here the beginning of it? The score is read at
+the last token, as vLLM's /classify does. toy_disrm.sh trains a policy with it.
 
-Measured (seed 0, held out): after these 400 updates it keeps 0.957 of the sound solutions and finds only 0.117
-of the flawed ones: too few for a policy to learn from. Give it more (--steps), and look before you train.
+To see that "74" is wrong one must know what is right: so the body goes on learning to write the sound solution
+while it learns to compare (lm_head, which is not kept). Without that it finds next to nothing.
+
+Measured (seed 0, 512 held-out right answers): it keeps 0.992 of the sound ones and finds 0.871 of the flawed
+ones, after two and a half minutes of one core.
 """
 
+import os
 import random
 import sys
 from dataclasses import dataclass
@@ -17,7 +21,9 @@ from pathlib import Path
 
 import torch
 import tyro
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,43 +33,70 @@ from toy import toy_world
 @dataclass
 class Config:
     out_dir: str  # Folder of the model, in Hugging Face's format.
-    model: str = str(ROOT / "toy/models/policy")  # Whose body it is, and whose tokenizer.
-    steps: int = 400  # Updates.
-    batch_size: int = 64  # Solutions of an update.
+    model: str = str(ROOT / "toy/models/judge")  # Whose body it is, and whose tokenizer; it must be able to add.
+    steps: int = 600  # Updates.
+    batch_size: int = 32  # Solutions of an update.
     lr: float = 1e-3  # Highest learning rate, after a tenth of the steps; then falling to 0.
     held_out: int = 512  # Solutions by which it is measured at the end.
     seed: int = 0
 
 
-def a_solution(rng: random.Random) -> tuple[str, list[str]]:
-    """A problem and a solution: half are sound, a quarter flawed and right, the rest as a weak solver's."""
-    kind = rng.random()
-    if kind < 0.75:
-        problem, paragraphs = toy_world.right_solution(rng, flawed=kind < 0.25)
-    else:
+def a_solution(rng: random.Random) -> tuple[toy_world.Problem, list[str]]:
+    """A third are sound, a third flawed with a right answer, a third wrong in every other line."""
+    kind = rng.choice(("sound", "flawed", "practice"))
+    if kind == "practice":
         problem = toy_world.random_problem(rng, toy_world.REST)
-        paragraphs = toy_world.write_solution(problem, rng, toy_world.Kind().policy)
-    return str(problem), paragraphs
+        return problem, toy_world.write_solution(problem, rng, toy_world.Kind().practice)
+    return toy_world.right_solution(rng, flawed=kind == "flawed")
 
 
-def read(tokenizer, problem: str, paragraphs: list[str]) -> tuple[list[int], list[int], list[float]]:
-    """Token ids of the conversation, the last token of each paragraph, whether all is sound up to there."""
-    messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": ""}]
-    first_wrong = toy_world.first_wrong_paragraph(problem, paragraphs)
-    ends, sound = [], []
-    for count in range(1, len(paragraphs) + 1):
-        messages[1]["content"] = "\n\n".join(paragraphs[:count])
-        ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        ends.append(len(ids) - 2)  # before the end token, which is not there yet
-        sound.append(float(first_wrong == -1 or first_wrong >= count))
-    return ids, [*ends[:-1], len(ids) - 1], sound
+def read(tokenizer, problem: toy_world.Problem, paragraphs: list[str]) -> tuple[torch.Tensor, int, int]:
+    """Token ids of the conversation; where the solution begins; up to where it is the sound one."""
+
+    def ids_of(solution: list[str]) -> list[int]:
+        messages = [
+            {"role": "user", "content": str(problem)},
+            {"role": "assistant", "content": "\n\n".join(solution)},
+        ]
+        return tokenizer.apply_chat_template(messages, return_dict=False)
+
+    ids = ids_of(paragraphs)
+    begin = len(ids_of([])) - 1  # all but the end token
+    sound = ids_of(toy_world.write_solution(problem, random.Random(0)))
+    return torch.tensor(ids), begin, len(os.path.commonprefix([ids, sound]))
 
 
-def scores_of(model, batch) -> list[torch.Tensor]:
-    """The head's logit at the end of each paragraph, for each solution."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _, _ in batch], batch_first=True)
-    logits_B_T = model.score(model.model(input_ids=ids).last_hidden_state)[..., 0]  # padding is on the right
-    return [row[ends] for row, (_, ends, _) in zip(logits_B_T, batch)]
+def losses(model, lm_head, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the labels, and of writing the sound solution."""
+    ids_B_T = pad_sequence([ids for ids, _, _ in batch], batch_first=True)  # on the right
+    labels_B_T = torch.zeros(ids_B_T.shape)
+    weights_B_T = torch.zeros(ids_B_T.shape)
+    written_B_T = torch.zeros(ids_B_T.shape, dtype=torch.bool)
+    for row, (ids, begin, sound) in enumerate(batch):
+        labels_B_T[row, :sound] = 1
+        weights_B_T[row, begin : len(ids)] = 1
+        weights_B_T[row, len(ids) - 1] = 3  # the one that is asked for
+        written_B_T[row, begin:sound] = True
+    hidden_B_T_D = model.model(input_ids=ids_B_T).last_hidden_state
+    logits_B_T = model.score(hidden_B_T_D)[..., 0]
+    label_loss = binary_cross_entropy_with_logits(logits_B_T, labels_B_T, weights_B_T, reduction="sum")
+    before = written_B_T.roll(-1, 1)  # a token is predicted at the one before
+    lm_loss = cross_entropy(lm_head(hidden_B_T_D[before]), ids_B_T[written_B_T])
+    return label_loss / weights_B_T.sum(), lm_loss
+
+
+@torch.no_grad()
+def measure(model, tokenizer, rng: random.Random, count: int) -> tuple[float, float]:
+    """Of right answers, the shares of sound ones kept and of flawed ones found, at a score of 0."""
+    rates = []
+    for flawed in (False, True):
+        right = 0
+        for _ in range(count // 2):
+            ids, _, _ = read(tokenizer, *toy_world.right_solution(rng, flawed))
+            score = model(input_ids=ids[None]).logits.item()
+            right += (score < 0) == flawed
+        rates.append(right / (count // 2))
+    return rates[0], rates[1]
 
 
 def main() -> None:
@@ -71,30 +104,24 @@ def main() -> None:
     torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    model = AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=1)
-    model.config.pad_token_id = tokenizer.eos_token_id
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
+    model = AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=1).float()
+    model.config.pad_token_id = tokenizer.pad_token_id
+    lm_head = AutoModelForCausalLM.from_pretrained(config.model).float().lm_head
+    parameters = [*model.parameters(), *lm_head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, config.steps, pct_start=0.1)
     for step in range(1, config.steps + 1):
         batch = [read(tokenizer, *a_solution(rng)) for _ in range(config.batch_size)]
-        labels = torch.tensor(sum([sound for _, _, sound in batch], []))
-        logits = torch.cat(scores_of(model, batch))
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        label_loss, lm_loss = losses(model, lm_head, batch)
         optimizer.zero_grad()
-        loss.backward()
+        (label_loss + lm_loss).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    found = {True: [], False: []}  # the right verdicts, of sound ones and of flawed ones with a right answer
-    with torch.no_grad():
-        for number in range(config.held_out):
-            flawed = number % 2 == 1
-            solution = toy_world.right_solution(rng, flawed)
-            batch = [read(tokenizer, str(solution[0]), solution[1])]
-            found[flawed].append((scores_of(model, batch)[0][-1] < 0).item() == flawed)
-    rates = {flawed: sum(right) / len(right) for flawed, right in found.items()}
-    print(f"held out: {rates[False]:.3f} of the sound ones kept, {rates[True]:.3f} of the flawed ones found")
+            print(f"step {step}: loss {label_loss.item():.3f}, of writing {lm_loss.item():.3f}", flush=True)
+    kept, found = measure(model, tokenizer, random.Random("held out"), config.held_out)
+    print(f"held out: {kept:.3f} of the sound ones kept, {found:.3f} of the flawed ones found")
     model.save_pretrained(config.out_dir)
     tokenizer.save_pretrained(config.out_dir)
 

@@ -143,7 +143,7 @@ def test_the_judge_and_a_classifier_together():
 @pytest.mark.slow
 def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_once(copy):
     run_recipe("toy_disrm", *SMALL, folder=copy, CLASSIFIER_STEPS="3")
-    folder = copy / "outputs/disrm_seed0"
+    folder = copy / "outputs/disrm/seed0"
     scalar = lines_of(folder / "scalar")[-1]
     assert scalar["step"] == 1 and scalar["reward/no_verdict"] == 0 and "reward/truly_correct" in scalar
     scores = {line["reward_score"] for line in lines_of(folder / "scalar", "samples.jsonl")}
@@ -155,7 +155,7 @@ def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_o
     out = str(folder / "gsm8k")
     short = [*SMALL, "--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300",
              "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
-    run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder / "classifier"), out, *short,
+    run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
                folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
     assert "reward/acc" in lines_of(out)[-1]  # the rule measures
 
