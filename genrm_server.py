@@ -12,6 +12,7 @@ Left out: systems but Linux, servers over several nodes, other engines. Needs ro
 """
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -21,10 +22,10 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Annotated, Literal
 
-import requests
 import tyro
 
 import router
@@ -79,15 +80,24 @@ class Config:
 
 
 def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
-    """One small request: (status, text), and (0, what went wrong) when there was no answer."""
-    headers = {"Authorization": f"Bearer {api_key}"}
-    with requests.Session() as session:
-        session.trust_env = False  # no proxy, and no key from ~/.netrc
-        try:
-            answer = session.request(method, url, json=body, headers=headers, timeout=timeout)
-            return answer.status_code, answer.content.decode("utf-8", "replace")
-        except requests.RequestException as error:
-            return 0, str(error)
+    """One small request: (status, text), and (0, what went wrong) when there was no answer.
+
+    No library for sessions, which takes four times as long: hundreds of servers are asked twice a second.
+    """
+    host, _, path = url.removeprefix("http://").partition("/")
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    sent = None
+    if body:
+        sent = json.dumps(body)
+    connection = HTTPConnection(host, timeout=timeout)
+    try:
+        connection.request(method, f"/{path}", sent, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8", "replace")
+    except (OSError, HTTPException) as error:
+        return 0, f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
 
 
 WATCH_EVERY = 0.5  # seconds between two looks at a server

@@ -1,4 +1,4 @@
-"""What leaves the trainer in a step: each rank's samples as columns, and the new weights as packs.
+"""What leaves the trainer in a step: each rank's own samples, and the new weights as packs.
 
     python benchmarks/bench_hand_over.py                        # CPU time, on one core
 
@@ -22,7 +22,7 @@ import tyro
 
 import reward_loop
 from bench_router import machine
-from cluster.columns import pack, split, unpack
+from cluster.samples import pack, split, unpack
 from cluster.weights import WeightFolder, packs, portions, send
 from policy import MiniBatch, Sample
 
@@ -70,13 +70,13 @@ def measure_samples(config: Config) -> None:
         got = cpu_of(config.rounds, lambda: pickle.loads(text))
         print(f"| {ranks} | all objects to all ranks | {sent / million:.3f} | {got / million:.4f} |")
 
-        def columns(ranks=ranks):
+        def packed(ranks=ranks):
             return [pack(part) for part in split(batches, ranks)]
 
-        sent = cpu_of(config.rounds, columns)
-        own = pickle.dumps(columns()[0], 5)
-        got = cpu_of(config.rounds, lambda: unpack(pickle.loads(own)))
-        print(f"| {ranks} | **each its own, as columns** | {sent / million:.3f} | {got / million:.4f} |")
+        sent = cpu_of(config.rounds, packed)
+        own = packed()[0]
+        got = cpu_of(config.rounds, lambda: unpack(own))
+        print(f"| {ranks} | **each its own, packed** | {sent / million:.3f} | {got / million:.4f} |")
 
 
 def layers(gigabytes: float):

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
-from cluster.columns import unpack
+from cluster.samples import unpack
 from cluster.weights import send
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
@@ -73,9 +73,9 @@ class RankedPolicy(Policy):
     def compute(self, model, *arguments):
         return model.logprobs_and_entropy(*arguments)
 
-    def learn_from(self, columns: list, lr: float, max_logprob_diff: float) -> dict:
-        """`learn` with this rank's own samples, which columns.pack() has packed."""
-        return self.learn(unpack(columns), lr, max_logprob_diff)
+    def learn_from(self, packed: bytes, lr: float, max_logprob_diff: float) -> dict:
+        """`learn` with this rank's own samples, which samples.pack() has packed."""
+        return self.learn(unpack(packed), lr, max_logprob_diff)
 
     def total(self, sums: Counter) -> Counter:
         return self.ranks.sum(sums, SUMS)

@@ -166,6 +166,43 @@ def port_is_free(url):
 # ---- what the servers are started with -----------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "said, status, text",
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff!", 200, "\ufffd!"),
+        (b"HTTP/1.1 503 No\r\n\r\nnot yet", 503, "not yet"),  # until the connection ends
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut", 0, "IncompleteRead: "),
+        (b"SSH-2.0\r\n", 0, "BadStatusLine: "),
+        (b"", 0, "RemoteDisconnected: "),
+        (None, 0, "TimeoutError: "),
+    ],
+)
+def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkeypatch):
+    """Whatever answers; no proxy of the environment is asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    asked = []
+
+    def answer():
+        with listener.accept()[0] as connection:
+            asked.append(connection.recv(1000))
+            if said is None:
+                asked.append(connection.recv(1000))  # until the other side goes
+            else:
+                connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/sleep?level=1"
+        found = http("POST", url, {"a": 1}, "key", timeout=1.0)
+        thread.join(10)
+    assert found[0] == status and found[1].startswith(text), found
+    head, _, body = asked[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /sleep?level=1 HTTP/1.1\r\n") and b"Bearer key" in head
+    assert body == b'{"a": 1}' and asked[1:] in ([], [b""])
+    assert http("GET", url)[0] == 0  # nobody listens any more
+
+
 def test_cores_are_shared_out():
     assert share([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert share([4, 5, 6], 2) == [[4], [5, 6]]
