@@ -9,6 +9,7 @@ Left out: credit for less than a paragraph. Shapes as in algorithm.py.
 
 import math
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -66,7 +67,7 @@ class Groups:
 
     def __init__(self, groups, decode, is_first):
         self.shape = len(groups), -1
-        self.samples = sum(groups, [])
+        self.samples = list(chain(*groups))
         self.decode = decode
         self.is_first = is_first
         self.infos = []  # what the function says of each sample; nothing without a verdict

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -292,7 +293,7 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
     num_teaching = 0
     for group in groups:
         num_teaching += any(sample.advantage for sample in group)
-    samples = sum(groups, [])
+    samples = list(chain(*groups))
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times
     metrics |= {
@@ -329,7 +330,7 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
     """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
     config = run.config
     started = time.perf_counter()
-    samples = sum(groups, [])
+    samples = list(chain(*groups))
     together = groups  # those that are scored together
     if not run.rewards.job.sees_group:
         together = [[sample] for sample in samples]
@@ -368,7 +369,7 @@ def to_score(sample: Sample, step: int) -> dict:
 def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
     started = time.perf_counter()
-    samples = sum(groups, [])
+    samples = list(chain(*groups))
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
         while wait(waiting, timeout=1.0).not_done:

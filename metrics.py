@@ -10,6 +10,7 @@ runs together.
 
 import math
 from collections import Counter
+from itertools import chain
 
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")  # answers and places, and what is counted apart
 
@@ -85,7 +86,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
 
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
     """Those of the groups of n samples of one data source."""
-    samples = sum(groups, [])
+    samples = list(chain(*groups))
     means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
     metrics = {label: accuracy}

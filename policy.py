@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -416,7 +416,7 @@ def deal(groups, mini_batch_size):
     """
     count = math.ceil(len(groups) / mini_batch_size)
     bounds = [len(groups) * number // count for number in range(count + 1)]
-    return [sum(groups[start:end], []) for start, end in pairwise(bounds)]
+    return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
 
 
 def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[MiniBatch]:
@@ -440,7 +440,7 @@ def has_gradient(sample, options):
 
 def entropy_of(groups):
     """Of the policy, in nats a token, estimated from all samples as they were sampled."""
-    samples = sum(groups, [])
+    samples = list(chain(*groups))
     num_tokens = sum(len(sample.response_ids) for sample in samples)
     return -sum(sum(sample.rollout_logprobs) for sample in samples) / num_tokens
 

@@ -60,6 +60,8 @@ WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16
 STALE = grpo_trainer.Config.max_logprob_diff  # where the trainer stops
 SHARE = 0.3  # of the GPU that servers take beside the policy
+POLICY_SHARE = 0.6  # of the GPU that the policy and a judge take in turns (colocate)
+TOP_P = 0.7
 PEAK = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -162,6 +164,24 @@ def difference(learner, samples) -> float:
     """rollout/logprob_diff: the mean between sampler and trainer."""
     sampled = torch.tensor([logprob for sample in samples for logprob in sample.rollout_logprobs])
     return (logprobs_of(learner, samples)[0] - sampled).abs().mean().item()
+
+
+def agreement(work: Path, learner, who: str, fill, within_nucleus: bool):
+    """Rows: sampler and trainer at another temperature, greedy (whose log-probabilities are those at 1) and
+    at top_p. fill(samples, temperature=..., top_p=...) samples; within_nucleus: its log-probabilities are,
+    and so above the trainer's by the log of the nucleus' share at most."""
+    ways = (("temperature 1.2", 1.2, 1.0), ("greedy", 0.0, 1.0), (f"top_p {TOP_P}", 1.0, TOP_P))
+    for name, temperature, top_p in ways:
+        samples = samples_of(work, 4)
+        fill(samples, temperature=temperature, top_p=top_p)
+        learner.config.temperature = temperature or 1.0
+        off = difference(learner, samples)
+        most = AGREE
+        if within_nucleus:
+            most -= math.log(top_p)
+        text = f"{off:.4f} nats apart on average, expected below {most:.2f}"
+        yield f"{who} and trainer, {name}", off < most, text
+    learner.config.temperature = 1.0
 
 
 def measure(device, function):
@@ -268,8 +288,15 @@ def check_rollouts(work: Path, device=GPU, length=256):
     roll_out(learner, samples_of(work, 8), 4)  # warms up
     samples, seconds, *_ = measure(device, lambda: roll_out(learner, samples_of(work, 8), length))
     off, rate = difference(learner, samples), len(samples) * length / seconds
-    text = f"{off:.4f} nats apart on average; {rate:,.0f} tokens/s, {len(samples)} samples of {length}"
+    text = f"{off:.4f} nats apart on average, expected below {AGREE}; "
+    text += f"{rate:,.0f} tokens/s, {len(samples)} samples of {length}"
     yield "sampler in process and trainer", off < AGREE, text
+
+    def fill(samples, **options):
+        options |= dict(max_response_length=length, eos_ids=(), seed=0, rollout_batch_size=512)
+        rollout_hf(learner.model, samples, **options)
+
+    yield from agreement(work, learner, "sampler in process", fill, within_nucleus=False)
     head, (logprobs, entropy) = (
         learner.model.get_output_embeddings().weight.bfloat16(),
         logprobs_of(learner, samples),
@@ -341,14 +368,14 @@ def check_servers(work: Path, device=GPU, length=64):
     if device.type == "cuda":
         total = 1e-9 * torch.cuda.get_device_properties(device).total_memory
 
-    def served(temperature=1.0):
+    def fill(samples, **options):
+        options |= dict(max_response_length=length, eos_ids=(), rollout_batch_size=512)
+        rollout_vllm(servers, samples, **options)
+
+    def served():
         """The difference between sampler and trainer, and the seconds that sampling took."""
         samples = samples_of(work, 4)
-        options = dict(temperature=temperature, eos_ids=(), rollout_batch_size=512)
-        _, seconds, *_ = measure(
-            device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
-        )
-        learner.config.temperature = temperature
+        _, seconds, *_ = measure(device, lambda: fill(samples, temperature=1.0))
         return difference(learner, samples), seconds
 
     @torch.no_grad()
@@ -361,14 +388,12 @@ def check_servers(work: Path, device=GPU, length=64):
     servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings))
     try:
         off, _ = served()
-        yield "vLLM and trainer", off < AGREE, f"{off:.4f} nats apart on average; ready after {ready:.0f} s"
-        off, _ = served(temperature=1.2)
-        yield "vLLM and trainer at temperature 1.2", off < AGREE, f"{off:.4f} nats apart"
+        text = f"{off:.4f} nats apart on average, expected below {AGREE}; ready after {ready:.0f} s"
+        yield "vLLM and trainer", off < AGREE, text
+        yield from agreement(work, learner, "vLLM", fill, within_nucleus=True)
         log = (work / "servers/server_0.log").read_text()
-        found = re.findall(r"GPU KV cache size: ([\d,]+) tokens", log)
-        if found:
-            plan = plan_run.server_memory(learner.config, "policy server", servers.service.config, total)
-            yield "room for keys and values", True, f"{found[-1]} tokens; plan_run: {plan.strip()}"
+        plan = plan_run.server_memory(learner.config, "policy server", servers.service.config, total)
+        yield from room_row(log, plan)
         move()
         off, _ = served()
         yield "old weights are noticed", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
@@ -389,6 +414,45 @@ def check_servers(work: Path, device=GPU, length=64):
         yield "a killed server comes back with new weights", off < AGREE, text
     finally:
         servers.shutdown()
+
+
+def room_row(log: str, plan: str):
+    """What a server says of its room for keys and values, beside what plan_run says; nothing on a CPU."""
+    found = re.findall(r"GPU KV cache size: ([\d,]+) tokens", log)
+    planned = re.search(r"room for ([\d,]+) tokens", plan)
+    if found and planned:
+        tokens, expected = (int(text.replace(",", "")) for text in (found[-1], planned[1]))
+        text = f"{tokens:,} tokens, {tokens / expected:.2f} of plan_run's {expected:,}"
+        yield "room for keys and values, 0.8 to 1.25 of plan_run's", 0.8 < tokens / expected < 1.25, text
+
+
+def check_speed(work: Path, device=GPU, count=512, length=512):
+    """Tokens/s of a server with CUDA graphs, as it comes, and without (--enforce-eager)."""
+    learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
+    length = min(length, learner.model.config.max_position_embeddings // 2)
+    rates = {}
+    for name, arguments in (("off", ("--enforce-eager",)), ("on", ())):
+        settings = genrm_server.Config(
+            model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240,
+            log_dir=work / f"graphs_{name}", vllm_args=arguments,
+        )  # fmt: skip
+        servers, ready, *_ = measure(device, partial(PolicyServers, learner, tokenizer, settings))
+        options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
+        try:
+            rollout_vllm(servers, samples_of(work, 1), max_response_length=8, **options)  # warms up
+            samples = samples_of(work, count // 8)
+            _, seconds, *_ = measure(
+                device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
+            )
+        finally:
+            servers.shutdown()
+        rates[name] = count * length / seconds
+        what = f"{count} samples of {length} tokens, graphs {name}"
+        text = f"{rates[name]:,.0f} tokens/s, ready after {ready:.0f} s"
+        if name == "off":
+            yield what, True, text
+    faster = rates["on"] / rates["off"]
+    yield what, faster > 0.95, f"{text}; {faster:.2f} of the rate without, expected at least 0.95"
 
 
 def check_ranks(work: Path, device=GPU, length=256):
@@ -455,14 +519,24 @@ def check_sleep(work: Path):
 
     before = used()
     judge = genrm_server.ModelServers(genrm_server.Config(
-        model=str(work / "model"), port=0, gpu_share=SHARE, served_model_name="judge", dtype="bfloat16",
-        max_model_len=512, sleep_mode=True, log_dir=work / "sleep"))  # fmt: skip
+        model=str(work / "model"), port=0, gpu_share=POLICY_SHARE, served_model_name="judge",
+        dtype="bfloat16", max_model_len=512, sleep_mode=True, log_dir=work / "sleep"))  # fmt: skip
     try:
         first, awake = answers(), used()
         _, to_sleep, *_ = measure(GPU, judge.sleep)
         asleep = used()
+        size = int(POLICY_SHARE * torch.cuda.get_device_properties(GPU).total_memory)
+        try:
+            torch.empty(size, dtype=torch.uint8, device=GPU).fill_(1)
+            fits, text = True, "taken"
+        except torch.cuda.OutOfMemoryError as error:
+            fits, text = False, str(error)[:150]
+        torch.cuda.empty_cache()
+        what = f"beside a judge of share {POLICY_SHARE} that sleeps there is room for a policy of that share"
+        yield what, fits, f"{size / 2**30:.1f} GiB {text}, expected to be taken"
         _, to_wake, *_ = measure(GPU, judge.wake_up)
-        text = f"{before:.1f} GiB before, {awake:.1f} awake, {asleep:.1f} asleep, {used():.1f} awake again"
+        text = f"{before:.1f} GiB before, {awake:.1f} awake, {asleep:.1f} asleep, {used():.1f} awake again; "
+        text += "expected to give back more than half"
         yield "a sleeping judge gives most of its memory back", asleep - before < 0.5 * (awake - before), text
         text = f"{to_sleep:.1f} s to sleep, {to_wake:.1f} s to wake, greedy answers of 32 tokens"
         yield "awake again it answers as before", answers() == first, text
@@ -534,6 +608,7 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "update": (check_update, 120, False),
     "ranks": (check_ranks, 240, False),
     "servers": (check_servers, 360, True),
+    "speed": (check_speed, 480, True),
     "sleep": (check_sleep, 240, True),
     **{name: (partial(check_run, name=name), 240, True) for name in RUNS},
 }

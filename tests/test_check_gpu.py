@@ -3,10 +3,12 @@ fails or hangs."""
 
 import asyncio
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,68 @@ def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
 
 def test_rollouts_in_process(work):
     rows = list(check_gpu.check_rollouts(work, CPU, length=4))
-    assert [holds for _, holds, _ in rows] == [True, True] and "0.0000 nats" in rows[0][2], rows
+    assert [holds for _, holds, _ in rows] == [True] * 5, rows
+    assert all("0.0000 nats" in figure for _, _, figure in rows[:4]), rows
+    assert ["greedy" in what for what, _, _ in rows[:4]] == [False, False, True, False]
+
+
+def test_a_sampler_that_ignores_what_it_is_told_is_seen(work):
+    """One whose log-probabilities are those within the nucleus, and one that forgets the temperature."""
+    learner = check_gpu.load(work, CPU)
+
+    def rows(nucleus, change=lambda options: options):
+        def fill(samples, **options):
+            options = change(options)
+            check_gpu.rollout_hf(
+                learner.model, samples, **options, max_response_length=6, eos_ids=(), seed=0,
+                rollout_batch_size=64,
+            )  # fmt: skip
+            if nucleus:  # as vLLM's: here the share is top_p at least
+                for sample in samples:
+                    lost = -math.log(options["top_p"])
+                    sample.rollout_logprobs = [logprob + lost for logprob in sample.rollout_logprobs]
+
+        return list(check_gpu.agreement(work, learner, "it", fill, nucleus))
+
+    found = rows(True)
+    assert [holds for _, holds, _ in found] == [True] * 3 and "0.3567 nats" in found[2][2], found
+    assert "expected below 0.46" in found[2][2]
+    forgetful = rows(False, lambda options: options | {"temperature": 1.0})
+    assert [holds for _, holds, _ in forgetful] == [False, True, True], forgetful
+    assert learner.config.temperature == 1.0
+
+
+@pytest.mark.parametrize("tokens, holds", [("1,000", True), ("790", False), ("1,260", False)])
+def test_room_for_keys_and_values_beside_the_plan(tokens, holds):
+    log = f"... GPU KV cache size: 5 tokens\n... GPU KV cache size: {tokens} tokens\n"
+    ((what, found, figure),) = check_gpu.room_row(log, "1.0 GB: room for 1,000 tokens (a sequence: 9)")
+    assert found is holds and figure.startswith(f"{tokens} tokens, ")
+    assert list(check_gpu.room_row("", "room for 1,000 tokens")) == []
+
+
+@pytest.mark.parametrize("seconds, holds", [([8.0, 4.0], True), ([4.0, 8.0], False)])
+def test_the_speed_with_graphs_beside_that_without(work, monkeypatch, seconds, holds):
+    """With servers that are played: the order of the two, their flags, and the ratio."""
+    started = []
+
+    class Played:
+        def __init__(self, learner, tokenizer, settings):
+            started.append(settings)
+
+        def shutdown(self):
+            started.append("ended")
+
+    def measured(device, function):
+        took = 1.0 if isinstance(function, partial) else seconds.pop(0)
+        return function(), took, 0.0, 0.0
+
+    monkeypatch.setattr(check_gpu, "PolicyServers", Played)
+    monkeypatch.setattr(check_gpu, "rollout_vllm", lambda servers, samples, **options: None)
+    monkeypatch.setattr(check_gpu, "measure", measured)
+    off, on = check_gpu.check_speed(work, CPU, count=16, length=8)
+    assert [settings.vllm_args for settings in started[::2]] == [("--enforce-eager",), ()]
+    assert started[1::2] == ["ended"] * 2
+    assert off[1] and on[1] is holds and on[2].startswith(f"{128 / (4 if holds else 8):,.0f} tokens/s"), on
 
 
 def test_update(work, monkeypatch):
