@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from played import says
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
@@ -69,11 +70,6 @@ def test_rule_and_variety():
     assert of_all(results, "score") == [0.5, 0.5]
 
 
-def reply(text):
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    return web.json_response({"choices": [choice], "usage": {"completion_tokens": 9}})
-
-
 def served(prompt_to_text):
     """A judge's handler: prompt -> what it writes, or an HTTP status."""
 
@@ -81,7 +77,9 @@ def served(prompt_to_text):
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "judge"}]})
         said = prompt_to_text((await request.json())["messages"][0]["content"])
-        return reply(said) if isinstance(said, str) else web.Response(status=said)
+        if isinstance(said, str):
+            return web.json_response(says(said))
+        return web.Response(status=said)
 
     return handler
 
