@@ -101,11 +101,15 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     share, error = audit(lines)
     numbers["audit_flawed/surely"] = share - 3 * error
     numbers["audit_flawed/unseen"] = share - 2 * lines[-1].get("reward/flawed_positive_rate", 0)
-    answers = [sample["reward_extra_info"].get("pred") for sample in samples]
+    answers = []
+    groups = set()
+    prompts = set()
+    for sample in samples:
+        answers.append(sample["reward_extra_info"].get("pred"))
+        groups.add((sample["step"], sample["group"]))
+        prompts.add(sample["prompt"])
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
-    groups = {(sample["step"], sample["group"]) for sample in samples}
-    prompts = {sample["prompt"] for sample in samples}
     if len(groups) >= 8:
         numbers["prompts/groups"] = len(prompts) / len(groups)
     return numbers

@@ -117,8 +117,12 @@ def report(rows: list[dict]) -> str:
     answers = []
     failed = []
     for row in rows:
-        found = [critique for critique in row["critiques"] if critique["status"] in ANSWERED]
-        failed += [critique for critique in row["critiques"] if critique["status"] not in ANSWERED]
+        found = []
+        for critique in row["critiques"]:
+            if critique["status"] in ANSWERED:
+                found.append(critique)
+            else:
+                failed.append(critique)
         answers += found
         if found:
             answered.append(row)
