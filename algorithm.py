@@ -13,6 +13,7 @@ Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -49,9 +50,25 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     than that. Raises ValueError for a buffer outside 1 .. max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"overlong buffer is {buffer}: it must be from 1 to max_length")
+        raise ValueError(
+            f"overlong_buffer: {buffer} must be from 1 to max_response_length {max_length}; 0 is no penalty"
+        )
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
+
+
+def penalty_of(config) -> Callable | None:
+    """overlong_penalty with a configuration's settings, of the length alone; None where it has none."""
+    if not config.overlong_buffer:
+        return None
+    penalty = partial(
+        overlong_penalty,
+        max_length=config.max_response_length,
+        buffer=config.overlong_buffer,
+        factor=config.overlong_factor,
+    )
+    penalty(0)  # refuses a buffer that does not fit
+    return penalty
 
 
 # ---- advantages: one function and one line in the table for each

@@ -7,6 +7,7 @@ policy.Sample with their results; options: policy.PolicyOptions. Needs policy.py
 Left out: credit for less than a paragraph. Shapes as in algorithm.py.
 """
 
+import copy
 import math
 from functools import cached_property
 from itertools import chain
@@ -25,18 +26,14 @@ def set_advantages(
 
     A sample has None without a verdict, and has no verdict where the reward function does not say of it what
     the advantage needs. decode(ids): the text of tokens. drop_useless: groups that teach nothing get no
-    advantages, either. A group teaches where an advantage is not 0, the length penalty left aside: as in DAPO
-    different lengths alone make no group worth learning from. is_first: RuntimeError where the function says
-    what the advantage needs of no sample at all.
+    advantages, either. is_first: RuntimeError where the function says what the advantage needs of no sample
+    at all.
     """
     tensors = Groups(groups, decode, is_first)
-    advantages = advantages_of(tensors, options)
+    advantages = by_formula(tensors, options)
     teaches_P = [True] * len(groups)
     if drop_useless:
-        tensors.rewards_P_G = tensors.number("score")
-        tensors.penalties_P_G = 0 * tensors.rewards_P_G
-        without_penalty = advantages_of(tensors, options).nan_to_num()
-        teaches_P = without_penalty.abs().flatten(1).amax(1) > 1e-6
+        teaches_P = teaching(tensors, options)
     kept = []
     for group, advantages_G, teaches in zip(groups, advantages, teaches_P):
         if teaches:
@@ -54,7 +51,21 @@ def set_advantages(
     return kept
 
 
-def advantages_of(tensors, options):
+def teaching(tensors, options):
+    """Of each group whether an advantage is not 0, the length penalty left aside.
+
+    As in DAPO different lengths alone make no group worth learning from.
+    """
+    tensors = copy.copy(tensors)
+    tensors.is_first = False  # what was needed was there
+    tensors.infos = [info | {"overlong_penalty": 0.0} for info in tensors.infos]
+    tensors.rewards_P_G = tensors.number("score")
+    tensors.penalties_P_G = 0 * tensors.rewards_P_G
+    advantages = by_formula(tensors, options).nan_to_num()
+    return advantages.abs().flatten(1).amax(1) > 1e-6
+
+
+def by_formula(tensors, options):
     """P x G, or P x G x T where the tokens of a sample have different ones. NaN: no verdict."""
     advantages = ADVANTAGES[options.advantage](tensors, options)
     if options.credit == "prefix":

@@ -21,6 +21,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,28 +35,13 @@ import tyro
 from tqdm import tqdm
 
 import reward_loop
-from algorithm import parse_terms
+from algorithm import parse_terms, penalty_of
 from credit import set_advantages
 from metrics import mean, no_verdict_rate, reward_metrics, validation_metrics
-from policy import PolicyOptions, Sample
+from policy import PolicyOptions, Sample, advantages_of
 from rollout import rollout_hf, rollout_vllm
 from run import Run
 from run_folder import has_evaluation
-
-ABOVE_0 = (
-    "train_batch_size",
-    "mini_batch_size",
-    "max_response_length",
-    "temperature",
-    "tis_cap",
-    "rollout_batch_size",
-    "rollout_gpu_share",
-    "policy_gpu_share",
-    "policy_ranks",
-    "val_n",
-    "val_top_p",
-)
-
 
 @dataclass(kw_only=True)
 class Config(reward_loop.RewardOptions, PolicyOptions):
@@ -112,28 +98,42 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     wandb: bool = False  # Send the metrics to Weights & Biases too (WANDB_PROJECT, default "fapo").
     dry_run: bool = False  # Check everything, print the whole configuration, and stop.
 
+    above_0 = (
+        *reward_loop.RewardOptions.above_0,
+        "train_batch_size",
+        "mini_batch_size",
+        "max_response_length",
+        "max_grad_norm",
+        "temperature",
+        "tis_cap",
+        "rollout_batch_size",
+        "rollout_servers",
+        "rollout_tensor_parallel",
+        "rollout_gpu_share",
+        "policy_gpu_share",
+        "policy_ranks",
+        "val_n",
+        "val_top_p",
+    )
+    of_any_sign = ("entropy_coef", "seed")
+
     def check(self) -> None:
         """Refuses what would go wrong in silence or late. Raises ValueError."""
-        for name in ABOVE_0:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: {value} must be above 0")
         if self.group_size < 2:
             raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
         if self.lora_alpha and not self.lora_rank:
             raise ValueError(f"lora_alpha: {self.lora_alpha} is about adapters; give --lora-rank, too")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
-            why = "goes with --advantage terms, as in --reward-terms acc=1 flawed_positive=-0.5"
-            raise ValueError(f"reward_terms: {why}")
+            raise ValueError("reward_terms: goes with --advantage terms, as in --reward-terms acc=1 "
+                             "flawed_positive=-0.5")  # fmt: skip
         if terms and self.overlong_buffer and "overlong_penalty" not in terms:
-            why = "the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0"
-            raise ValueError(f"reward_terms: {why}")
-        if self.overlong_buffer > self.max_response_length:
-            too_large = f"{self.overlong_buffer} is larger than max_response_length; 0 is no penalty"
-            raise ValueError(f"overlong_buffer: {too_large}")
+            raise ValueError("reward_terms: the length penalty is a term; add overlong_penalty=1, or "
+                             "--overlong-buffer 0")  # fmt: skip
+        penalty_of(self)
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
+        reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args)
         self.check_rewards()
 
     def settled(self, gpus: float) -> "Config":
@@ -227,17 +227,19 @@ class Batch:
 class Ahead:
     """A step that is rolled out and judged in a thread, during the update of the step before."""
 
-    rolled_out: Future
+    rolled_out: threading.Event  # nothing more is generated, also where it failed
     batch: Future
 
 
 def next_batch(run: Run, step: int) -> Batch:
     """The samples of this step; with --overlap the next step's rollouts begin when this one's have ended."""
     if not run.config.overlap:
-        return draw_and_score(run, step, Future())
+        return draw_and_score(run, step, threading.Event())
     staleness = int(run.ahead is not None)  # what was rolled out ahead has the weights of a step before
     current = run.ahead or start_ahead(run, step)
-    current.rolled_out.result()
+    current.rolled_out.wait()
+    if current.batch.done():
+        current.batch.result()  # raises what went wrong
     run.ahead = None
     if step < run.config.total_steps:
         run.ahead = start_ahead(run, step + 1)
@@ -247,21 +249,16 @@ def next_batch(run: Run, step: int) -> Batch:
 
 
 def start_ahead(run: Run, step: int) -> Ahead:
-    rolled_out = Future()
+    rolled_out = threading.Event()
     pool = ThreadPoolExecutor(1, f"step {step} ")
     batch = pool.submit(draw_and_score, run, step, rolled_out)
     pool.shutdown(wait=False)  # of a thread that ends with this
-
-    def ended(batch: Future) -> None:
-        if not rolled_out.done():
-            rolled_out.set_exception(batch.exception())
-
-    batch.add_done_callback(ended)
+    batch.add_done_callback(lambda _: rolled_out.set())
     return Ahead(rolled_out, batch)
 
 
-def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
-    """Draws, rolls out, waits for verdicts; `rolled_out` is done when nothing more is generated.
+def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
+    """Draws, rolls out, waits for verdicts; `rolled_out` is set when nothing more is generated.
 
     With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
     """
@@ -279,20 +276,19 @@ def draw_and_score(run: Run, step: int, rolled_out: Future) -> Batch:
         seed = config.seed * 1_000_003 + step + (number << 40)
         times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed)
         if rounds == 1:
-            rolled_out.set_result(None)
+            rolled_out.set()
         times["time/reward_wait"] += await_verdicts(run, new, step)
         groups += new
         kept += set_advantages(new, config, run.decode, config.dynamic_sampling, step == 1)
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
-    if not rolled_out.done():
-        rolled_out.set_result(None)
+    rolled_out.set()
     if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
         kept = groups[-1:]
     num_teaching = 0
     for group in groups:
-        num_teaching += any(sample.advantage for sample in group)
+        num_teaching += any(any(advantages_of(sample)) for sample in group)
     samples = list(chain(*groups))
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times
@@ -394,7 +390,7 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
     limit = run.config.max_no_verdict_rate
     rate = no_verdict_rate(results)
     if rate > limit:
-        run.log.samples(step, split, groups, run.eos_ids)  # they explain it
+        run.log.samples(step, split, groups, run.eos_ids, run.decode)  # they explain it
         first = next(result for result in results if result["reward_score"] is None)
         raise RuntimeError(
             f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
@@ -404,7 +400,7 @@ def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) 
 def hand_over_weights(run: Run) -> dict:
     """The new weights to the servers, once nothing is being generated."""
     started = time.perf_counter()
-    while run.ahead and not wait([run.ahead.rolled_out], timeout=0.2).done:
+    while run.ahead and not run.ahead.rolled_out.wait(0.2):
         if run.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
             return {}
     ended = time.perf_counter()
@@ -432,7 +428,7 @@ def evaluate(run: Run) -> None:
     if config.val_greedy:
         metrics |= validation_metrics(answers(run, 0.0, 1), "greedy")
     log.metrics({"step": step} | metrics)
-    log.samples(step, "val", groups, run.eos_ids)
+    log.samples(step, "val", groups, run.eos_ids, run.decode)
 
 
 def answers(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:

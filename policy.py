@@ -229,7 +229,7 @@ class Policy:
         sums = self.look_before(batches)
         for batch in batches:
             self.optimizer.zero_grad(set_to_none=True)
-            found = self.total(self.accumulate_gradients(batch, is_first=not norms))
+            found = self.total(self.accumulate_gradients(batch, is_first_update=not norms))
             sums.update(found)
             if not norms:  # by now all that is computed before the first update is compared
                 check_sampler(sums, max_logprob_diff)
@@ -258,11 +258,11 @@ class Policy:
             sums.update(difference(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device)))
         return self.total(sums)
 
-    def accumulate_gradients(self, batch: MiniBatch, is_first):
+    def accumulate_gradients(self, batch: MiniBatch, is_first_update):
         """Adds the gradient of these samples' part of the loss. Returns sums (SUMS).
 
         Any split of the samples, over micro-batches or ranks, adds up to the same gradient: what divides it
-        is of the whole mini-batch. is_first: the old log-probabilities are what the model says now.
+        is of the whole mini-batch. is_first_update: the old log-probabilities are what the model says now.
         """
         config = self.config
         sums = Counter()
@@ -276,7 +276,7 @@ class Policy:
             for part, logprobs, entropy, mask in self.forward(batch.samples):
                 rollout = padded([sample.rollout_logprobs for sample in part], self.device)
                 advantages = padded([advantages_of(sample) for sample in part], self.device)
-                if is_first:
+                if is_first_update:
                     old = logprobs.detach()
                 elif self.samples_itself:
                     old = rollout
@@ -296,7 +296,7 @@ class Policy:
                 loss.backward()
                 found["loss_sum"] = loss.item()
                 sums.update(found)
-                if is_first:
+                if is_first_update:
                     sums.update(difference(old[mask], rollout[mask]))
         return sums
 
@@ -435,7 +435,7 @@ def has_gradient(sample, options):
         return False
     if options.entropy_coef or options.kl_coef:
         return True
-    return sample.advantage != 0 or any(sample.token_advantages)
+    return any(advantages_of(sample))
 
 
 def entropy_of(groups):

@@ -57,7 +57,6 @@ BLOCKED_S = 5.0  # a worker silent for so long is worth a warning
 WEDGED_S = 20.0  # ... and for timeout + this it is taken for dead
 GIVE_UP_AFTER = 5  # a sample that was lost more often has the status "error"
 BLOCKED = "a reward worker is silent: an async function that blocks must `await`, or be written with `def`"
-MAY_BE_0 = ("sync_processes", "http_retries", "max_no_verdict_rate")
 FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
@@ -87,14 +86,20 @@ class RewardOptions:
     http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
     max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
 
+    # Of the numbers, which may otherwise be 0. No fields: they have no type.
+    above_0 = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "num_workers", "timeout",
+               "max_in_flight", "max_rpm")  # fmt: skip
+    of_any_sign = ()
+
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """What workers need to know; ValueError with field, value, remedy. started: {model: address}."""
-        for field in dataclasses.fields(RewardOptions):
-            value = getattr(self, field.name)
-            may_be_0 = field.name in MAY_BE_0
-            if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_0):
-                least = "at least 0" if may_be_0 else "greater than 0"
-                raise ValueError(f"{field.name} is {value}: it must be {least}")
+        for name, value in vars(self).items():
+            if not isinstance(value, (int, float)) or name in self.of_any_sign:
+                continue
+            if name in self.above_0 and not value > 0:
+                raise ValueError(f"{name}: {value} must be above 0")
+            if not value >= 0:
+                raise ValueError(f"{name}: {value} must be at least 0")
         models = named("genrm", self.genrm)
         addresses = named("router_address", self.router_address)
         if models and addresses:
@@ -513,8 +518,12 @@ class RewardLoopManager:
                 extra |= {"overlong_penalty": penalty, "overlong": penalty < 0}
                 if score is not None:
                     reward = score + penalty
-            values = {"reward_score": reward, "reward_extra_info": extra}
-            values |= {"status": status, "seconds": seconds}
+            values = {
+                "reward_score": reward,
+                "reward_extra_info": extra,
+                "status": status,
+                "seconds": seconds,
+            }
             with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
                 future.set_result(values)
 

@@ -10,7 +10,6 @@ import math
 import re
 import shutil
 import threading
-from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 import genrm_server
 import reward_loop
-from algorithm import overlong_penalty
+from algorithm import penalty_of
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import check_sampling
@@ -123,16 +122,8 @@ class Run:
 
     def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool):
         config = self.config
-        penalty = None
-        if config.overlong_buffer:
-            penalty = functools.partial(
-                overlong_penalty,
-                max_length=config.max_response_length,
-                buffer=config.overlong_buffer,
-                factor=config.overlong_factor,
-            )
         self.rewards = reward_loop.start_rewards(
-            config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty
+            config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(config)
         )
 
     def start_policy(self, stack: contextlib.ExitStack):
@@ -246,7 +237,7 @@ class Run:
         """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
         self.leaving.set()  # what is ahead is drawn again
         if self.ahead:
-            wait([self.ahead.rolled_out, self.ahead.batch])
+            self.ahead.batch.exception()  # when it has ended
         self.leaving.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:

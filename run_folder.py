@@ -129,6 +129,14 @@ def write_lines(path: Path, lines: list[dict]) -> None:
     temporary.replace(path)
 
 
+def lines_until(step: int, path: Path) -> list[dict]:
+    """The lines of a JSONL file up to this step. Those of later steps are dropped from the file, too."""
+    lines, _ = read_lines(path)
+    kept = [line for line in lines if line["step"] <= step]
+    write_lines(path, kept)
+    return kept
+
+
 def has_evaluation(line: dict) -> bool:
     """Whether a step's line of metrics has those of its evaluation."""
     return any(key.startswith("val/") for key in line)
@@ -141,7 +149,6 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config = config
         self.folder = Path(config.out_dir)
-        self.recent = []  # lines of samples.jsonl, of the last steps
         self.rewind(first_step or -1)
         self.tensorboard = None
         if config.tensorboard:
@@ -154,11 +161,8 @@ class Log:
 
     def rewind(self, step: int):
         """Drops the lines of later steps."""
-        for name in ("samples.jsonl", "metrics.jsonl"):
-            lines, _ = read_lines(self.folder / name)
-            kept = [line for line in lines if line["step"] <= step]
-            write_lines(self.folder / name, kept)
-        self.history = kept  # of metrics.jsonl
+        self.recent = lines_until(step, self.folder / "samples.jsonl")  # soon those of the last steps only
+        self.history = lines_until(step, self.folder / "metrics.jsonl")
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line, without what is None, and prints a part of it. What comes later for that
@@ -184,7 +188,7 @@ class Log:
             self.wandb.log(line, step=step)
         print_line(line, self.config.total_steps)
 
-    def samples(self, step: int, split: str, groups: list[list], eos_ids, decode=None) -> None:
+    def samples(self, step: int, split: str, groups: list[list], eos_ids, decode) -> None:
         """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
         whole groups of training, of an evaluation the first sample of each.
         decode: of token ids, for the advantages of paragraphs."""
@@ -210,7 +214,7 @@ class Log:
         with contextlib.suppress(ImportError):  # a copy without tools/
             from tools.diagnose import diagnose
 
-            found = diagnose(self.history[:4] + self.history[4:][-25:], self.recent)
+            found = diagnose(self.history, self.recent)
         step = self.history[-1]["step"]
         for finding in found:
             if finding.steps[-1] == step and step - 1 not in finding.steps:
@@ -219,8 +223,9 @@ class Log:
         last = self.history[-limit:]
         taught = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 does not say
         if limit and len(last) == limit and not taught:
-            why = f"in {limit} steps no group taught anything; see samples.jsonl"
-            raise RuntimeError(f"max_idle_steps: {why}")
+            raise RuntimeError(
+                f"max_idle_steps: in {limit} steps no group taught anything; see samples.jsonl"
+            )
 
     def plot(self):
         """Redraws curves.png from all metrics so far."""

@@ -10,7 +10,6 @@ compute_score.py, reward_loop.py, reward_worker.py and metrics.py; for the lengt
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import sys
@@ -109,8 +108,7 @@ def summary(results: list[dict]) -> str:
     judge = collections.Counter(info.get("genrm_status") for info in infos)
     lines = ["statuses: " + ", ".join(f"{status} {statuses[status]:,}" for status in STATUSES)]
     for name, value in averages(infos).items():
-        if value is not None:
-            lines.append(f"{name}: {value:.4f}")
+        lines.append(f"{name}: {value:.4f}")
     for status, count in judge.most_common():
         if status:
             lines.append(f"judge: {status} {count:,}")
@@ -130,17 +128,10 @@ def run(config: Config):
         needed.append("prompt")
     overlong = None
     if config.max_response_length is not None:
-        from algorithm import overlong_penalty  # with torch: only where it is needed
+        from algorithm import penalty_of  # with torch: only where it is needed
         needed.append("response_length")
-        overlong = functools.partial(
-            overlong_penalty,
-            max_length=config.max_response_length,
-            buffer=config.overlong_buffer,
-            factor=config.overlong_factor,
-        )
+        overlong = penalty_of(config)
     rows = read_rows(config.data, needed)
-    if overlong:
-        overlong(0)  # refuses a buffer that does not fit
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
 

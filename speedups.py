@@ -33,7 +33,7 @@ def shared_states(model, body, sequences, counts, left_padded):
     for sequence, count in zip(sequences, counts):
         prompts.append(tuple(sequence[:-count]))
         responses.append(torch.tensor(sequence[-count:]))
-    if not getattr(model, "shares_prompts", False) or not worth_sharing(prompts, counts):
+    if not model.shares_prompts or not worth_sharing(prompts, counts):
         return None
     device = model.device
     cached = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)

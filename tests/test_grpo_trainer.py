@@ -654,6 +654,12 @@ def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
     assert not teaches([right, right], advantage="vppo")
     terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
     assert teaches([wrong, early], **terms) and not teaches([early, early], **terms)
+    # the length penalty is left aside, also where it is a term
+    late = [scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]
+    late[0].result["reward_extra_info"]["overlong_penalty"] = 0.0
+    terms = dict(advantage="terms", reward_terms=("acc=1", "overlong_penalty=1"))
+    assert not teaches(late, **terms) and credit.set_advantages([late], config_of(**terms), decode)
+    assert late[0].advantage > 0 > late[1].advantage
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
@@ -918,7 +924,13 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
-        (dict(overlong_buffer=9), "overlong_buffer: 9 is larger than max_response_length; 0"),
+        (dict(max_grad_norm=0.0), "max_grad_norm: 0.0 must be above 0"),
+        (dict(rollout_servers=0), "rollout_servers: 0 must be above 0"),
+        (dict(save_every=-1), "save_every: -1 must be at least 0"),
+        (dict(val_every=-1), "val_every: -1 must be at least 0"),
+        (dict(keep_checkpoints=-1), "keep_checkpoints: -1 must be at least 0"),
+        (dict(rollout_vllm_args="--a 'b"), "rollout_vllm_args: \"--a 'b\" cannot be read"),
+        (dict(overlong_buffer=9), "overlong_buffer: 9 must be from 1 to max_response_length 8; 0"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),
         (dict(reward_kwargs="[1]"), "or no JSON object"),
         (

@@ -351,7 +351,7 @@ def test_a_rollout_that_fails_in_the_background_stops_the_run_with_its_message(s
 
     def update(scene, step):
         if step == 2:
-            asyncio.run(until(lambda: scene.trainer.ahead.rolled_out.done()))
+            asyncio.run(until(lambda: scene.trainer.ahead.rolled_out.is_set()))
 
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update)
     with pytest.raises(RuntimeError, match="HTTP 400: the prompt is too long"):
@@ -371,6 +371,47 @@ def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_
     with pytest.raises(RuntimeError, match="step 3: 100% of the samples that needed a verdict have none"):
         scene.run()
     assert sorted(scene.trained) == [1, 2]
+
+
+class ByStep(PlayedRewards):
+    """Every answer is right; its first paragraph has a score of its own, the second has none."""
+
+    silent_from = 100
+
+    def submit(self, sample):
+        future = concurrent.futures.Future()
+        self.calls = getattr(self, "calls", 0) + 1
+        score = 1.0
+        if sample["step"] >= self.silent_from and self.calls % 4:
+            score = None
+        info = {"score": score, "acc": True, "step_scores": [float(self.calls % 2)]}
+        future.set_result({"reward_score": score, "reward_extra_info": info, "status": "ok"})
+        return future
+
+
+def of_two_paragraphs(settings, folder, **changes):
+    """A run whose responses are two tokens, and a paragraph each."""
+    trainer = trainer_of(settings, folder, advantage="steps", **changes)
+    trainer.decode = lambda ids: "1\n\n2"[: 3 * len(ids)]
+    return trainer
+
+
+def test_a_group_whose_last_tokens_alone_learn_nothing_teaches(settings, tmp_path):
+    """Paragraphs beyond the last score learn from the outcome, here one for all; those before it do not."""
+    scene = Scene(of_two_paragraphs(settings, tmp_path, total_steps=2, max_idle_steps=2), rewards=ByStep())
+    metrics = scene.run()
+    assert [line["reward/groups_with_spread"] for line in metrics[1:]] == [1.0, 1.0]
+    assert all(sample.advantage == 0 and sample.token_advantages[0] for sample in scene.trained[1])
+
+
+def test_too_few_verdicts_are_told_also_where_paragraphs_have_advantages(settings, tmp_path):
+    rewards = ByStep()
+    rewards.silent_from = 2
+    scene = Scene(of_two_paragraphs(settings, tmp_path), rewards=rewards)
+    with pytest.raises(RuntimeError, match="step 2: 75% of the samples that needed a verdict have none"):
+        scene.run()
+    written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    assert len([line for line in written if line["step"] == 2]) == PER_STEP
 
 
 def threads_end():

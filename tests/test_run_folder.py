@@ -113,6 +113,18 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
 
 
+def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropped_step(tmp_path):
+    """It is given what an uninterrupted run would have at hand."""
+    row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
+    config = config_of(out_dir=str(tmp_path), samples_per_step=1)
+    log = run_folder.Log(config, first_step=0)
+    for step in range(1, 4):
+        log.samples(step, "train", [[scored(1.0, row)]], {1}, None)
+    log.rewind(2)
+    assert [line["step"] for line in log.recent] == [1, 2]
+    assert [line["step"] for line in run_folder.Log(config, first_step=1).recent] == [1]
+
+
 def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     config = config_of(out_dir=str(tmp_path), samples_per_step=3)
     log = run_folder.Log(config, first_step=0)
@@ -126,8 +138,8 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     for i, sample in enumerate(samples):
         sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
     groups = [samples[i : i + 2] for i in range(0, 8, 2)]
-    log.samples(4, "train", groups, eos_ids={1})
-    log.samples(4, "val", groups, eos_ids={1})
+    log.samples(4, "train", groups, {1}, None)
+    log.samples(4, "val", groups, {1}, None)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
     assert found[:6] == [  # three samples of "a" are wanted and groups have two: two groups of it
@@ -179,7 +191,7 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
-    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], eos_ids={1})
+    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], {1}, None)
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
     assert (
