@@ -333,9 +333,6 @@ class ModelServers:
             self.ask_all(SLEEP if asleep else "/wake_up")
         return True
 
-    def wake_up(self) -> bool:
-        return self.sleep(False)
-
     def shutdown(self) -> None:
         """Ends router and servers, each by its own thread. May be called twice."""
         self.stopping.set()

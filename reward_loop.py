@@ -78,7 +78,7 @@ class RewardOptions:
     genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)  # For all, or one each.
     reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
-    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 2  # Ray workers, over all nodes.
+    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0  # Ray workers; 0: one a node.
     sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0  # Seconds a call; then "timeout".
     max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
@@ -87,8 +87,8 @@ class RewardOptions:
     max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
 
     # Of the numbers, which may otherwise be 0. No fields: they have no type.
-    above_0 = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "num_workers", "timeout",
-               "max_in_flight", "max_rpm")  # fmt: skip
+    above_0 = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout", "max_in_flight",
+               "max_rpm")  # fmt: skip
     of_any_sign = ()
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
@@ -244,6 +244,8 @@ class Worker:
 class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
+    num_workers 0: one on each node, but two where there is one node.
+
     ValueError for an option that makes no sense, before anything starts; RuntimeError where no worker starts.
     reward_models: cluster.placement.RewardModelManager, the started models of options.genrm.
     overlong: length of a response -> its penalty (<= 0); samples then need `response_length` in tokens.
@@ -282,16 +284,18 @@ class RewardLoopManager:
         connect_ray()
         import ray
         self._ray = ray
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        num_workers = self.options.num_workers or max(2, nodes)
         processes = self.options.sync_processes
         if not processes:
-            processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // self.options.num_workers)
+            processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
             if addresses:
                 processes *= 4  # most of them wait for the judge
         job = dataclasses.replace(self.job, sync_processes=processes)
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
-        actors = [actor.remote(job, self._key) for _ in range(self.options.num_workers)]
+        actors = [actor.remote(job, self._key) for _ in range(num_workers)]
         lives = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         try:
             lives = ray.get(lives, timeout=START_S + WEDGED_S)

@@ -125,7 +125,7 @@ def row(name: str, config: Config, samples: int, seconds: float) -> None:
 
 
 def step_of(config: Config, samples: int, ids: list[int]) -> list[list]:
-    """Judged groups. Their samples share lists of tokens: memory for eight times as many is not the question."""
+    """Judged groups. Their samples share lists of tokens, to need little memory."""
     logprobs = [-0.5] * len(ids)
     rng = random.Random(0)
     groups = []

@@ -534,7 +534,7 @@ def check_sleep(work: Path):
         torch.cuda.empty_cache()
         what = f"beside a judge of share {POLICY_SHARE} that sleeps there is room for a policy of that share"
         yield what, fits, f"{size / 2**30:.1f} GiB {text}, expected to be taken"
-        _, to_wake, *_ = measure(GPU, judge.wake_up)
+        _, to_wake, *_ = measure(GPU, partial(judge.sleep, False))
         text = f"{before:.1f} GiB before, {awake:.1f} awake, {asleep:.1f} asleep, {used():.1f} awake again; "
         text += "expected to give back more than half"
         yield "a sleeping judge gives most of its memory back", asleep - before < 0.5 * (awake - before), text

@@ -6,9 +6,11 @@
 
 Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
 where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
-line in order. Then the trainer packs the samples, each rank unpacks its own, they update; and rank 0 packs
-the new weights, which go from node to node while the next ones are packed: to one node, to two more, to four
-more. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+line in order: the trainer's loop, on one core, reads each answer, makes its text and hands it to the reward
+loop. Then the trainer computes advantages and packs the samples, each rank unpacks its own, they update; and
+rank 0 packs the new weights, which go from node to node while the next ones are packed: to one node, to two
+more, to four more. These parts follow one another, as in the code without --overlap; nothing of them is done
+while others still generate. Left out: the cost of prompts, cached prefixes, failures, --overlap.
 
 --run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
 gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
@@ -41,10 +43,11 @@ class Config:
     speed: float = 50  # Tokens/s of each of them, policy.
     judge_speed: float = 70  # Tokens/s of each of them, judge.
     train_speed: float = 8000  # Tokens/s of a rank in an update: 35 % of an H100 for 7B.
-    loop: float = 14000  # Samples/s that the trainer's loop hands over and collects.
+    loop: float = 1450  # Samples/s that the trainer's loop reads, hands over and collects (bench_driver.py).
     workers: int = 2  # Reward workers, 1,800 calls/s each.
-    router: float = 5000  # Requests/s of a router; the policy's servers and the judges have one each.
-    hand_over: float = 28e6  # Tokens/s that the trainer packs for the ranks.
+    router: float = 3100  # Answers/s of a router, of 92 kB; policy servers and judges have one each.
+    advantages: float = 70000  # Samples/s: metrics, advantages, entropy (bench_driver.py).
+    hand_over: float = 38e6  # Tokens/s that the trainer packs for the ranks, in 14 bytes each.
     unpack: float = 9e6  # Tokens/s that a rank unpacks, of its own (bench_hand_over.py).
     weights: float = 15.2e9  # Bytes of the policy's weights.
     pack: float = 1.85e9  # Bytes/s of them that rank 0 packs and puts into Ray's object store.
@@ -97,17 +100,19 @@ def step(config: Config, gpus: int) -> tuple[dict, dict]:
     parts = {
         "rollout": done["loop"],
         "reward wait": max(done.values()) - done["loop"],
-        "to the ranks": total / config.hand_over + total / ranks / config.unpack,
+        "advantages": len(jobs) / config.advantages,
+        "to the ranks": total / config.hand_over + 14 * total / config.link + total / ranks / config.unpack,
         "update": total / config.train_speed / ranks,
         "weights": config.weights * max(1 / config.pack, waves / config.link),
     }
-    return parts, busy | {name: parts[name] for name in ("to the ranks", "update", "weights")}
+    return parts, busy | {name: parts[name] for name in list(parts)[2:]}
 
 
 def table(config: Config) -> str:
     """A row for each size: a step's parts in seconds, and what has most to do of what is no GPU's work."""
-    rows = ["| GPUs | rollout | reward wait | to the ranks | update | weights | step s | breaks first |"]
-    rows.append("| ---: " * 7 + "| --- |")
+    parts = "rollout | reward wait | advantages | to the ranks | update | weights"
+    rows = [f"| GPUs | {parts} | step s | breaks first |"]
+    rows.append("| ---: " * 8 + "| --- |")
     for gpus in config.gpus:
         parts, busy = step(config, gpus)
         seconds = sum(parts.values())

@@ -642,7 +642,7 @@ def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model
 
 def test_sleep_and_wake(stand_in, monkeypatch):
     with running(settings(stand_in, sleep_mode=True)) as servers:
-        assert [servers.sleep(), servers.wake_up(), servers.sleep()] == [False] * 3  # harmless
+        assert [servers.sleep(), servers.sleep(False), servers.sleep()] == [False] * 3  # harmless
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
         assert servers.sleep()
@@ -650,7 +650,7 @@ def test_sleep_and_wake(stand_in, monkeypatch):
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
         assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
-        assert servers.wake_up()
+        assert servers.sleep(False)
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
         # not for whoever knows the router
         assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404
@@ -670,7 +670,7 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         until(lambda: restarts_of(servers) == 1 and all_joined())
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
-        assert servers.wake_up()
+        assert servers.sleep(False)
         until(lambda: restarts_of(servers) >= 2 and all_joined())
         for number in range(2):  # it may have been back, and put to sleep, before the others were woken
             calls = told(servers, number)["calls"]
@@ -685,7 +685,7 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         until(all_joined)
         (stand_in / "refuse_wake_up").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /wake_up failed .400.: .*will not"):
-            servers.wake_up()
+            servers.sleep(False)
         assert not any(slot.given_up for slot in servers.slots)
 
 

@@ -61,6 +61,16 @@ def start(local_ray):
         manager.shutdown()
 
 
+@pytest.mark.parametrize("nodes, num_workers, expected", [(1, 0, 2), (3, 0, 3), (3, 1, 1)])
+def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch, nodes, num_workers, expected):
+    import ray
+
+    there = [{"Alive": True}] * nodes + [{"Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: there)
+    manager = start(f"{FAULTS}:sync_fault", num_workers=num_workers)
+    assert len(manager._workers) == expected
+
+
 @pytest.fixture(scope="module")
 def shared(local_ray):
     """shared(function) -> one manager of two workers for all tests that name this function."""
@@ -713,8 +723,8 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ),
         ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
         ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward_model_tokenizer"),
-        ({"num_workers": 0}, "num_workers is 0"),
-        ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate is -0.1"),
+        ({"num_workers": -1}, "num_workers: -1 must be at least 0"),
+        ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate: -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
         ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
         ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),

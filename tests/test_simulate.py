@@ -28,12 +28,13 @@ def test_a_step_by_hand(tmp_path):
     """Eight samples of 100 tokens, none judged, on four GPUs: two ranks, a server of two places, a judge."""
     drawn = tmp_path / "samples.jsonl"
     drawn.write_text(json.dumps({"response_length": 100}) + "\n")
-    speeds = dict(speed=50.0, train_speed=40.0, hand_over=200.0, weights=3e9, link=1e9)
+    speeds = dict(speed=50.0, train_speed=40.0, hand_over=200.0, advantages=4.0, weights=3e9, link=1e9)
     config = Config(samples=2, judged=0.0, places=2, drawn=drawn, **speeds)
     parts, busy = step(config, 4)
+    waits = {"reward wait": 0.0, "advantages": 2.0, "to the ranks": 4.0}
     # four rounds of 2 s behind routers and loops that take next to nothing
     assert parts == pytest.approx(
-        {"rollout": 8.0, "reward wait": 0.0, "to the ranks": 4.0, "update": 10.0, "weights": 3.0}, abs=1e-2
+        {"rollout": 8.0, **waits, "update": 10.0, "weights": 3.0}, abs=1e-2
     )
     assert busy["policy servers"] == pytest.approx(8.0) and busy["judges"] == 0.0
 
@@ -41,7 +42,7 @@ def test_a_step_by_hand(tmp_path):
 @pytest.mark.parametrize(
     "flag, first",
     [("--router=1", "policy's router"), ("--link=1e6", "weights"), ("--loop=1", "loop"),
-     ("--hand-over=10", "to the ranks")],
+     ("--hand-over=10", "to the ranks"), ("--advantages=0.1", "advantages")],
 )  # fmt: skip
 def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["simulate.py", "--gpus", "2", "--samples", "8", flag])
