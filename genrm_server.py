@@ -308,7 +308,7 @@ class ModelServers:
         """One control call to all servers in the router, at the same time; the caller holds the lock.
         One that dies of it is restarted and joins as they are then. RuntimeError where one refuses, or none
         is left that could come back."""
-        with ThreadPoolExecutor(64) as pool:
+        with ThreadPoolExecutor(len(self.slots)) as pool:
             joined = [slot for slot in self.slots if slot.joined]
             asked = {slot: pool.submit(self.ask, slot, path, body) for slot in joined}
         for slot, answer in asked.items():

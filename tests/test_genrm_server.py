@@ -203,6 +203,15 @@ def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkey
     assert http("GET", url)[0] == 0  # nobody listens any more
 
 
+def test_a_control_call_is_made_to_all_servers_at_once(monkeypatch):
+    """Of many, too: a run waits while their weights are replaced."""
+    servers = object.__new__(ModelServers)
+    servers.slots = [genrm_server.Watched(f"server {i}", None, Path(), joined=1) for i in range(100)]
+    together = threading.Barrier(100)
+    monkeypatch.setattr(ModelServers, "ask", lambda self, slot, path, body: together.wait(20))
+    servers.ask_all("/collective_rpc")
+
+
 def test_cores_are_shared_out():
     assert share([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert share([4, 5, 6], 2) == [[4], [5, 6]]
