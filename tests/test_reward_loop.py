@@ -735,8 +735,8 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ),
         ({"genrm_servers": 2}, "genrm_servers is 2: .* give genrm"),
         ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
-        ({"timeout": -1}, "timeout is -1"),
-        ({"max_rpm": 0}, "max_rpm is 0"),
+        ({"timeout": -1}, "timeout: -1 must"),
+        ({"max_rpm": 0}, "max_rpm: 0 must"),
     ],
 )
 def test_wrong_settings_are_told_at_start(local_ray, options, message):
