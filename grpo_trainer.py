@@ -168,7 +168,8 @@ def train(config: Config) -> Path | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.lock)
         if config.dry_run:
-            return print(json.dumps(asdict(config), indent=2))
+            print(json.dumps(asdict(config), indent=2))
+            return None
         run.start(stack)
         config, log, policy = run.config, run.log, run.policy
         with run.saved_on_failure():
@@ -330,6 +331,7 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
     together = groups  # those that are scored together
     if not run.rewards.job.sees_group:
         together = [[sample] for sample in samples]
+    # Of each sample that has not ended: those that it is scored with.
     running = {id(sample): part for part in together for sample in part}
 
     def finished(sample: Sample) -> None:

@@ -409,16 +409,6 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def deal(groups, mini_batch_size):
-    """The groups' samples in mini-batches of at most `mini_batch_size` groups, as even as can be.
-
-    A mini-batch is an optimizer update: a rest of one group must not weigh as much as the others.
-    """
-    count = math.ceil(len(groups) / mini_batch_size)
-    bounds = [len(groups) * number // count for number in range(count + 1)]
-    return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
-
-
 def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[MiniBatch]:
     """What each optimizer update learns from. At least one, which may be there to be looked at alone."""
     batches = []
@@ -428,6 +418,16 @@ def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[Min
             judged = [len(sample.response_ids) for sample in samples if sample.advantage is not None]
             batches.append(MiniBatch(teaching, sum(judged), len(judged)))
     return batches or [MiniBatch(groups[0])]
+
+
+def deal(groups, mini_batch_size):
+    """The groups' samples in mini-batches of at most `mini_batch_size` groups, as even as can be.
+
+    A mini-batch is an optimizer update: a rest of one group must not weigh as much as the others.
+    """
+    count = math.ceil(len(groups) / mini_batch_size)
+    bounds = [len(groups) * number // count for number in range(count + 1)]
+    return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
 
 
 def has_gradient(sample, options):

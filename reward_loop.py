@@ -161,7 +161,7 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 def json_object(field: str, text: str) -> dict:
     """ValueError naming the field where the text is no JSON object."""
     try:
-        return dict(**json.loads(text))
+        return dict(**json.loads(text))  # refuses a list, which dict() alone might take
     except (TypeError, ValueError):
         raise ValueError(f"{field}: {text!r} is not JSON, or no JSON object") from None
 
