@@ -121,9 +121,8 @@ class Run:
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
 
     def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool):
-        config = self.config
         self.rewards = reward_loop.start_rewards(
-            config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(config)
+            self.config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(self.config)
         )
 
     def start_policy(self, stack: contextlib.ExitStack):
@@ -191,8 +190,10 @@ class Run:
         except RanksLost:
             raise
         except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
-            why = f"could not be written ({error}); --resume auto goes on after step {self.saved}"
-            raise RuntimeError(f"checkpoint of step {self.step}: {why}") from error
+            raise RuntimeError(
+                f"checkpoint of step {self.step}: could not be written ({error}); --resume auto goes on "
+                f"after step {self.saved}"
+            ) from error
         self.saved = self.step
         shutil.rmtree(self.merged, ignore_errors=True)  # it is of an earlier checkpoint
 
@@ -268,13 +269,17 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
         try:
             ids = tokenizer.apply_chat_template(row["prompt"], **options)
         except Exception as error:  # a template is a program that came with the model: it may raise anything
-            why = f"the chat template refuses the prompt ({error}), a list of {{role, content}}"
-            raise ValueError(f"{path} row {number}: {why}") from error
+            raise ValueError(
+                f"{path} row {number}: the chat template refuses the prompt ({error}), a list of "
+                "{role, content}"
+            ) from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} rows"
-        print(f"{path}: dropped {dropped} with prompts over {config.max_prompt_length} tokens")
+        print(
+            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows with prompts over "
+            f"{config.max_prompt_length} tokens"
+        )
     if not kept:
         raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
     return kept

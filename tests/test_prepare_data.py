@@ -297,6 +297,13 @@ def test_hub(tmp_path, monkeypatch):
     assert asked[0] == ("openai/gsm8k", "dataset", ["main/train-*.parquet"])
     with pytest.raises(OSError, match="HF_TOKEN.*--source-dir"):
         prepare(Config(tasks=["gpqa"], out_dir=tmp_path / "out"))
+    # one of two splits is not all that was asked for
+    (tmp_path / "hub/main/test-00000-of-00001.parquet").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path / "hub"))
+    with pytest.raises(OSError, match=r"--tasks: openai/gsm8k: has no file main/test"):
+        prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "half"))
+    assert (tmp_path / "half/gsm8k_train.parquet").is_file()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     # all goes on with the others
     with pytest.raises(OSError, match=r"--tasks: .*gpqa: cannot be fetched.*MATH-500: has no file"):
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
