@@ -140,6 +140,9 @@ def check_sampling(policy: Policy):
 # ---- on vLLM servers
 
 
+PORTS = 28000  # that Linux has for connections of a machine to one address: the router's
+
+
 class Logprobs(msgspec.Struct):
     token_logprobs: list[float]
 
@@ -199,11 +202,10 @@ def rollout_vllm(
             f"http://{address}",
             headers={"Authorization": f"Bearer {config.api_key}"},
             # What waits for a connection here is under no time limit of the router.
-            connector=aiohttp.TCPConnector(limit=rollout_batch_size * config.num_servers),
+            connector=aiohttp.TCPConnector(limit=min(rollout_batch_size * config.num_servers, PORTS)),
             timeout=aiohttp.ClientTimeout(),
         ) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
-            rollouts.add_done_callback(lambda rollouts: rollouts.exception())  # else asyncio says it, too
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()

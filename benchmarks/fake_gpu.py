@@ -209,7 +209,7 @@ def folder_of(model: str, fewer: int = 0) -> str:
 
 
 def samples_of(config) -> list[list[policy.Sample]]:
-    """Two groups, each of one full micro-batch of equally long samples."""
+    """Two groups, each of two full micro-batches of equally long samples: the second one finds gradients."""
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or policy.TOKENS_PER_PASS["cuda"], longest)
     count = -(-tokens // longest)
@@ -218,7 +218,7 @@ def samples_of(config) -> list[list[policy.Sample]]:
     groups = []
     for _ in range(2):
         group = []
-        for _ in range(count * config.policy_ranks):
+        for _ in range(2 * count * config.policy_ranks):
             ids = [7] * (length - prompt)
             group.append(policy.Sample({}, [5] * prompt, ids, [-1.0] * len(ids), advantage=0.3))
         groups.append(group)

@@ -207,8 +207,10 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         http.server_close()
 
 
-def test_the_batch_size_is_that_of_each_server():
+@pytest.mark.parametrize("size, ports", [(3, 1000), (512, 6)])
+def test_the_batch_size_is_that_of_each_server_as_far_as_there_are_ports(size, ports, monkeypatch):
     """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
+    monkeypatch.setattr(rollout, "PORTS", ports)
     together, most, lock, six = [0], [0], threading.Lock(), threading.Event()
 
     def answer(path, body):
@@ -223,7 +225,7 @@ def test_the_batch_size_is_that_of_each_server():
         choice = {"finish_reason": "stop", "token_ids": [4], "logprobs": {"token_logprobs": [-0.5]}}
         return {"choices": [choice]}
 
-    settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=3)
+    settings = dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=size)
     with server(answer) as address:
         config = SimpleNamespace(api_key="", num_servers=2)
         started = SimpleNamespace(router_address=address, config=config)

@@ -81,9 +81,12 @@ def sum_of_sizes(module) -> float:
 
 def cache_of(text) -> int:
     """Keys and values of a token, in numbers."""
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head_size(text)
+
+
+def head_size(text) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def activations_of(config, text, tokens: int, device: str) -> int:
@@ -101,7 +104,8 @@ def activations_of(config, text, tokens: int, device: str) -> int:
     logits = copies * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size) + 4 * tokens * hidden
     if config.gradient_checkpointing:  # one layer at a time, when the logits are gone
         if device == "cuda":
-            layer = tokens * (8 * hidden + 3 * intermediate)  # with the gradients of its own
+            queries = text.num_attention_heads * head_size(text)
+            layer = tokens * (6 * hidden + 4 * queries + 3.5 * intermediate)  # with gradients of its own
         return tokens * hidden * layers + max(layer, logits)
     return layer * layers + logits
 
@@ -137,7 +141,7 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
         numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1 or config.policy_offload:
         # embedding, head and its gradient; a layer in float32, its gradient or itself, and others in bf16
-        gathered = outside + 1.75 * of_layer
+        gathered = outside + 2.25 * of_layer
         if not config.lora_rank:
             gathered += text.vocab_size * text.hidden_size
         numbers["update: gathered weights"] = gathered
