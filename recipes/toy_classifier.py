@@ -2,15 +2,17 @@
 
     python recipes/toy_classifier.py --out-dir data/toy/classifier
 
-The body of the toy judge and a head with one label, trained to tell sound solutions from all others. A problem
-has one sound solution, so every token has a label: is all up to here the beginning of it? The score is read at
-the last token, as vLLM's /classify does. toy_disrm.sh trains a policy with it.
+The body of the toy judge and a head with one label, trained to tell sound solutions from flawed ones. A
+problem has one sound solution, so every token has a label: is all up to here its beginning? The score is
+read at the last token, as vLLM's /classify does. toy_disrm.sh trains policies with it.
 
-To see that "74" is wrong one must know what is right: so the body goes on learning to write the sound solution
-while it learns to compare (lm_head, which is not kept). Without that it finds next to nothing.
+To see that "74" is wrong one must know what is right: so the body goes on learning to write the sound
+solution while it learns to compare (lm_head, which is not kept). Without that it finds next to nothing.
 
-Measured (seed 0, 512 held-out right answers): it keeps 0.992 of the sound ones and finds 0.871 of the flawed
-ones, after two and a half minutes of one core.
+Measured (seed 0, 256 held-out solutions of each kind): it calls 0.992 of the sound ones sound, 0.129 of the
+flawed ones with a right answer, and 0.461 of a weak solver's wrong answers, of which it has seen few: like
+the toy judge it is made for FAPO's question, whether a right answer is flawed. Two and a half minutes of one
+core.
 """
 
 import os
@@ -33,21 +35,27 @@ from toy import toy_world
 @dataclass
 class Config:
     out_dir: str  # Folder of the model, in Hugging Face's format.
-    model: str = str(ROOT / "toy/models/judge")  # Whose body it is, and whose tokenizer; it must be able to add.
+    model: str = str(ROOT / "toy/models/judge")  # Whose body and tokenizer; it must be able to add.
     steps: int = 600  # Updates.
     batch_size: int = 32  # Solutions of an update.
     lr: float = 1e-3  # Highest learning rate, after a tenth of the steps; then falling to 0.
-    held_out: int = 512  # Solutions by which it is measured at the end.
+    held_out: int = 256  # Solutions of each kind by which it is measured at the end.
     seed: int = 0
 
 
-def a_solution(rng: random.Random) -> tuple[toy_world.Problem, list[str]]:
-    """A third are sound, a third flawed with a right answer, a third wrong in every other line."""
-    kind = rng.choice(("sound", "flawed", "practice"))
+def a_solution(rng: random.Random, kind: str) -> tuple[toy_world.Problem, list[str]]:
+    """kind: sound; flawed, with a right answer; practice, many wrong lines; wrong, as of a weak solver."""
+    if kind in ("sound", "flawed"):
+        return toy_world.right_solution(rng, flawed=kind == "flawed")
+    slips = toy_world.Kind().policy
     if kind == "practice":
+        slips = toy_world.Kind().practice
+    while True:
         problem = toy_world.random_problem(rng, toy_world.REST)
-        return problem, toy_world.write_solution(problem, rng, toy_world.Kind().practice)
-    return toy_world.right_solution(rng, flawed=kind == "flawed")
+        paragraphs = toy_world.write_solution(problem, rng, slips)
+        sound = toy_world.write_solution(problem, random.Random(0))
+        if kind == "practice" or paragraphs[-1] != sound[-1]:
+            return problem, paragraphs
 
 
 def read(tokenizer, problem: toy_world.Problem, paragraphs: list[str]) -> tuple[torch.Tensor, int, int]:
@@ -86,17 +94,16 @@ def losses(model, lm_head, batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def measure(model, tokenizer, rng: random.Random, count: int) -> tuple[float, float]:
-    """Of right answers, the shares of sound ones kept and of flawed ones found, at a score of 0."""
-    rates = []
-    for flawed in (False, True):
-        right = 0
-        for _ in range(count // 2):
-            ids, _, _ = read(tokenizer, *toy_world.right_solution(rng, flawed))
-            score = model(input_ids=ids[None]).logits.item()
-            right += (score < 0) == flawed
-        rates.append(right / (count // 2))
-    return rates[0], rates[1]
+def measure(model, tokenizer, rng: random.Random, count: int) -> dict[str, float]:
+    """By kind the share of solutions that are called sound, with a score above 0."""
+    shares = {}
+    for kind in ("sound", "flawed", "wrong"):
+        called_sound = 0
+        for _ in range(count):
+            ids, _, _ = read(tokenizer, *a_solution(rng, kind))
+            called_sound += model(input_ids=ids[None]).logits.item() > 0
+        shares[kind] = called_sound / count
+    return shares
 
 
 def main() -> None:
@@ -111,7 +118,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, config.steps, pct_start=0.1)
     for step in range(1, config.steps + 1):
-        batch = [read(tokenizer, *a_solution(rng)) for _ in range(config.batch_size)]
+        batch = []
+        for _ in range(config.batch_size):
+            kind = rng.choice(("sound", "flawed", "practice"))
+            batch.append(read(tokenizer, *a_solution(rng, kind)))
         label_loss, lm_loss = losses(model, lm_head, batch)
         optimizer.zero_grad()
         (label_loss + lm_loss).backward()
@@ -120,8 +130,8 @@ def main() -> None:
         schedule.step()
         if step % 50 == 0:
             print(f"step {step}: loss {label_loss.item():.3f}, of writing {lm_loss.item():.3f}", flush=True)
-    kept, found = measure(model, tokenizer, random.Random("held out"), config.held_out)
-    print(f"held out: {kept:.3f} of the sound ones kept, {found:.3f} of the flawed ones found")
+    shares = measure(model, tokenizer, random.Random("held out"), config.held_out)
+    print("called sound, held out:", ", ".join(f"{share:.3f} of {kind}" for kind, share in shares.items()))
     model.save_pretrained(config.out_dir)
     tokenizer.save_pretrained(config.out_dir)
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# A discriminative reward model in the toy world: a classifier is trained, served by vLLM's /classify, and a
-# policy learns from its score; then from it and the judge at once. SEED=1 bash recipes/toy_disrm.sh [FLAGS]
-# All seeds share the classifier. The flags go to both runs of the trainer.
+# A discriminative reward model in the toy world: a classifier is trained and served by vLLM's /classify. A
+# policy learns from its score, another from FAPO's reward with it for a judge, a third, for a few steps, from it
+# and the judge that writes at once. SEED=1 bash recipes/toy_disrm.sh [FLAGS]
+# All seeds share the classifier; the flags go to all runs of the trainer. Measured: docs/classifier.md.
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0} CLASSIFIER_STEPS=${CLASSIFIER_STEPS:-600}
 CLASSIFIER=outputs/disrm/classifier
@@ -14,11 +15,13 @@ stage "1. The toy world, and a classifier that tells sound solutions from all ot
 [ -f "$CLASSIFIER/tokenizer.json" ] ||
   python recipes/toy_classifier.py --out-dir "$CLASSIFIER" --steps "$CLASSIFIER_STEPS"
 
-stage "2. A policy that is paid its score"
-train_policy data/toy "$SEED" "$RUNS/scalar" \
-  --genrm "$CLASSIFIER" --reward-model-task classify \
-  --reward-fn recipes/toy_disrm_reward.py:compute_score_classifier \
-  --genrm-cpus 1 --genrm-vllm-args="--max-model-len 512" "$@"
+stage "2. A policy that is paid its score, and one that is paid by FAPO with its verdict"
+for name in classifier flagged; do
+  train_policy data/toy "$SEED" "$RUNS/$name" \
+    --genrm "$CLASSIFIER" --reward-model-task classify \
+    --reward-fn "recipes/toy_disrm_reward.py:compute_score_$name" \
+    --genrm-cpus 1 --genrm-vllm-args="--max-model-len 512" "$@"
+done
 
 stage "3. Two reward models at once, for a few steps: the judge that writes, as it ships, and the classifier"
 train_policy data/toy "$SEED" "$RUNS/both" \

@@ -1,6 +1,7 @@
 """The toy world's rewards from a discriminative model, with the oracle looking on.
 
     compute_score_classifier     the classifier's score is the reward
+    compute_score_flagged        FAPO's reward, with the classifier for a judge
     compute_score_both           two models at once: FAPO by the judge that writes, and a share of the
                                  classifier's score
 """
@@ -28,3 +29,21 @@ async def compute_score_both(
     if result["score"] is not None:  # a failure is a status, never a number
         result["score"] += share * sound
     return result | {"classifier": sound}
+
+
+@toy_world.watched
+async def compute_score_flagged(
+    data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_address,
+    reward_model_tokenizer) -> dict:  # fmt: skip
+    """FAPO with the classifier as judge: asked about right answers alone, and a score below 0 means flawed."""
+    result = scores.compute_score(data_source, solution_str, ground_truth)
+    result["flawed_positive"] = False
+    if result["acc"]:
+        found = await scores.compute_score_discriminative(
+            data_source, solution_str, ground_truth, extra_info, prompt=prompt,
+            reward_router_address=reward_router_address,
+            reward_model_tokenizer=reward_model_tokenizer)  # fmt: skip
+        result["flawed_positive"] = found["score"] < 0
+    if result["flawed_positive"]:
+        result["score"] -= 1.0
+    return result

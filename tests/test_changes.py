@@ -144,10 +144,13 @@ def test_the_judge_and_a_classifier_together():
 def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_once(copy):
     run_recipe("toy_disrm", *SMALL, folder=copy, CLASSIFIER_STEPS="3")
     folder = copy / "outputs/disrm/seed0"
-    scalar = lines_of(folder / "scalar")[-1]
-    assert scalar["step"] == 1 and scalar["reward/no_verdict"] == 0 and "reward/truly_correct" in scalar
-    scores = {line["reward_score"] for line in lines_of(folder / "scalar", "samples.jsonl")}
+    for name in ("classifier", "flagged"):
+        line = lines_of(folder / name)[-1]
+        assert line["step"] == 1 and line["reward/no_verdict"] == 0 and "reward/truly_correct" in line
+    scores = {line["reward_score"] for line in lines_of(folder / "classifier", "samples.jsonl")}
     assert len(scores) > 4  # logits, not +1 and -1
+    scores = {line["reward_score"] for line in lines_of(folder / "flagged", "samples.jsonl")}
+    assert scores <= {-1.0, 0.0, 1.0}
     both = lines_of(folder / "both")[-1]
     assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] < 0.5
     assert (folder / "report.html").stat().st_size > 10_000

@@ -1,5 +1,7 @@
-"""recipes/toy_classifier.py: its labels, its losses, and how it is measured."""
+"""recipes/toy_classifier.py: labels, losses, how it is measured; docs/make_classifier.py and its page."""
 
+import asyncio
+import json
 import random
 import types
 
@@ -7,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import compute_score
+from played import server
 from test_recipes import ROOT, load
 from toy import toy_world
 
+JUDGE = ROOT / "toy/models/judge"
 QUESTION = "Ben has 65 eggs, gets 9, loses 8. Rest by 5?"
 SOUND = ["65+9=74", "74-8=66", r"Rest \boxed{1}"]
 
@@ -21,7 +26,7 @@ def classifier():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT / "toy/models/judge")
+    return AutoTokenizer.from_pretrained(JUDGE)
 
 
 @pytest.mark.parametrize("paragraphs, shared", [
@@ -58,16 +63,19 @@ def test_the_losses_by_hand(classifier):
 
 
 def test_what_it_reads_and_how_it_is_measured(classifier, tokenizer):
-    """A judge of everything as sound keeps all and finds nothing; its score is that of the last token."""
+    """A head of zeros calls nothing sound; the score is that of the last token, as vLLM reads it."""
     rng = random.Random(0)
-    verdicts = [toy_world.first_wrong_paragraph(str(p), s) == -1
-                for p, s in (classifier.a_solution(rng) for _ in range(300))]  # fmt: skip
-    assert 0.25 < sum(verdicts) / 300 < 0.45
-    model = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/models/judge", num_labels=1).float()
+    for kind in ("sound", "flawed", "wrong"):
+        for _ in range(20):
+            problem, paragraphs = classifier.a_solution(rng, kind)
+            right = paragraphs[-1].endswith(f"{{{problem.answer}}}")
+            assert right == (kind != "wrong")
+            assert (toy_world.first_wrong_paragraph(str(problem), paragraphs) == -1) == (kind == "sound")
+    model = AutoModelForSequenceClassification.from_pretrained(JUDGE, num_labels=1).float()
     model.config.pad_token_id = tokenizer.pad_token_id
     with torch.no_grad():
         model.score.weight.zero_()
-        assert classifier.measure(model, tokenizer, rng, 20) == (1.0, 0.0)
+        assert classifier.measure(model, tokenizer, rng, 5) == {"sound": 0, "flawed": 0, "wrong": 0}
         model.score.weight.normal_()
         ids, _, _ = classifier.read(tokenizer, toy_world.parse_problem(QUESTION), SOUND)
         hidden = model.model(input_ids=ids[None]).last_hidden_state[0, -1]
@@ -77,10 +85,10 @@ def test_what_it_reads_and_how_it_is_measured(classifier, tokenizer):
 
 @pytest.mark.slow
 def test_a_few_updates_lower_both_losses(classifier, tokenizer):
-    model = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/models/judge", num_labels=1).float()
-    lm_head = AutoModelForCausalLM.from_pretrained(ROOT / "toy/models/judge").float().lm_head
+    model = AutoModelForSequenceClassification.from_pretrained(JUDGE, num_labels=1).float()
+    lm_head = AutoModelForCausalLM.from_pretrained(JUDGE).float().lm_head
     rng = random.Random(0)
-    batch = [classifier.read(tokenizer, *classifier.a_solution(rng)) for _ in range(8)]
+    batch = [classifier.read(tokenizer, *classifier.a_solution(rng, "practice")) for _ in range(8)]
     parameters = [*model.parameters(), *lm_head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     first = [loss.item() for loss in classifier.losses(model, lm_head, batch)]
@@ -90,3 +98,68 @@ def test_a_few_updates_lower_both_losses(classifier, tokenizer):
         optimizer.step()
     last = [loss.item() for loss in classifier.losses(model, lm_head, batch)]
     assert last[0] < first[0] / 2 and last[1] < first[1] / 2
+
+
+@pytest.mark.parametrize("logit, answer, score, asked", [
+    (1.5, "1", 1.0, 1), (-0.5, "1", 0.0, 1), (1.5, "2", -1.0, 0),
+])  # fmt: skip
+def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
+    """It is asked about right answers alone; a negative score of one is a flaw. The oracle looks on."""
+    function = load("recipes/toy_disrm_reward").compute_score_flagged
+    bodies = []
+
+    def classify(path, body):
+        assert path == "/classify"
+        bodies.append(body)
+        return {"data": [{"probs": [logit]}]}
+
+    async def ask(address):
+        try:
+            prompt = [{"role": "user", "content": QUESTION}]
+            solution = "\n\n".join([*SOUND[:2], f"Rest \\boxed{{{answer}}}"])
+            tokenizer = types.SimpleNamespace(apply_chat_template=lambda messages, tokenize: "text")
+            return await function(
+                "toy", solution, "1", {"question": QUESTION}, prompt=prompt,
+                reward_router_address=address, reward_model_tokenizer=tokenizer)  # fmt: skip
+        finally:
+            await compute_score.close_session()
+
+    with server(classify) as address:
+        result = asyncio.run(ask(address))
+    assert result["score"] == score and len(bodies) == asked
+    assert result["flawed_positive"] == (score == 0.0) and result["truly_correct"] == (answer == "1")
+
+
+def test_the_tables_of_the_page_are_what_its_runs_say():
+    module = load("docs/make_classifier")
+    text = module.PAGE.read_text()
+    runs = module.read()
+    assert module.evidence.fill(text, module.tables(runs)) == text, "run python docs/make_classifier.py"
+    for name in module.BESIDE:  # the same seeds, as far as they have been run, and none twice
+        seeds = [run["seed"] for run in module.evidence.of(runs, name, module.START)]
+        assert sorted(seeds) == list(range(len(seeds)))
+
+
+def test_what_the_classifier_said_of_samples(tmp_path):
+    module = load("docs/make_classifier")
+
+    def sample(step, score, acc, sound, split="train"):
+        found = {"truly_correct": acc and sound, "oracle_flawed_positive": acc and not sound}
+        about = {"prompt": QUESTION, "response": "65+9=64"}
+        return about | dict(step=step, split=split, reward_score=score, reward_extra_info=found)
+
+    samples = [sample(1, 2.0, True, True), sample(1, -2.0, True, False), sample(12, 0.5, True, False),
+               sample(12, 1.0, False, False), sample(12, 3.0, True, True, split="val")]  # fmt: skip
+    line = {"val/toy/mean@1": 0.5, "reward/acc": 0.5, "reward/groups_with_spread": 0.75}
+    folder = tmp_path / "seed7/classifier"
+    folder.mkdir(parents=True)
+    for name, lines in ("metrics", [line | {"step": 0}, line | {"step": 12}]), ("samples", samples):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (run,) = module.collect(tmp_path)
+    assert (run["world"], run["algorithm"], run["seed"]) == ("algo0", "classifier", 7)
+    assert run["first"] == {"truly correct": [1, 1], "flawed positive": [0, 1], "wrong": [0, 0]}
+    assert run["last"] == {"truly correct": [0, 0], "flawed positive": [1, 1], "wrong": [1, 1]}
+    assert run["first_spread"] == run["last_spread"] == 0.75
+    assert run["flaws"] == {"arithmetic": 1}
+    assert module.share([run, run], "last", "flawed positive") == "1.00 of 2"
+    assert module.share([run], "last", "truly correct") == "none"

@@ -1,0 +1,149 @@
+"""Writes docs/evidence/classifier.jsonl from finished runs of recipes/toy_disrm.sh, and from that the tables
+and the figure of docs/classifier.md.
+
+    for seed in 0 1 2; do SEED=$seed bash recipes/toy_disrm.sh --val-every 0; done
+    python docs/make_classifier.py --runs outputs/disrm   # from these runs
+    python docs/make_classifier.py                        # tables and figure anew, from classifier.jsonl
+
+Beside them stand the runs from the same warm start, problems and seeds in runs.jsonl (docs/make_evidence.py).
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import tyro
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import make_evidence as evidence
+from run_folder import read_lines
+from toy.report import COLUMNS, read_metrics, table
+
+FILE = evidence.FILE.with_name("classifier.jsonl")
+PAGE = evidence.DOCS / "classifier.md"
+START = "algo0"  # of runs.jsonl: the models that come with the repository
+BESIDE = {
+    "rule": "rule only",
+    "classifier": "the classifier's score",
+    "flagged": "FAPO, the classifier as judge",
+    "fapo_judge": "FAPO, served judge",
+    "prefix_judge": "FAPO, served judge, `--credit prefix`",
+    "fapo_oracle": "FAPO, oracle as judge",
+}
+OURS = ("classifier", "flagged")
+COLOURS = evidence.COLOURS | {"classifier": "tab:purple", "flagged": "tab:orange"}
+KINDS = ("truly correct", "flawed positive", "wrong")
+LAST = 10  # steps of which a table sums up the training samples
+
+
+@dataclass
+class Config:
+    """Writes the tables and the figure of docs/classifier.md; with --runs first what they are made of."""
+
+    runs: Path | None = None
+    """Folder of the finished runs, seedN/classifier and seedN/flagged."""
+
+
+def kind_of(result: dict) -> str:
+    """A sample, as the oracle sees it: one of KINDS."""
+    if result["truly_correct"]:
+        return "truly correct"
+    if result["oracle_flawed_positive"]:
+        return "flawed positive"
+    return "wrong"
+
+
+def called_sound(folder: Path, first: int, last: int) -> dict[str, list[int]]:
+    """Of the training samples that were kept of these steps, by kind: those with a score above 0, and all."""
+    counts = {kind: [0, 0] for kind in KINDS}
+    for line in read_lines(folder / "samples.jsonl")[0]:
+        if line["split"] == "train" and first <= line["step"] <= last:
+            count = counts[kind_of(line["reward_extra_info"])]
+            count[0] += line["reward_score"] > 0
+            count[1] += 1
+    return counts
+
+
+def collect(folder: Path) -> list[dict]:
+    """A dict for each run of OURS, as evidence.collect has it, with what was said of its samples."""
+    found = []
+    for run in evidence.collect(folder):
+        if run["algorithm"] not in OURS:
+            continue
+        path = folder / run["world"] / run["algorithm"]
+        seed = int(run["world"].removeprefix("seed"))
+        end = run["steps"]
+        run |= {"world": START, "seed": seed, "flaws": evidence.count_flaws(path, since=end - LAST + 1)}
+        run["first"] = called_sound(path, 1, LAST)
+        run["last"] = called_sound(path, end - LAST + 1, end)
+        spread = [line["reward/groups_with_spread"] for line in read_metrics(path)[1:]]
+        run |= {"first_spread": fmean(spread[:LAST]), "last_spread": fmean(spread[-LAST:])}
+        found.append(run)
+    return found
+
+
+def share(runs: list[dict], when: str, kind: str) -> str:
+    """Of all runs' samples of this kind the share that was called sound, and how many there are."""
+    sound = sum(run[when][kind][0] for run in runs)
+    count = sum(run[when][kind][1] for run in runs)
+    if not count:
+        return "none"
+    return f"{sound / count:.2f} of {count}"
+
+
+def tables(runs: list[dict]) -> dict[str, str]:
+    """Every table of the page by its name, as Markdown. runs: those of both files."""
+    rows = [[*evidence.row("before", evidence.of(runs, "rule", START), COLUMNS, when="before"), ""]]
+    for name, title in BESIDE.items():
+        some = evidence.of(runs, name, START)
+        rows.append([*evidence.row(title, some, COLUMNS), str(len(some))])
+    made = {"classifier": table(["512 held-out problems", *COLUMNS, "runs"], *rows)}
+    rows = []
+    for name in OURS:
+        some = evidence.of(runs, name, START)
+        for title, when in (f"first {LAST} steps", "first"), (f"last {LAST} steps", "last"):
+            spread = evidence.cell([run[f"{when}_spread"] for run in some])
+            shares = [share(some, when, kind) for kind in KINDS]
+            if name == "flagged":
+                shares[-1] = "not asked"
+            rows.append([f"{BESIDE[name]}, {title}", *shares, spread])
+    heads = ["called sound by the classifier", *KINDS, "groups that teach"]
+    made["called sound"] = table(heads, *rows)
+    return made
+
+
+def draw(runs: list[dict], path: Path) -> None:
+    """The training samples step by step, as the oracle sees them."""
+    figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
+    for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), evidence.PANELS.items()):
+        for name in ("rule", *OURS, "fapo_judge"):
+            curves = [run["curves"][key] for run in evidence.of(runs, name, START)]
+            evidence.band(axis, curves, COLOURS[name], BESIDE[name])
+        axis.set_title(title)
+    evidence.save(figure, path)
+
+
+def read() -> list[dict]:
+    """The runs of both files."""
+    return evidence.read() + [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+def main() -> None:
+    config = tyro.cli(Config)
+    try:
+        if config.runs:
+            found = collect(config.runs)
+            FILE.write_text("".join(json.dumps(run) + "\n" for run in found))
+        runs = read()
+        PAGE.write_text(evidence.fill(PAGE.read_text(), tables(runs)))
+        draw(runs, FILE.with_suffix(".png"))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
