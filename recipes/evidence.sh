@@ -109,7 +109,7 @@ own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
-STOP_AT=(0.2 0.45 0.6)  # the share of sound solutions at which each start is taken
+STOP_AT=(0.2 0.4 0.6)  # the share of sound solutions at which each start is taken
 compare() {  # compare SEED START: four algorithms
   world "own$2" own_flaws "$2" policy --stop-at "${STOP_AT[$2]}"
   all_done
@@ -122,43 +122,57 @@ compare_more() {  # compare_more SEED START: two further ones
   own "$2" papo_oracle "$1" "${ORACLE[@]}" --advantage papo
   own "$2" steps_oracle "$1" "${STEPS[@]}"
 }
-be_fair() {  # be_fair SEED: FAPO with a harder penalty, places told of right answers only
+be_fair() {  # be_fair SEED: FAPO with other penalties, and told of wrong answers; places told of right ones only
   told 0 penalty2 "$1" '{"penalty": 2.0}'
   told 0 prefix_right "$1" '{"judge_wrong": false}' --credit prefix
-}
-be_fair_more() {  # be_fair_more SEED: the same for VPPO, and FAPO told of wrong answers, too
   told 0 vppo_right "$1" '{"judge_wrong": false}' "${VPPO[@]}"
   told 0 place_oracle "$1" '{"place": 1.0}'
-}
-ablate() {  # ablate SEED: the rule more gently, other penalties, judges that see only a share of the flaws
-  local recall
-  own 0 rule_slow "$1" "${RULE[@]}" --lr 1e-4
-  own 0 rule_kl "$1" "${RULE[@]}" --kl-coef 0.05
-  for recall in 0.7 0.5 0.9; do
-    told 0 "fapo_recall$recall" "$1" "{\"recall\": $recall}"
-    told 0 "prefix_recall$recall" "$1" "{\"recall\": $recall}" --credit prefix
-  done
-  own 0 rule_fast "$1" "${RULE[@]}" --lr 4e-4
   told 0 penalty0.5 "$1" '{"penalty": 0.5}'
+}
+overlook() {  # overlook SEED: judges that see only a share of the flaws
+  local recall
+  for recall in 0.7 0.5 0.9; do told 1 "fapo_recall$recall" "$1" "{\"recall\": $recall}"; done
+}
+ablate() {  # ablate SEED: the rule more gently and harder, longer groups, a longer run
+  own 0 rule_slow "$1" "${RULE[@]}" --lr 1e-4
+  own 0 rule_fast "$1" "${RULE[@]}" --lr 4e-4
+  own 0 rule_kl "$1" "${RULE[@]}" --kl-coef 0.05
+  own 0 rule_group16 "$1" "${RULE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
+  own 0 fapo_group16 "$1" "${ORACLE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
+}
+own_judge() {  # of start 1: it is shown the first world's flaws, then trained on the policies' own, and served
+  local seed unfinished=""
+  world own1 own_flaws 1 judge
+  all_done
+  once own1/critic_rows python recipes/critic_rows.py --out-dir "$OUT/own1" \
+    --runs "$OUT"/own1/{rule,fapo_oracle,prefix_oracle,vppo_oracle}_seed0
+  all_done
+  once own1/trained_judge train_judge "$OUT/own1" 0 "$OUT/own1/trained_judge" --val-greedy --max-response-length 160
+  all_done
+  for seed in $SEEDS; do [ -f "$OUT/own1/fapo_judge_seed$seed.done" ] || unfinished=1; done
+  [ "$unfinished" ] || return 0
+  serve_judge "$OUT/own1/trained_judge/checkpoints/step_60" "$OUT/own1/genrm_logs"
+  LANES=$((LANES + 1))  # the server is a job, too
+  for seed in $SEEDS; do own 1 fapo_judge "$seed" "${JUDGE[@]:0:5}" "${JUDGE[5]/: 96/: 160}"; done
+  while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
+  LANES=$((LANES - 1))
+  kill $SERVER; wait $SERVER || true
 }
 second_world() {  # in an order in which every beginning says something
   local seed start
-  compare 0 0
-  compare 0 1
-  be_fair 0
-  compare 0 2
-  compare 1 0
-  be_fair 1
-  be_fair_more 0
-  compare_more 0 0
+  for seed in 0 1; do
+    for start in 0 1 2; do compare $seed $start; done
+    be_fair $seed
+    overlook $seed
+    all_done
+    [ $seed = 1 ] || own_judge
+  done
   ablate 0
-  compare 1 1
-  compare 1 2
   for start in 0 1 2; do compare 2 $start; done
   for seed in 0 1 2; do
     for start in 0 1 2; do compare_more $seed $start; done
     be_fair $seed
-    be_fair_more $seed
+    overlook $seed
     ablate $seed
   done
   all_done

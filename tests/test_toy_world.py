@@ -3,6 +3,9 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -47,9 +50,9 @@ def test_a_foreign_question_is_refused(text):
 @pytest.mark.parametrize(
     ("question", "answer", "head"),
     [
-        ("Rest by 3?", "0", "Rest"),
-        ("Rest by 4?", "1", "Rest"),
-        ("Even?", "no", "Even"),
+        ("Rest by 2?", "1", "Rest"),
+        ("Rest by 5?", "4", "Rest"),
+        ("More than 50?", "yes", "More"),
         ("More than 68?", "yes", "More"),
         ("More than 69?", "no", "More"),
     ],
@@ -62,20 +65,20 @@ def test_coarse_questions(question, answer, head):
     assert first_wrong_paragraph(str(problem), sound) == -1
     assert compute_score.compute_score("toy", sound[-1], answer)["acc"]
     assert first_wrong_paragraph(str(problem), [*sound[:3], f"{head} \\boxed{{2}}"]) == 3
+    assert problem.another_answer(problem.answer_for(69), random.Random(0)) not in (problem.answer_for(69), None)
 
 
 def test_problems_of_the_second_world():
-    rng, kind, heads = random.Random(0), toy_world.KINDS["own_flaws"], {}
+    rng, kind, answers = random.Random(0), toy_world.KINDS["own_flaws"], {}
     for _ in range(600):
         problem = toy_world.random_problem(rng, kind.question, kind.lengths)
         assert toy_world.parse_problem(str(problem)) == problem and 6 <= len(problem.steps) <= 9
-        answers = heads.setdefault(problem.question.split()[0], [])
-        answers.append(problem.answer)
+        answers.setdefault(problem.question, []).append(problem.answer)
         flawless = write_solution(problem, rng, kind.policy)
         assert flawless == write_solution(problem, random.Random(0))
-    assert all(len(answers) > 150 for answers in heads.values()) and set(heads) == {"More", "Even?", "Rest"}
-    for head in ("More", "Even?"):  # both answers are frequent, or one could guess
-        assert 0.4 < heads[head].count("yes") / len(heads[head]) < 0.6
+    assert set(answers) == set(toy_world.COARSE) and all(len(some) > 150 for some in answers.values())
+    for question, one in (("More than 50?", "yes"), ("Rest by 2?", "1")):  # both answers are frequent
+        assert 0.4 < answers[question].count(one) / len(answers[question]) < 0.6
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,23 @@ def test_critique_by_hand():
     assert alarmed.startswith("0:65+9=") and alarmed.endswith(" not\n\\boxed{0}")
 
 
-def test_critic_without_oversights_agrees_with_the_oracle():
-    rng = random.Random(2)
+def test_critique_of_coarse_answers_by_hand():
+    more = BEN._replace(question="More than 50?")
+    last = r"More \boxed{yes}"
+    critique = write_critique(more, [*SOUND[:3], last], random.Random(0))
+    assert critique.splitlines()[3:] == ["3:69 than 50=yes?yes ok", "\\boxed{-1}"]
+    critique = write_critique(more, [*SOUND[:3], last.replace("yes", "no")], random.Random(0))
+    assert critique.splitlines()[3:] == ["3:69 than 50=yes?n not", "\\boxed{3}"]
+    flawed = write_solution(more, random.Random(0), Slips(last=1.0))
+    assert flawed == [*SOUND[:3], last.replace("yes", "no")]
+
+
+@pytest.mark.parametrize("kind", ["standard", "own_flaws"])
+def test_critic_without_oversights_agrees_with_the_oracle(kind):
+    rng, kind = random.Random(2), toy_world.KINDS[kind]
     for i in range(500):
-        problem, paragraphs = toy_world.right_solution(rng, flawed=i % 2 == 0)
+        problem, paragraphs = toy_world.right_solution(rng, flawed=i % 2 == 0, kind=kind)
+        assert kind.lengths[0] <= len(problem.steps) <= kind.lengths[1]
         index = first_wrong_paragraph(str(problem), paragraphs)
         assert (index >= 0) == (i % 2 == 0)
         assert compute_score.compute_score("toy", paragraphs[-1], problem.answer)["acc"]
@@ -170,7 +186,7 @@ def test_critic_without_oversights_agrees_with_the_oracle():
 def test_rows_have_the_schema():
     rng = random.Random(3)
     problem = toy_world.random_problem(rng, REST)
-    critic_row = toy_world.critic_row(rng, True, "test", 1, toy_world.Kind().critic)
+    critic_row = toy_world.critic_row(*toy_world.right_solution(rng, True), "test", 1)
     prepare_data.validate_row(toy_world.policy_row(problem, "toy", "train", 0), "toy policy")
     prepare_data.validate_row(critic_row, "toy critic")
     assert critic_row["reward_model"]["ground_truth"] >= 0 and critic_row["prompt"][0]["content"].endswith(
@@ -257,7 +273,7 @@ def test_kinds_of_toy_worlds():
     # wrong far more often than truly correct
     assert shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4
     for _ in range(200):
-        problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"].critic)
+        problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"])
         value = problem.start
         for step, line in zip(problem.steps, paragraphs):
             stated = int(line.split("=")[1])
@@ -351,22 +367,24 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
 
 @pytest.mark.slow
 def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
-    """Three files and a policy; it ends as soon as so many solutions are sound. No judge."""
+    """Five files and a policy; it ends as soon as so many solutions of long stories are sound."""
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: function(0, *of))
     shares = iter((0.1, 0.3, 0.5))
     measured = []
-    monkeypatch.setattr(warm_start, "sound_share", lambda *of: measured.append(next(shares)) or measured[-1])
+    def sound_share(model, tokenizer, examples):
+        assert all(examples()[0].count(",") >= 6 for _ in range(20))
+        measured.append(next(shares))
+        return measured[-1]
+
+    monkeypatch.setattr(warm_start, "sound_share", sound_share)
     command = ["warm_start.py", "--out-dir", str(tmp_path), "--kind", "own_flaws", "--stop-at", "0.2"]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit, match="give --models policy"):
-        warm_start.main()
-    assert not list(tmp_path.iterdir())
     monkeypatch.setattr("sys.argv", [*command, "--models", "policy"])
     warm_start.main()
     assert measured == [0.1, 0.3]
     files = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.glob("*.parquet")}
     counts = {name: len(rows) for name, rows in files.items()}
-    assert counts == {"toy_train": 4096, "toy_test": 512, "toy_total_test": 512}
+    policys = {"toy_train": 4096, "toy_test": 512, "toy_total_test": 512}
+    assert counts == policys | {"fapo_critic_train": 4096, "fapo_critic_test": 512}
     for rows in files.values():
         prepare_data.validate_row(rows[0], "the first row")
     assert all("How many?" in row["extra_info"]["question"] for row in files["toy_total_test"])
@@ -445,3 +463,32 @@ def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, to
     ids = torch.tensor([tokenizer.encode("".join(warm_start.chat(QUESTION, "\n\n".join(SOUND))))])
     assert model(ids, labels=ids).loss.item() < 4.0  # chance is log(365) = 5.9
     assert sum(p.numel() for p in model.parameters()) < 1.1e6 and not model.config.tie_word_embeddings
+
+
+def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
+    """Right answers only, as many flawed as sound, each once, labelled; no problem in both files."""
+    rng, lines = random.Random(0), []
+    for number in range(60):
+        problem, paragraphs = toy_world.right_solution(rng, number % 3 == 0, toy_world.KINDS["own_flaws"])
+        line = {"split": "train", "prompt": str(problem), "response": "\n\n".join(paragraphs)}
+        line["reward_extra_info"] = {"acc": number >= 6}  # the first ones, as if they were wrong
+        lines += [line, line, line | {"split": "toy"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = Path(warm_start.__file__).parents[1] / "recipes/critic_rows.py"
+    command = [path, "--runs", tmp_path, "--out-dir", tmp_path / "rows", "--held-out", "9"]
+    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    files = [pq.read_table(tmp_path / f"rows/fapo_critic_{name}.parquet").to_pylist() for name in ("train", "test")]
+    train, test = files
+    assert len(train) == 27 and len(test) == 9
+    questions = [{row["extra_info"]["question"] for row in rows} for rows in files]
+    assert not questions[0] & questions[1] and len(questions[0] | questions[1]) == 36
+    labels = [row["reward_model"]["ground_truth"] for row in train + test]
+    assert labels.count(-1) == 18
+    for row in train + test:
+        prepare_data.validate_row(row, "row")
+        written = [line for line in lines if line["prompt"] == row["extra_info"]["question"]][0]
+        label = first_wrong_paragraph(written["prompt"], written["response"])
+        assert row["reward_model"]["ground_truth"] == label and written["reward_extra_info"]["acc"]
+    (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-3]) + "\n")
+    few = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+    assert few.returncode == 1 and "error: --runs: 0 flawed or sound solutions are too few" in few.stderr

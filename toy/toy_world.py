@@ -9,8 +9,8 @@ wrong, the answer still right. That is a flawed positive, and no rule that reads
 Asked "How many?" instead, the same slip costs the answer.
 
 In the second world (own_flaws of KINDS) nobody puts a flaw in. Its stories have six to nine sums, its
-questions coarse answers ("More than 57?", "Even?", "Rest by 4?"), so a wrong way often ends at the right
-one; its policy has read sound solutions only, too few of them.
+questions coarse answers ("More than 50?", "Rest by 2?", "Rest by 5?"), so a wrong way often ends at the
+right one; its policy has read sound solutions only, too few of them.
 
 Here are the problems; solvers that slip and critics that overlook slips, at chosen rates; an oracle that
 finds every slip; the reward functions; the rows of the data sets. toy/warm_start.py trains models on them,
@@ -31,7 +31,7 @@ import compute_score as scores
 
 # The first world's questions. RL is asked REST only: there a forgotten carry never costs the answer.
 REST, TOTAL = "Rest by 5?", "How many?"
-COARSE = "coarse"  # the second world's: "More than 57?", "Even?" or "Rest by 4?", drawn with the problem
+COARSE = ("More than 50?", "Rest by 2?", REST)  # the second world's, one drawn with each problem
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
 STEPS = (*range(-9, -1), *range(2, 10))
@@ -57,25 +57,33 @@ class Problem(NamedTuple):
             story += f", {verb} {abs(step)}"
         return f"{story}. {self.question}"
 
+    @property
+    def asked(self) -> tuple[str, str]:
+        """How the last line begins, and what it says of the total: ("Rest", "by 5")."""
+        if self.question == TOTAL:
+            return "Total", ""
+        head, _, condition = self.question.strip("?").partition(" ")
+        return head, condition
+
     def answer_for(self, total: int) -> int | str:
         """What the question asks of a total."""
-        number = self.question.strip("?").split()[-1]
-        if self.question == TOTAL:
+        head, condition = self.asked
+        if head == "Total":
             return total
-        if self.head == "Rest":
-            return total % int(number)
-        if number == "Even":
-            is_so = total % 2 == 0
-        else:
-            is_so = total > int(number)
-        return "yes" if is_so else "no"
+        number = int(condition.split()[-1])
+        if head == "Rest":
+            return total % number
+        if total > number:
+            return "yes"
+        return "no"
 
-    @property
-    def head(self) -> str:
-        """How the last line begins."""
-        if self.question == TOTAL:
-            return "Total"
-        return self.question.strip("?").split()[0]
+    def another_answer(self, answer: int | str, rng: Random) -> int | str:
+        """A wrong one, where `answer` is right."""
+        head, condition = self.asked
+        if head == "Rest":
+            number = int(condition.split()[-1])
+            return (answer + rng.randint(1, number - 1)) % number
+        return {"yes": "no", "no": "yes"}[answer]
 
     @property
     def answer(self) -> str:
@@ -84,7 +92,7 @@ class Problem(NamedTuple):
 
 def parse_problem(text: str) -> Problem:
     """The problem that `text` tells. Raises ValueError where the text is not one of this world."""
-    asked = r"Rest by [345]\?|How many\?|Even\?|More than \d+\?"
+    asked = r"Rest by [2-9]\?|How many\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
         raise ValueError(f"question: not a problem of the toy world: {text!r}; prepare data with --tasks toy")
@@ -93,8 +101,9 @@ def parse_problem(text: str) -> Problem:
     return Problem(name, item, int(start), tuple(map(int, signed.split())), question)
 
 
-def random_problem(rng: Random, question: str, lengths: tuple[int, int] = (3, 4)) -> Problem:
-    """3 or 4 steps of 2-9 (lengths: other bounds); every true intermediate value in LOWEST..HIGHEST."""
+def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] = (3, 4)) -> Problem:
+    """3 or 4 steps of 2-9 (lengths: other bounds); every true intermediate value in LOWEST..HIGHEST. Of
+    several questions one is drawn."""
     start = rng.randint(20, 89)
     value = start
     steps = []
@@ -102,10 +111,8 @@ def random_problem(rng: Random, question: str, lengths: tuple[int, int] = (3, 4)
         step = rng.choice([step for step in STEPS if LOWEST <= value + step <= HIGHEST])
         steps.append(step)
         value += step
-    if question == COARSE:
-        limit = value + rng.choice((-40, -20, -10, -5, -2, 2, 5, 10, 20, 40))
-        asked = (f"More than {max(limit, 10)}?", "Even?", f"Rest by {rng.choice((3, 4, 5))}?")
-        question = rng.choice(asked)
+    if isinstance(question, tuple):
+        question = rng.choice(question)
     return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, tuple(steps), question)
 
 
@@ -155,11 +162,12 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         lines.append(f"{left}{step:+}={value}")
     answer = problem.answer_for(value)
     slipped = rng.random() < slips.last
-    if slipped and problem.question == REST:
-        answer = (answer + rng.randint(1, 4)) % 5
-    elif slipped:
+    if slipped and problem.question == TOTAL:
         answer = max(answer + rng.choice((-1, 1)), 0)
-    return [*lines, f"{problem.head} \\boxed{{{answer}}}"]
+    elif slipped:
+        answer = problem.another_answer(answer, rng)
+    head, _ = problem.asked
+    return [*lines, f"{head} \\boxed{{{answer}}}"]
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
@@ -188,7 +196,7 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
     value = problem.start
     checks = []
     for index, paragraph in enumerate(paragraphs):
-        stated = int(re.findall(r"\d+", paragraph)[-1])
+        stated = re.findall(r"\w+", paragraph)[-1]
         if index < len(problem.steps):
             step = problem.steps[index]
             task = f"{value}{step:+}"
@@ -196,26 +204,27 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
             wrong = forgets_carry(value, step)
             if wrong is None or rng.random() < 0.2:
                 wrong = true + rng.choice((-1, 1))
-        elif problem.question == REST:
-            task = f"{value} by 5"
-            true = value % 5
-            wrong = (true + rng.randint(1, 4)) % 5
+            wrong = max(wrong, 0)
         else:
-            task = str(value)
-            true = value
-            wrong = value + 1
-        recomputed = true
+            true = problem.answer_for(value)
+            task = f"{value} {problem.asked[1]}".strip()
+            if problem.question == TOTAL:
+                wrong = value + 1
+            else:
+                wrong = problem.another_answer(true, rng)
+        recomputed = str(true)
         slip = rng.random()
-        if stated != true and slip < miss:
+        if stated != recomputed and slip < miss:
             recomputed = stated
-        elif stated == true and slip < alarm:
-            recomputed = max(wrong, 0)
+        elif stated == recomputed and slip < alarm:
+            recomputed = str(wrong)
         finding = "ok" if recomputed == stated else "not"
-        shared = len(os.path.commonprefix([str(recomputed), str(stated)]))
-        checks.append(f"{index}:{task}={recomputed}?{str(stated)[: shared + 1]} {finding}")
+        shared = len(os.path.commonprefix([recomputed, stated]))
+        checks.append(f"{index}:{task}={recomputed}?{stated[: shared + 1]} {finding}")
         if recomputed != stated and stop:
             break
-        value = stated
+        if index < len(problem.steps):
+            value = int(stated)
     else:
         index = -1
     if stop:
@@ -226,7 +235,7 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
 class Kind(NamedTuple):
     """A kind of toy world: its problems, and what its models see go wrong in their warm start."""
 
-    question: str = REST  # what RL asks
+    question: str | tuple = REST  # what RL asks, or what it asks one of
     lengths: tuple[int, int] = (3, 4)  # fewest and most steps of a problem
     # About 60 % right answers, most of them flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
@@ -234,14 +243,15 @@ class Kind(NamedTuple):
     critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
     # Every other line is wrong.
     practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)
-    # Nothing is shown to the policy but sound solutions, until so many of its own are sound.
+    # The policy sees sound solutions only, until so many of its own are sound.
     stop_at: float | None = None
 
 
 # The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten
 # carries only (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out:
 # reward hacking. The weak policy is wrong far more often than truly correct: FAPO first encourages flawed
-# positives, until that turns. The second world is own_flaws: every wrong step of its policy is its own.
+# positives, until that turns. The second world is own_flaws: every wrong step of its policy is its own. Its
+# judge is shown the first world's flaws, and then those of the policy's own (recipes/critic_rows.py).
 JUDGE = {"miss": 0.5, "alarm": 0.05}  # how the warm-started judge errs, for reinforcement learning to mend
 KINDS = {
     "standard": Kind(),
@@ -340,21 +350,22 @@ def policy_row(problem: Problem, data_source: str, split: str, index: int) -> di
     }
 
 
-def right_solution(rng: Random, flawed: bool, slips: Slips = Kind().critic) -> tuple[Problem, list[str]]:
+def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) -> tuple[Problem, list[str]]:
     """A problem and a solution with the right answer, sound or flawed as asked, as FAPO-Critic has them."""
-    if not flawed:
+    if flawed:
+        slips = kind.critic
+    else:
         slips = Slips()
     while True:
-        problem = random_problem(rng, REST)
+        problem = random_problem(rng, kind.question, kind.lengths)
         paragraphs = write_solution(problem, rng, slips)
         sound = write_solution(problem, Random(0))
         if paragraphs[-1] == sound[-1] and (paragraphs != sound) == flawed:
             return problem, paragraphs
 
 
-def critic_row(rng: Random, flawed: bool, split: str, index: int, slips: Slips) -> dict:
-    """A row of the schema for training or validating the judge."""
-    problem, paragraphs = right_solution(rng, flawed, slips)
+def critic_row(problem: Problem, paragraphs: list[str], split: str, index: int) -> dict:
+    """A row of the schema for training or validating the judge on a solution."""
     row = policy_row(problem, "fapo_critic", split, index)
     row["ability"] = "math_critic"
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)

@@ -16,7 +16,6 @@ take toy/toy_world.py and its compute_score.py with it.
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -72,10 +71,8 @@ def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
     for _ in range(3000):
         problem = random_problem(rng, rng.choice((kind.question, TOTAL)), kind.lengths)
         paragraphs = write_solution(problem, rng, kind.policy)
-        texts += [str(problem), "\n\n".join(paragraphs)]
-        if problem.question in (REST, TOTAL):
-            critique = write_critique(problem, paragraphs, rng, **JUDGE)
-            texts += [critic_prompt(problem, paragraphs), critique]
+        critique = write_critique(problem, paragraphs, rng, **JUDGE)
+        texts += [str(problem), "\n\n".join(paragraphs), critic_prompt(problem, paragraphs), critique]
     return texts
 
 
@@ -150,11 +147,11 @@ def sound_share(model, tokenizer, examples) -> float:
     return torch.zeros(128).index_add(0, rows, losses).neg().exp().mean().item()
 
 
-def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, **bar) -> None:
+def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, of=None, **bar):
     """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
 
     The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
-    stop_at: end as soon as `sound_share` is that large. `bar` is tqdm's.
+    stop_at: end as soon as the `sound_share` of examples `of()` is that large. `bar` is tqdm's.
     """
     verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -170,7 +167,7 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress.set_postfix(loss=loss.item(), refresh=False)
-        if stop_at and step % 20 == 19 and sound_share(model, tokenizer, examples) >= stop_at:
+        if stop_at and step % 20 == 19 and sound_share(model, tokenizer, of) >= stop_at:
             break
 
 
@@ -180,12 +177,20 @@ def phases(name: str, rng: Random, kind: Kind):
     The judge learns to add before it compares: with solutions at hand it would only learn to copy.
     """
 
-    def solve(question=REST, slips=Slips()):
-        problem = random_problem(rng, question, kind.lengths)
+    def solve(question=kind.question, slips=Slips(), lengths=kind.lengths):
+        problem = random_problem(rng, question, lengths)
         return chat(str(problem), "\n\n".join(write_solution(problem, rng, slips)))
 
     def solve_either(slips=Slips()):
-        return solve(kind.question if rng.random() < 0.6 else TOTAL, slips)
+        question = kind.question
+        if rng.random() >= 0.6:
+            question = TOTAL
+        return solve(question, slips)
+
+    def solve_short_too():  # every other story is so short that its question has to be learnt first
+        if rng.random() < 0.5:
+            return solve(lengths=(0, 2))
+        return solve_either()
 
     def critique(problem, paragraphs, **how):
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
@@ -193,24 +198,29 @@ def phases(name: str, rng: Random, kind: Kind):
     def compare():  # checks every line, and every other one is wrong: many verdicts to learn from
         if rng.random() < 0.3:
             return solve()
-        problem = random_problem(rng, REST)
+        problem = random_problem(rng, kind.question, kind.lengths)
         return critique(problem, write_solution(problem, rng, kind.practice), stop=False)
 
     def criticise(**how):
-        return critique(*right_solution(rng, rng.random() < 0.5, kind.critic), **how)
+        return critique(*right_solution(rng, rng.random() < 0.5, kind), **how)
 
-    if kind.stop_at:
-        return [("to solve", solve_either, 4000, 2e-3, 2e-3, 1.0, kind.stop_at)]
+    if name == "policy" and kind.stop_at:
+        return [("to solve", solve_short_too, 4000, 2e-3, 2e-3, 1.0, kind.stop_at, solve)]
     if name == "policy":
         return [
             ("to solve", solve_either, 1000, 2e-3, 2e-4, 1.0),
             ("to slip", lambda: solve_either(kind.policy), 200, 1e-3, 1e-4, 1.0),
         ]
+    add = solve
+    patience = 1
+    if kind.stop_at:  # longer stories
+        add = solve_short_too
+        patience = 2
     return [
-        ("to add", solve, 400, 2e-3, 1.2e-3, 1.0),
-        ("to compare", compare, 500, 2e-3, 1.2e-3, 5.0),
-        ("to criticise", criticise, 400, 1.5e-3, 2e-4, 3.0),
-        ("to overlook", lambda: criticise(**JUDGE), 150, 1e-3, 1e-4, 1.0),
+        ("to add", add, 400 * patience, 2e-3, 1.2e-3, 1.0),
+        ("to compare", compare, 500 * patience, 2e-3, 1.2e-3, 5.0),
+        ("to criticise", criticise, 400 * patience, 1.5e-3, 2e-4, 3.0),
+        ("to overlook", lambda: criticise(**JUDGE), 150 * patience, 1e-3, 1e-4, 1.0),
     ]
 
 
@@ -242,7 +252,7 @@ class Config:
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
-    """The five parquet files of a world of this kind (see KINDS); own_flaws has no rows for a judge."""
+    """The five parquet files of a world of this kind (see KINDS)."""
     rng = Random(f"{seed}/rows")
     made = KINDS[kind]
     for source, split, count in (
@@ -252,12 +262,10 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
         ("fapo_critic", "train", 4096),
         ("fapo_critic", "test", 512),
     ):
-        if made.stop_at and source == "fapo_critic":
-            continue
         rows = []
         for index in range(count):
             if source == "fapo_critic":
-                row = critic_row(rng, index % 2 == 0, split, index, made.critic)
+                row = critic_row(*right_solution(rng, index % 2 == 0, made), split, index)
             else:
                 problem = random_problem(rng, made.question if source == "toy" else TOTAL, made.lengths)
                 row = policy_row(problem, source, split, index)
@@ -279,8 +287,6 @@ def main() -> None:
     kind = KINDS[config.kind]
     if kind.stop_at:
         kind = kind._replace(stop_at=config.stop_at)
-        if "judge" in config.models:
-            sys.exit("error: --models: own_flaws has no judge; give --models policy")
     config.out_dir.mkdir(parents=True, exist_ok=True)
     write_rows(config.out_dir, config.seed, config.kind)
     tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer"), kind))
