@@ -70,12 +70,14 @@ OWN_ALGORITHMS = {
     "papo_oracle": "PAPO",
     "steps_oracle": "FAPO, `--advantage steps`",
 }
-VARIANTS = {
+VARIANTS = {  # from its first start
     "rule": "rule only",
     "rule_slow": "rule, half the learning rate",
     "rule_fast": "rule, twice the learning rate",
     "rule_kl": "rule, `--kl-coef 0.05`",
+    "rule_group16": "rule, groups of 16",
     "fapo_oracle": "FAPO",
+    "fapo_group16": "FAPO, groups of 16",
     "penalty0.5": "FAPO, λ = 1/2",
     "penalty2": "FAPO, λ = 2",
     "place_oracle": "FAPO, wrong answers paid by place",
@@ -83,14 +85,16 @@ VARIANTS = {
     "prefix_right": "`--credit prefix`, told of right answers only",
     "vppo_oracle": "VPPO",
     "vppo_right": "VPPO, told of right answers only",
-    "fapo_recall0.9": "FAPO, recall .9",
-    "fapo_recall0.7": "FAPO, recall .7",
-    "fapo_recall0.5": "FAPO, recall .5",
-    "prefix_recall0.9": "`--credit prefix`, recall .9",
-    "prefix_recall0.7": "`--credit prefix`, recall .7",
-    "prefix_recall0.5": "`--credit prefix`, recall .5",
 }
-LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_recall")
+OVERLOOKING = {  # from its second start: FAPO with judges that find a share of the flaws
+    "rule": "rule only, no judge",
+    "fapo_recall0.5": "FAPO, recall .5",
+    "fapo_recall0.7": "FAPO, recall .7",
+    "fapo_recall0.9": "FAPO, recall .9",
+    "fapo_judge": "FAPO, served judge",
+    "fapo_oracle": "FAPO, oracle as judge",
+}
+LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle")
 OWN_COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
@@ -139,7 +143,7 @@ def collect(folder: Path) -> list[dict]:
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
         run |= dict(steps=metrics[-1]["step"], before=before, after=after)
-        if run["world"] in OWN:
+        if run["world"] in OWN and algorithm != "trained_judge":
             run["flaws"] = count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
@@ -283,6 +287,12 @@ def second_tables(runs: list[dict]) -> dict[str, str]:
         rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
     made = {"second world": small_table(runs), "second world by start": own_table(rows)}
     made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
+    made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
+    judges = of(runs, "trained_judge", OWN[1])
+    whens = {"before": "shown the first world's flaws", "after": "trained on the policies' own"}
+    rows = [row(f"{title}, {label}", judges, OF_JUDGES, way, when)
+            for when, title in whens.items() for way, label in WAYS.items()]  # fmt: skip
+    made["own judge"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
     return made | {"kinds of flaws": flaw_table(runs)}
 
 
