@@ -104,7 +104,7 @@ first_world() {
 
 own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
   once "own$1/$2_seed$3" train_policy "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" --resume auto \
-    --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 --samples-per-step 48 "${@:4}"
+    --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 --samples-per-step 128 "${@:4}"
 }
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"

@@ -58,19 +58,18 @@ class Problem(NamedTuple):
         return f"{story}. {self.question}"
 
     @property
-    def asked(self) -> tuple[str, str]:
-        """How the last line begins, and what it says of the total: ("Rest", "by 5")."""
+    def asked(self) -> tuple[str, str, int]:
+        """How the last line begins, what it says of the total, and its number: ("Rest", "by 5", 5)."""
         if self.question == TOTAL:
-            return "Total", ""
+            return "Total", "", 0
         head, _, condition = self.question.strip("?").partition(" ")
-        return head, condition
+        return head, condition, int(condition.split()[1])
 
     def answer_for(self, total: int) -> int | str:
         """What the question asks of a total."""
-        head, condition = self.asked
+        head, _, number = self.asked
         if head == "Total":
             return total
-        number = int(condition.split()[-1])
         if head == "Rest":
             return total % number
         if total > number:
@@ -79,9 +78,10 @@ class Problem(NamedTuple):
 
     def another_answer(self, answer: int | str, rng: Random) -> int | str:
         """A wrong one, where `answer` is right."""
-        head, condition = self.asked
+        head, _, number = self.asked
+        if head == "Total":
+            return answer + 1
         if head == "Rest":
-            number = int(condition.split()[-1])
             return (answer + rng.randint(1, number - 1)) % number
         return {"yes": "no", "no": "yes"}[answer]
 
@@ -166,8 +166,7 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         answer = max(answer + rng.choice((-1, 1)), 0)
     elif slipped:
         answer = problem.another_answer(answer, rng)
-    head, _ = problem.asked
-    return [*lines, f"{head} \\boxed{{{answer}}}"]
+    return [*lines, f"{problem.asked[0]} \\boxed{{{answer}}}"]
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
@@ -208,10 +207,7 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
         else:
             true = problem.answer_for(value)
             task = f"{value} {problem.asked[1]}".strip()
-            if problem.question == TOTAL:
-                wrong = value + 1
-            else:
-                wrong = problem.another_answer(true, rng)
+            wrong = problem.another_answer(true, rng)
         recomputed = str(true)
         slip = rng.random()
         if stated != recomputed and slip < miss:
