@@ -76,12 +76,15 @@ VARIANTS = {  # from its first start
     "rule_fast": "rule, twice the learning rate",
     "rule_kl": "rule, `--kl-coef 0.05`",
     "rule_group16": "rule, groups of 16",
+    "rule_long": "rule, 120 steps",
     "fapo_oracle": "FAPO",
+    "fapo_long": "FAPO, 120 steps",
     "fapo_group16": "FAPO, groups of 16",
     "penalty0.5": "FAPO, λ = 1/2",
     "penalty2": "FAPO, λ = 2",
     "place_oracle": "FAPO, wrong answers paid by place",
     "prefix_oracle": "FAPO, `--credit prefix`",
+    "prefix_long": "`--credit prefix`, 120 steps",
     "prefix_right": "`--credit prefix`, told of right answers only",
     "vppo_oracle": "VPPO",
     "vppo_right": "VPPO, told of right answers only",
@@ -94,7 +97,7 @@ OVERLOOKING = {  # from its second start: FAPO with judges that find a share of 
     "fapo_judge": "FAPO, served judge",
     "fapo_oracle": "FAPO, oracle as judge",
 }
-LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle")
+LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
@@ -356,10 +359,10 @@ def smooth(values: list[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
-def save(figure, path: Path) -> None:
-    """Saves panels that show shares, step by step."""
+def save(figure, path: Path, of_what: str = "step") -> None:
+    """Saves panels that show shares, against the steps or something else."""
     for axis in figure.axes:
-        axis.set(xlabel="step", ylim=(-0.02, 1.02))
+        axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     figure.axes[0].legend()
     figure.savefig(path)
@@ -398,6 +401,24 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
                     band(axis, curves, COLOURS[name], label.replace("`", ""))
             axis.set_title(f"start {world[-1]}: {PANELS[key]}", fontsize=10)
     save(figure, path)
+
+
+def draw_judges(runs: list[dict], path: Path) -> None:
+    """The end of runs with judges that find a share of the flaws, against that share; 0 is the rule alone."""
+    recalls = {"rule": 0.0, "fapo_recall0.5": 0.5, "fapo_recall0.7": 0.7, "fapo_recall0.9": 0.9, "fapo_oracle": 1.0}
+    keys = {"oracle_flawed_positive_rate": "tab:red", "truly_correct": "tab:green", "sums_right": "tab:blue"}
+    served = of(runs, "trained_judge", OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
+    figure = Figure(figsize=(6.2, 4), layout="constrained", dpi=90)
+    axis = figure.subplots()
+    for key, colour in keys.items():
+        label = key.removeprefix("oracle_").removesuffix("_rate").replace("_", " ")
+        dots = [(recall, run["after"][f"toy/{key}/mean@1"]) for name, recall in recalls.items()
+                for run in runs if (run["world"], run["algorithm"]) == (OWN[1], name)]  # fmt: skip
+        axis.scatter(*zip(*dots), color=colour, label=label)
+        crosses = [run["after"][f"toy/{key}/mean@1"] for run in of(runs, "fapo_judge", OWN[1])]
+        axis.scatter([served] * len(crosses), crosses, color=colour, marker="x")
+    axis.set_title("FAPO after 40 steps, each run a dot; x: the served judge")
+    save(figure, path, "recall of the judge")
 
 
 def shares(run: dict) -> dict[str, list[float]]:
@@ -445,6 +466,7 @@ def main() -> None:
         draw_policies(runs, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         draw_second_world(runs, FILE.parent / "second_world.png")
+        draw_judges(runs, FILE.parent / "judges.png")
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
     except ValueError as error:

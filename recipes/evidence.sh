@@ -133,19 +133,24 @@ overlook() {  # overlook SEED: judges that see only a share of the flaws
   local recall
   for recall in 0.7 0.5 0.9; do told 1 "fapo_recall$recall" "$1" "{\"recall\": $recall}"; done
 }
-ablate() {  # ablate SEED: the rule more gently and harder, longer groups, a longer run
+ablate() {  # ablate SEED: the rule more gently and harder, larger groups
   own 0 rule_slow "$1" "${RULE[@]}" --lr 1e-4
   own 0 rule_fast "$1" "${RULE[@]}" --lr 4e-4
   own 0 rule_kl "$1" "${RULE[@]}" --kl-coef 0.05
   own 0 rule_group16 "$1" "${RULE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
   own 0 fapo_group16 "$1" "${ORACLE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
 }
+longer() {  # longer SEED: three times as many steps
+  own 0 rule_long "$1" "${RULE[@]}" --total-steps 120
+  own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 120
+  own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 120
+}
 own_judge() {  # of start 1: it is shown the first world's flaws, then trained on the policies' own, and served
   local seed unfinished=""
   world own1 own_flaws 1 judge
   all_done
   once own1/critic_rows python recipes/critic_rows.py --out-dir "$OUT/own1" \
-    --runs "$OUT"/own1/{rule,fapo_oracle,prefix_oracle,vppo_oracle}_seed0
+    --runs "$OUT"/own1/{rule,fapo_oracle,prefix_oracle,vppo_oracle}_seed{0,1}
   all_done
   once own1/trained_judge train_judge "$OUT/own1" 0 "$OUT/own1/trained_judge" --val-greedy --max-response-length 160
   all_done
@@ -165,8 +170,9 @@ second_world() {  # in an order in which every beginning says something
     be_fair $seed
     overlook $seed
     all_done
-    [ $seed = 1 ] || own_judge
+    [ $seed = 0 ] || own_judge
   done
+  longer 0
   ablate 0
   for start in 0 1 2; do compare 2 $start; done
   for seed in 0 1 2; do
@@ -174,12 +180,13 @@ second_world() {  # in an order in which every beginning says something
     be_fair $seed
     overlook $seed
     ablate $seed
+    longer $seed
   done
   all_done
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second about 2 (three starts, 96 runs of 40 steps). What is finished is not run again."
+echo "the second about 2 (three starts, a judge, 105 runs of 40 or 120 steps). What is finished is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"
