@@ -70,6 +70,7 @@ OWN_ALGORITHMS = {
     "papo_oracle": "PAPO",
     "steps_oracle": "FAPO, `--advantage steps`",
 }
+LONG = {"rule": "rule_long", "fapo_oracle": "fapo_long", "prefix_oracle": "prefix_long"}  # 120 steps
 VARIANTS = {  # from its first start
     "rule": "rule only",
     "rule_slow": "rule, half the learning rate",
@@ -258,17 +259,22 @@ def starts(runs: list[dict]) -> list[str]:
 
 
 def small_table(runs: list[dict]) -> str:
-    """The medians of the first four columns in one: a row an algorithm, a column a start."""
+    """The medians of the first four columns in one: a row an algorithm, a column a start; and longer runs."""
     heads = list(OWN_COLUMNS)[:4]
     columns = [own_rows(runs, OWN_ALGORITHMS, world) for world in starts(runs)]
+    longer = {OWN_ALGORITHMS[name]: of(runs, long, OWN[0]) for name, long in LONG.items()}
     titles = [title for title, *_ in columns[0]]
     rows = []
     for title in titles:
         found = [cells for column in columns for name, *cells in column if name == title]
         if len(found) == len(columns):
             medians = [[cell.split()[0] for cell in cells[: len(heads)]] for cells in found]
-            rows.append([title, *map(" / ".join, medians)])
-    return table([" / ".join(heads), *(f"start {world[-1]}" for world in starts(runs))], *rows)
+            if title in longer:
+                cells = row("", longer[title], OWN_COLUMNS)[1:]
+                medians.append([cell.split()[0] for cell in cells[: len(heads)]])
+            rows.append([title, *map(" / ".join, medians), *[""] * (title not in longer)])
+    titles = [*(f"start {world[-1]}" for world in starts(runs)), "start 0, 120 steps"]
+    return table([" / ".join(heads), *titles], *rows)
 
 
 def flaw_table(runs: list[dict]) -> str:
@@ -403,6 +409,17 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def draw_long(runs: list[dict], path: Path) -> None:
+    """120 steps from the first start of the second world."""
+    figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
+    for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
+        for name, long in LONG.items():
+            label = OWN_ALGORITHMS[name].replace("`", "")
+            band(axis, [run["curves"][key] for run in of(runs, long, OWN[0])], COLOURS[name], label)
+        axis.set_title(title)
+    save(figure, path)
+
+
 def draw_judges(runs: list[dict], path: Path) -> None:
     """The end of runs with judges that find a share of the flaws, against that share; 0 is the rule alone."""
     recalls = {"rule": 0.0, "fapo_recall0.5": 0.5, "fapo_recall0.7": 0.7, "fapo_recall0.9": 0.9, "fapo_oracle": 1.0}
@@ -466,6 +483,7 @@ def main() -> None:
         draw_policies(runs, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         draw_second_world(runs, FILE.parent / "second_world.png")
+        draw_long(runs, FILE.parent / "second_world_long.png")
         draw_judges(runs, FILE.parent / "judges.png")
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
