@@ -231,9 +231,14 @@ def test_the_second_worlds_tables(tmp_path):
     runs += [run("prefix_oracle", 0, 0.7), run("papo_oracle", 0, 0.3)]
     runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:4]]
     assert module.starts(runs) == ["own0", "own2"]
+    with pytest.raises(ValueError, match="no finished run of rule_long in own0"):
+        module.small_table(runs)
+    runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     small = module.small_table(runs).splitlines()
-    assert small[0].endswith("| start 0 | start 2 |") and len(small) == 7  # PAPO only in one of them
-    assert small[4] == "| FAPO | 0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50 |"
+    assert small[0].endswith("| start 0 | start 2 | start 0, 120 steps |") and len(small) == 7  # no PAPO
+    fapo, far = "0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50", "0.80 / 0.80 / 0.80 / 0.80"
+    assert small[4] == f"| FAPO | {fapo} | {far} |"
+    assert small[2].endswith("|  |") and small[6].startswith("| VPPO") and small[6].endswith("|  |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
     info = dict(reward_extra_info={"oracle_flawed_positive": True}, split="train", step=5)
     samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
