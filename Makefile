@@ -54,8 +54,8 @@ demo: setup
 demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
-# Two toy worlds, three starts and three seeds each, the algorithms and more: four to five hours on two cores; stopped, it goes on
-# where it was.
+# Two toy worlds, three starts and three seeds each, the algorithms and more: four to five hours on two cores;
+# stopped, it goes on where it was.
 evidence: setup
 	bash recipes/evidence.sh
 
