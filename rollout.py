@@ -206,6 +206,7 @@ def rollout_vllm(
             timeout=aiohttp.ClientTimeout(),
         ) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
+            rollouts.add_done_callback(lambda rollouts: rollouts.exception())  # else asyncio says it, too
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()

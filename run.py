@@ -120,12 +120,12 @@ class Run:
         stack.callback(self.leaving.set)
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
 
-    def start_rewards(self, stack: contextlib.ExitStack, sleep_mode: bool):
+    def start_rewards(self, stack, sleep_mode):
         self.rewards = reward_loop.start_rewards(
             self.config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(self.config)
         )
 
-    def start_policy(self, stack: contextlib.ExitStack):
+    def start_policy(self, stack):
         config = self.config
         try:
             if config.device == "cpu" and config.policy_ranks == 1:
@@ -160,7 +160,7 @@ class Run:
             check_sampling(self.policy)
             self.policy.samples_itself = True
 
-    def start_servers(self, stack: contextlib.ExitStack):
+    def start_servers(self, stack):
         from cluster.servers import ClusterServers, PolicyServers
 
         config = self.config

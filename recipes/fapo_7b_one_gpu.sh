@@ -9,8 +9,8 @@
 #     17.73 GB  weights
 #      0.32 GB  gradients
 #      0.65 GB  Adam
-#      7.92 GB  update: activations of a micro-batch
-#     26.62 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
+#      8.29 GB  update: activations of a micro-batch
+#     27.00 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
 # Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 

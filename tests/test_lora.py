@@ -72,6 +72,7 @@ def test_the_reference_is_the_model_without_adapters(model):
     policies = [with_sgd(policy_of(model, lora_rank=4, kl_coef=0.5)) for _ in range(2)]
     assert policies[0].reference is policies[0].model
     policies[1].reference = copy.deepcopy(model)
+    policies[1].place(policies[1].reference)
     samples, found = a_step(model), []
     for policy in policies:
         policy.update(groups_of(samples), lr=1.0)  # the adapters leave zero
