@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import credit
 import policy
+from bench_hand_over import cpu_of
 from bench_router import machine
 from cluster.samples import pack, split
 from metrics import reward_metrics
@@ -52,16 +53,6 @@ class Config:
     ranks: int = 64
     port: int = 38113  # Of the server that is played.
     rounds: int = 3  # Of which the best is printed.
-
-
-def cpu_of(rounds: int, function) -> float:
-    """CPU seconds of this process, the least of so many rounds."""
-    seconds = []
-    for _ in range(rounds):
-        begun = time.process_time()
-        function()
-        seconds.append(time.process_time() - begun)
-    return min(seconds)
 
 
 def tokenizer_of():

@@ -272,7 +272,9 @@ def small_table(runs: list[dict]) -> str:
             if title in longer:
                 cells = row("", longer[title], OWN_COLUMNS)[1:]
                 medians.append([cell.split()[0] for cell in cells[: len(heads)]])
-            rows.append([title, *map(" / ".join, medians), *[""] * (title not in longer)])
+            else:
+                medians.append([])
+            rows.append([title, *map(" / ".join, medians)])
     titles = [*(f"start {world[-1]}" for world in starts(runs)), "start 0, 120 steps"]
     return table([" / ".join(heads), *titles], *rows)
 
@@ -383,12 +385,12 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def draw_policies(runs: list[dict], path: Path) -> None:
-    """Four algorithms over all warm starts and seeds."""
+def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path: Path) -> None:
+    """The first three of PANELS. shown: the runs of each algorithm; names: its label."""
     figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
     for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
-        for name, label in NAMES.items():
-            band(axis, [run["curves"][key] for run in of(runs, name)], COLOURS[name], label)
+        for name, some in shown.items():
+            band(axis, [run["curves"][key] for run in some], COLOURS[name], names[name].replace("`", ""))
         axis.set_title(title)
     save(figure, path)
 
@@ -409,21 +411,12 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
     save(figure, path)
 
 
-def draw_long(runs: list[dict], path: Path) -> None:
-    """120 steps from the first start of the second world."""
-    figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
-    for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
-        for name, long in LONG.items():
-            label = OWN_ALGORITHMS[name].replace("`", "")
-            band(axis, [run["curves"][key] for run in of(runs, long, OWN[0])], COLOURS[name], label)
-        axis.set_title(title)
-    save(figure, path)
-
-
 def draw_judges(runs: list[dict], path: Path) -> None:
     """The end of runs with judges that find a share of the flaws, against that share; 0 is the rule alone."""
-    recalls = {"rule": 0.0, "fapo_recall0.5": 0.5, "fapo_recall0.7": 0.7, "fapo_recall0.9": 0.9, "fapo_oracle": 1.0}
-    keys = {"oracle_flawed_positive_rate": "tab:red", "truly_correct": "tab:green", "sums_right": "tab:blue"}
+    recalls = {"rule": 0.0, "fapo_oracle": 1.0}
+    recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
+    keys = {"oracle_flawed_positive_rate": "tab:red", "truly_correct": "tab:green"}
+    keys["sums_right"] = "tab:blue"
     served = of(runs, "trained_judge", OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
     figure = Figure(figsize=(6.2, 4), layout="constrained", dpi=90)
     axis = figure.subplots()
@@ -480,10 +473,12 @@ def main() -> None:
             runs = [run for run in runs if run["world"] not in worlds] + new
         made = tables(runs)  # before anything is written: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
-        draw_policies(runs, FILE.parent / "policies.png")
+        policies = {name: of(runs, name) for name in NAMES}  # over all warm starts and seeds
+        draw_side_by_side(policies, NAMES, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         draw_second_world(runs, FILE.parent / "second_world.png")
-        draw_long(runs, FILE.parent / "second_world_long.png")
+        longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
+        draw_side_by_side(longer, OWN_ALGORITHMS, FILE.parent / "second_world_long.png")
         draw_judges(runs, FILE.parent / "judges.png")
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))

@@ -32,12 +32,20 @@ world() {  # world NAME KIND SEED MODELS [FURTHER FLAGS]: its rows, and these mo
 policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
   once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto --val-greedy "${@:4}"
 }
-served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained and served
-  local seed name unfinished=""
+unfinished() {  # unfinished WORLD ALGORITHM...: is a run of one of them still to come?
+  local seed name
   for seed in $SEEDS; do
-    for name in fapo_judge "${@:2}"; do [ -f "$OUT/$1/${name}_seed$seed.done" ] || unfinished=1; done
+    for name in "${@:2}"; do [ -f "$OUT/$1/${name}_seed$seed.done" ] || return 0; done
   done
-  [ "$unfinished" ] || return 0
+  return 1
+}
+end_judge() {  # when the server, which is a job, too, is the only one left
+  while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
+  kill $SERVER; wait $SERVER || true
+}
+served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained and served
+  local seed
+  unfinished "$1" fapo_judge "${@:2}" || return 0
   serve_judge "$OUT/$1/trained_judge/checkpoints/step_60" "$OUT/$1/genrm_logs"
   LANES=$((LANES + 2))  # the server is a job, too, and each run waits for it half of the time
   for seed in $SEEDS; do
@@ -46,9 +54,8 @@ served() {  # served WORLD [prefix_judge vppo_judge]: with its judge, trained an
     policy "$1" prefix_judge "$seed" "${JUDGE_OF_WRONG[@]}" --credit prefix
     policy "$1" vppo_judge "$seed" "${JUDGE_OF_WRONG[@]}" "${VPPO[@]}"
   done
-  while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
+  end_judge
   LANES=$((LANES - 2))
-  kill $SERVER; wait $SERVER || true
 }
 
 first_world() {
@@ -146,7 +153,7 @@ longer() {  # longer SEED: three times as many steps
   own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 120
 }
 own_judge() {  # of start 1: it is shown the first world's flaws, then trained on the policies' own, and served
-  local seed unfinished=""
+  local seed
   world own1 own_flaws 1 judge
   all_done
   once own1/critic_rows python recipes/critic_rows.py --out-dir "$OUT/own1" \
@@ -154,14 +161,12 @@ own_judge() {  # of start 1: it is shown the first world's flaws, then trained o
   all_done
   once own1/trained_judge train_judge "$OUT/own1" 0 "$OUT/own1/trained_judge" --val-greedy --max-response-length 160
   all_done
-  for seed in $SEEDS; do [ -f "$OUT/own1/fapo_judge_seed$seed.done" ] || unfinished=1; done
-  [ "$unfinished" ] || return 0
+  unfinished own1 fapo_judge || return 0
   serve_judge "$OUT/own1/trained_judge/checkpoints/step_60" "$OUT/own1/genrm_logs"
   LANES=$((LANES + 1))  # the server is a job, too
   for seed in $SEEDS; do own 1 fapo_judge "$seed" "${JUDGE[@]:0:5}" "${JUDGE[5]/: 96/: 160}"; done
-  while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
+  end_judge
   LANES=$((LANES - 1))
-  kill $SERVER; wait $SERVER || true
 }
 second_world() {  # in an order in which every beginning says something
   local seed start
