@@ -3,7 +3,8 @@
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet \\
         --val-file data/toy/toy_test.parquet --reward-fn toy/toy_world.py:compute_score_fapo_oracle \\
         --out-dir outputs/first --total-steps 20 --train-batch-size 16 --mini-batch-size 8 \\
-        --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --num-threads 1
+        --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --val-top-p 1 \\
+        --num-threads 1
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, how samples come by their

@@ -6,8 +6,8 @@
 #
 # POLICY: any instruct model; REWARD_MODEL: any sequence classifier with one label that vLLM serves, with a chat
 # template in its tokenizer; both a folder or a hub name. For one GPU of 24 GB, which both share with the policy's
-# server; without a GPU the same command takes small models. Not run yet, only its flags are checked. Watch whether
-# reward/acc follows reward/score, or the policy has found out the model.
+# server; without a GPU the same command takes small models. It has not run as a whole yet, only a step with two toy
+# models. Watch whether reward/acc follows reward/score, or the policy has found out the model.
 POLICY=${1:?give POLICY, a folder or a hub name} REWARD_MODEL=${2:?give REWARD_MODEL, a folder or a hub name}
 [ ! -d "$POLICY" ] || POLICY=$(realpath "$POLICY")
 [ ! -d "$REWARD_MODEL" ] || REWARD_MODEL=$(realpath "$REWARD_MODEL")

@@ -18,6 +18,7 @@ from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
+PAGES += [ROOT / "recipes/README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
@@ -123,13 +124,13 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
         for block in blocks(ROOT / f"docs/{page}.md", "python"):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
-    assert names["my_rule"](solution_str="2+2\n#### 4", **about) == 1.0
+    assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
     trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
         float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip
     monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
     monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # its accuracy_reward(completions, solution, **kwargs)
     assert names["from_trl"](solution_str="it is 4", **about) == 1.0
-    answers = ["it is #### 4", "#### 4", "5", "#### 5"]
+    answers = ["it is \\boxed{4}", "\\boxed{4}", "4", "\\boxed{5}"]
     assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
     result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))

@@ -142,8 +142,8 @@ def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):
 @pytest.mark.slow
 def test_the_first_gpu_command_of_the_docs_fits_the_gpu_that_it_names(shapes):
     page = (ROOT / "docs/training.md").read_text()
-    arguments = next(arguments for script, arguments in commands(page) if script == "grpo_trainer")
-    gb = re.search(r"one GPU of (\d+) GB", page.split("grpo_trainer.py --model")[0])
+    arguments = next(arguments for _, arguments in commands(page) if "--policy-gpu-share" in arguments)
+    gb = re.search(r"one GPU of (\d+) GB", page.split("--policy-gpu-share")[0])
     lines = plan(arguments, gb[1], shapes / "small")
     assert [line.endswith(": it fits") for line in lines].count(True) == 2, lines  # policy server, rank
 
