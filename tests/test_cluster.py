@@ -1,6 +1,5 @@
-"""A run over several machines, played by network namespaces: each host has its own address, loopback, Ray
-session and shared memory, and can be cut off. Needs root and `ip`. The vLLM servers are played, with the real
-weights of the policy.
+"""A run over several machines, played by network namespaces (benchmarks/hosts.py), of which one is cut off.
+Needs root and `ip`. The vLLM servers are played, with the real weights of the policy.
 """
 
 import contextlib
@@ -8,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,8 @@ from test_reward_loop import free_port
 from tiny import write_model
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from hosts import address_of, played_hosts
 
 # Instead of vLLM: samples with the model in its folder, token by token, reads it again when told, and as a
 # judge finds no error.
@@ -78,119 +78,16 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info, rew
     return {"score": solution_str.count("a") / (len(solution_str) + 1), "judged": judged.endswith("-1}")}
 """
 
-CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # what Ray may deal out; h1 has the driver
-
-
-def address_of(host):
-    return f"10.77.0.{host[1:]}"
-
 
 @pytest.fixture
-def hosts(tmp_path, monkeypatch):
-    """Four hosts on one bridge, with a Ray cluster that asks for a token -> what starts a program on a
-    host."""
-    if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
-        pytest.skip("no right to make network namespaces here (root and `ip` are needed)")
-    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "api_server.py").write_text(SAMPLING_SERVER)
-    faster = dict(
-        RAY_health_check_period_ms="1000",
-        RAY_health_check_timeout_ms="2000",
-        RAY_health_check_failure_threshold="4",
-    )
-    env = (
-        os.environ
-        | faster
-        | dict(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN="token of the test " + "x" * 20,
-            RAY_ADDRESS=f"{address_of('h1')}:6379",
-            PYTHONPATH=f"{tmp_path / 'path'}{os.pathsep}{ROOT}",
-            OMP_NUM_THREADS="1",
-        )
-    )
-    started = []
-
-    def on(host, *command, log):
-        own = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
-        if host == "h1" and started:  # the driver shares its host with the head node
-            inside = [
-                "nsenter",
-                "-t",
-                str(started[0].pid),
-                "-m",
-                "-n",
-                "sh",
-                "-c",
-                'cd "$0" && exec "$@"',
-                str(ROOT),
-                *command,
-            ]
-        else:
-            inside = ["ip", "netns", "exec", host, "unshare", "-m", "sh", "-c", own, "sh", *command]
-        started.append(
-            subprocess.Popen(
-                inside,
-                stdout=open(log, "wb"),
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        )
-        return started[-1]
-
-    def wait_started(*names, end=time.monotonic() + 300):
-        while any("Ray runtime started" not in (tmp_path / f"{name}.log").read_text() for name in names):
-            assert time.monotonic() < end
-            time.sleep(0.2)
-
-    def run(command):
-        subprocess.run(command.split(), check=True)
-
-    try:
-        run("ip link add br77 type bridge")
-        run("ip link set br77 up")
-        for host in CPUS:
-            if host != "h1":
-                run(f"ip netns add {host}")
-            run(f"ip link add {host}out type veth peer name eth0 netns {host}")
-            run(f"ip link set {host}out master br77 up")
-            for command in (f"addr add {address_of(host)}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                run(f"ip -n {host} {command}")
-        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
-        for host, cpus in CPUS.items():
-            place = (
-                ["--head", "--port=6379", "--include-dashboard=false"]
-                if host == "h1"
-                else [f"--address={address_of('h1')}:6379"]
-            )
-            on(
-                host,
-                *ray,
-                *place,
-                f"--node-ip-address={address_of(host)}",
-                f"--num-cpus={cpus}",
-                "--object-store-memory=100000000",
-                log=tmp_path / f"{host}.log",
-            )
-            if host == "h1":  # the others look for it
-                wait_started(host)
-        wait_started(*CPUS)  # what is placed before all have joined is not spread over them
+def hosts(tmp_path):
+    """Starts a program on one of four hosts."""
+    with contextlib.ExitStack() as stack:
+        try:
+            on = stack.enter_context(played_hosts(tmp_path, SAMPLING_SERVER))
+        except PermissionError as error:
+            pytest.skip(str(error))
         yield on
-    finally:
-        for host in CPUS:
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", host], capture_output=True, text=True
-            ).stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", host])
-            # or it goes some time later by itself
-            subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)
-        subprocess.run(["ip", "link", "del", "br77"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,138 @@
+"""Four hosts on this machine: network namespaces on one bridge, each with its own address, loopback, Ray
+session and shared memory. They make one Ray cluster, which asks for a token.
+
+    with played_hosts(folder, SERVER) as on:
+        process = on("h1", sys.executable, "grpo_trainer.py", ..., log=folder / "run.log")
+
+tests/test_cluster.py cuts one of them off, bench_cluster.py limits their links. Needs root and `ip`. Left
+out: what separate machines have of their own, such as clocks, disks and cores.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # what Ray may deal out; h1 has the driver
+START_S = 300.0  # in which Ray must have started on all of them
+OWN = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
+
+
+def address_of(host: str) -> str:
+    return f"10.77.0.{host[1:]}"
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def limit_links(bytes_per_s: float) -> None:
+    """So much into each host, and so much out of it."""
+    rate = f"root tbf rate {8 * bytes_per_s:.0f}bit burst 128kb latency 50ms"
+    for host in CPUS:
+        run(f"tc -n {host} qdisc add dev eth0 {rate}")
+        run(f"tc qdisc add dev {host}out {rate}")
+
+
+@contextlib.contextmanager
+def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
+    """Yields what starts a program on a host.
+
+    server: the text of a program that plays vLLM's server. cpus: what Ray may deal out on each host.
+    PermissionError where this user may not make network namespaces.
+    """
+    if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
+        raise PermissionError("no right to make network namespaces here (root and `ip` are needed)")
+    try:
+        make_links()
+        started = []
+        env = environment(folder, server)
+
+        def on(host: str, *command: str, log: Path) -> subprocess.Popen:
+            inside = ["ip", "netns", "exec", host, "unshare", "-m", "sh", "-c", OWN, "sh", *command]
+            if host == "h1" and started:  # the driver shares its host with the head node
+                inside = ["nsenter", "-t", str(started[0].pid), "-m", "-n"]
+                inside += ["sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), *command]
+            options = dict(stdout=open(log, "wb"), stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+            started.append(subprocess.Popen(inside, start_new_session=True, **options))
+            return started[-1]
+
+        start_ray(on, folder, cpus)
+        yield on
+    finally:
+        remove()
+
+
+def make_links() -> None:
+    """All hosts but h1, which is there, and a bridge between all of them."""
+    run("ip link add br77 type bridge")
+    run("ip link set br77 up")
+    for host in CPUS:
+        if host != "h1":
+            run(f"ip netns add {host}")
+        run(f"ip link add {host}out type veth peer name eth0 netns {host}")
+        run(f"ip link set {host}out master br77 up")
+        for command in (f"addr add {address_of(host)}/24 dev eth0", "link set eth0 up", "link set lo up"):
+            run(f"ip -n {host} {command}")
+
+
+def environment(folder: Path, server: str) -> dict[str, str]:
+    """Of all that is started; in it, `server` is vLLM."""
+    package = folder / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for part in (package, package.parent, package.parent.parent):
+        (part / "__init__.py").touch()
+    (package / "api_server.py").write_text(server)
+    return os.environ | {
+        "RAY_health_check_period_ms": "1000",  # a host that is cut off is soon noticed
+        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_failure_threshold": "4",
+        "RAY_worker_niceness": "0",  # not behind whatever else this machine does
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "token of the test " + "x" * 20,
+        "RAY_ADDRESS": f"{address_of('h1')}:6379",
+        "PYTHONPATH": f"{folder / 'path'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start_ray(on, folder: Path, cpus: dict[str, int]) -> None:
+    """Returns when all have joined: what is placed before that is not spread over them."""
+    end = time.monotonic() + START_S
+    ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
+    logs = []
+    for host, count in cpus.items():
+        place = [f"--address={address_of('h1')}:6379"]
+        if host == "h1":
+            place = ["--head", "--port=6379", "--include-dashboard=false"]
+        place += [f"--node-ip-address={address_of(host)}", f"--num-cpus={count}"]
+        log = folder / f"{host}.log"
+        on(host, *ray, *place, "--object-store-memory=100000000", log=log)
+        logs.append(log)
+        if host == "h1":  # the others look for it
+            wait_started(logs, end)
+    wait_started(logs, end)
+
+
+def wait_started(logs: list[Path], end: float) -> None:
+    for log in logs:
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+
+
+def remove() -> None:
+    """Ends everything that runs on the hosts, and them."""
+    for host in CPUS:
+        pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
+        for pid in pids.split():
+            os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", host])
+        # or it goes some time later by itself
+        subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)
+    subprocess.run(["ip", "link", "del", "br77"])
