@@ -7,10 +7,13 @@
 Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
 where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
 line in order: the trainer's loop, on one core, reads each answer, makes its text and hands it to the reward
-loop. Then the trainer computes advantages and packs the samples, each rank unpacks its own, they update; and
-rank 0 packs the new weights, which go from node to node while the next ones are packed: to one node, to two
-more, to four more. These parts follow one another, as in the code without --overlap; nothing of them is done
-while others still generate. Left out: the cost of prompts, cached prefixes, failures, --overlap.
+loop. Then the trainer computes advantages and packs the samples, each rank unpacks its own, they update,
+and send each other weights and gradients for each micro-batch; and rank 0 packs the new weights, which go
+from node to node while the next ones are packed: to one node, to two more, to four more, of which some ask
+the same node for them. These parts follow one another, as in the code without --overlap; nothing of them is
+done while others still generate. Nor is traffic between ranks hidden behind computing: gloo hides none, NCCL
+much of it, so that `update` is an upper bound. bench_cluster.py holds all this beside a real run over four
+hosts. Left out: the cost of prompts, cached prefixes, failures, --overlap, servers reading their weights.
 
 --run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
 gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
@@ -22,6 +25,7 @@ import heapq
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,19 +43,26 @@ class Config:
     length: tuple[float, int] = (1161, 8192)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
     critique: tuple[float, int] = (3000, 16384)  # The same of a critique.
     judged: float = 0.5  # Share of the samples that the judge reads.
-    places: int = 128  # Sequences that a server works on at once.
+    places: int = 128  # Sequences that a policy server works on at once.
+    judge_places: int = 128  # The same of a judge.
     speed: float = 50  # Tokens/s of each of them, policy.
     judge_speed: float = 70  # Tokens/s of each of them, judge.
     train_speed: float = 8000  # Tokens/s of a rank in an update: 35 % of an H100 for 7B.
+    updates: int = 16  # Mini-batches of a step.
+    micro_batch: int = 16384  # Tokens of a micro-batch.
     loop: float = 1450  # Samples/s that the trainer's loop reads, hands over and collects (bench_driver.py).
     workers: int = 2  # Reward workers, 1,800 calls/s each.
     router: float = 3100  # Answers/s of a router, of 92 kB; policy servers and judges have one each.
     advantages: float = 70000  # Samples/s: metrics, advantages, entropy (bench_driver.py).
     hand_over: float = 38e6  # Tokens/s that the trainer packs for the ranks, in 14 bytes each.
     unpack: float = 9e6  # Tokens/s that a rank unpacks, of its own (bench_hand_over.py).
-    weights: float = 15.2e9  # Bytes of the policy's weights.
+    weights: float = 15.2e9  # Bytes of the policy's weights, in bf16.
+    gradients: float = 30.4e9  # Bytes of their gradients, in float32.
     pack: float = 1.85e9  # Bytes/s of them that rank 0 packs and puts into Ray's object store.
-    link: float = 12.5e9  # Bytes/s out of a node.
+    pack_size: float = 2**29  # Bytes of a pack.
+    link: float = 12.5e9  # Bytes/s out of a node, of Ray's objects: 100 Gbit/s.
+    fabric: float = 400e9  # The same of what ranks send each other: eight adapters of 400 Gbit/s.
+    per_node: int = 8  # GPUs of a node.
     drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
     run: Path | None = None  # Folder of a run that was measured.
 
@@ -76,9 +87,9 @@ def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[d
     return done, busy
 
 
-def step(config: Config, gpus: int) -> tuple[dict, dict]:
+def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
     """Seconds of a step's parts, and for how many of them each station is at work."""
-    rng, jobs, total = random.Random(0), [], 0.0
+    rng, jobs, total = random.Random(seed), [], 0.0
 
     def tokens(mean, most):
         return min(mean * rng.lognormvariate(-0.245, 0.7), most)
@@ -94,18 +105,58 @@ def step(config: Config, gpus: int) -> tuple[dict, dict]:
             jobs[-1] += [("workers", 1 / 1800), ("judges' router", 1 / config.router), ("judges", seconds)]
     ranks, servers, judges = (max(round(share * gpus), 1) for share in config.shares)
     places = {"policy's router": 1, "loop": 1, "workers": config.workers, "judges' router": 1}
-    places |= {"policy servers": servers * config.places, "judges": judges * config.places}
+    places |= {"policy servers": servers * config.places, "judges": judges * config.judge_places}
     done, busy = play(jobs, places)
-    waves = math.ceil(math.log2(math.ceil(servers / 8) + 1))  # of nodes, and rank 0's is the first to have it
+    between = between_ranks(config, ranks, total / ranks)
     parts = {
         "rollout": done["loop"],
         "reward wait": max(done.values()) - done["loop"],
         "advantages": len(jobs) / config.advantages,
         "to the ranks": total / config.hand_over + 14 * total / config.link + total / ranks / config.unpack,
-        "update": total / config.train_speed / ranks,
-        "weights": config.weights * max(1 / config.pack, waves / config.link),
+        "update": total / config.train_speed / ranks + between,
+        "weights": to_servers(config, ranks, math.ceil(servers / config.per_node), rng),
     }
-    return parts, busy | {name: parts[name] for name in list(parts)[2:]}
+    return parts, busy | {name: parts[name] for name in list(parts)[2:]} | {"between ranks": between}
+
+
+def between_ranks(config: Config, ranks: int, tokens: float) -> float:
+    """Seconds of an update in which weights and gradients travel, were none of them hidden by computing.
+
+    Each pass over a micro-batch gathers the weights, forward and backward, and adds up the gradients.
+    Before the first update all later ones' samples are looked at, in passes that only go forward.
+    """
+    passes = math.ceil(tokens / config.updates / config.micro_batch)  # of each update
+    gathered = 2 * config.updates + config.updates - 1
+    size = passes * (gathered * config.weights + config.updates * config.gradients)
+    return size * (1 - 1 / ranks) / config.fabric
+
+
+def to_servers(config: Config, ranks: int, nodes: int, rng) -> float:
+    """Seconds until all nodes have the weights: a pack is made while the one before is on its way."""
+    count = math.ceil(config.weights / config.pack_size)
+    size = config.weights / count
+    made = size / config.pack + size * (1 - 1 / ranks) / config.fabric
+    seconds = made
+    for number in range(count):
+        sent = links(nodes, rng) * size / config.link
+        if number + 1 < count:
+            sent = max(sent, made)
+        seconds += sent
+    return seconds
+
+
+def links(nodes: int, rng) -> int:
+    """How many times in a row a pack takes a link until it is on all nodes.
+
+    First one has it from rank 0's node, then as many have it as those that had it before; each asks any of
+    these, as Ray does, and so some are asked by several, and serve them side by side.
+    """
+    times, have = 0, 1
+    while have <= nodes:
+        asked = Counter(rng.randrange(have) for _ in range(min(have, nodes + 1 - have)))
+        times += max(asked.values())
+        have += asked.total()
+    return times
 
 
 def table(config: Config) -> str:

@@ -1,6 +1,7 @@
 """A step played event by event: lines and places by hand, and the part that is named."""
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import simulate
-from simulate import Config, play, predict, step
+from simulate import Config, links, play, predict, step, to_servers
 
 
 def test_lines_by_hand():
@@ -28,24 +29,45 @@ def test_a_step_by_hand(tmp_path):
     """Eight samples of 100 tokens, none judged, on four GPUs: two ranks, a server of two places, a judge."""
     drawn = tmp_path / "samples.jsonl"
     drawn.write_text(json.dumps({"response_length": 100}) + "\n")
-    speeds = dict(speed=50.0, train_speed=40.0, hand_over=200.0, advantages=4.0, weights=3e9, link=1e9)
-    config = Config(samples=2, judged=0.0, places=2, drawn=drawn, **speeds)
+    speeds = dict(speed=50.0, train_speed=40.0, hand_over=200.0, advantages=4.0, fabric=1e9, link=1e9)
+    sizes = dict(updates=2, micro_batch=100, weights=3e9, gradients=6e9, pack=2e9, pack_size=1e9)
+    config = Config(samples=2, judged=0.0, places=2, drawn=drawn, **speeds, **sizes)
     parts, busy = step(config, 4)
     waits = {"reward wait": 0.0, "advantages": 2.0, "to the ranks": 4.0}
-    # four rounds of 2 s behind routers and loops that take next to nothing
+    # Four rounds of 2 s behind routers and loops that take next to nothing. 10 s of computing, and in two
+    # updates of two micro-batches half of ten times the weights and of four times the gradients. A pack is
+    # made in 1 s, half of which gathers it, and sent in 1 s, while the next one is made.
     assert parts == pytest.approx(
-        {"rollout": 8.0, **waits, "update": 10.0, "weights": 3.0}, abs=1e-2
+        {"rollout": 8.0, **waits, "update": 10.0 + 27.0, "weights": 4.0}, abs=1e-2
     )
     assert busy["policy servers"] == pytest.approx(8.0) and busy["judges"] == 0.0
+    assert busy["between ranks"] == pytest.approx(27.0)
+
+
+def test_the_slower_of_packing_and_sending_sets_the_pace():
+    """Four packs from a lone rank: 3 s to make one and 1 s to send it, or the other way round."""
+    config = Config(weights=4.0, pack_size=1.0, pack=1 / 3, link=1.0)
+    assert to_servers(config, 1, 1, random.Random(0)) == pytest.approx(13.0)
+    config = Config(weights=4.0, pack_size=1.0, pack=1.0, link=1 / 3)
+    assert to_servers(config, 1, 1, random.Random(0)) == pytest.approx(13.0)
+
+
+def test_a_pack_is_asked_of_any_node_that_has_it():
+    """One after the other with one or two nodes; of three the last two ask the same one, or two."""
+    found = [[links(nodes, random.Random(seed)) for seed in range(200)] for nodes in (1, 2, 3, 100)]
+    assert set(found[0]) == {1} and set(found[1]) == {2}
+    assert set(found[2]) == {2, 3} and 70 < found[2].count(3) < 130
+    assert min(found[3]) > 7  # which would be seven waves, were none asked by two
 
 
 @pytest.mark.parametrize(
     "flag, first",
     [("--router=1", "policy's router"), ("--link=1e6", "weights"), ("--loop=1", "loop"),
-     ("--hand-over=10", "to the ranks"), ("--advantages=0.1", "advantages")],
+     ("--hand-over=10", "to the ranks"), ("--advantages=0.1", "advantages"),
+     ("--fabric=1e9", "between ranks")],
 )  # fmt: skip
 def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["simulate.py", "--gpus", "2", "--samples", "8", flag])
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "--gpus", "4", "--samples", "8", flag])
     simulate.main()
     assert f"| {first}, at work" in capsys.readouterr().out
 

@@ -1,0 +1,437 @@
+"""The parts of a step as simulate.py predicts them, beside a real run over four hosts with slow links.
+
+    python benchmarks/bench_cluster.py            # as root, ten minutes; two cores, hardly at work
+
+The hosts are network namespaces (hosts.py); `tc` lets so many bytes a second out of each and into it.
+Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. vLLM's servers are played, three for
+the policy and two judges: places, a speed, log-normal lengths, random tokens. What the simulation is told is
+measured beforehand: a transfer between two hosts, collectives of a layer's size between them, an update in
+two processes that are no ranks, packing and unpacking on one core. Then, as the run's own samples are few,
+made-up ones to its two ranks, and weights in four packs from rank 0 to the three other hosts. Medians: of
+simulated steps with the middle 80 %, as lengths are drawn, of measured ones (not the first) with all.
+
+Left out: GPUs, NCCL, servers that read their weights, more hosts than four.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+import tyro
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo_trainer
+import simulate
+from bench_hand_over import cpu_of, made_up
+from bench_router import machine
+from cluster import policy_group, weights
+from cluster.ranks import Ranks
+from cluster.samples import pack, split, unpack
+from hosts import address_of, limit_links, played_hosts
+from policy import MiniBatch, Policy, Sample
+from toy import warm_start
+
+RANKS, SERVERS, JUDGES = 2, 3, 2
+PROMPTS, GROUP, UPDATES = 14, 5, 2
+SAMPLES = PROMPTS * GROUP
+LAYERS = 2  # wide ones: most of an update is to be travel, not two busy cores
+PACKS = 4  # of weights, from rank 0 to the other hosts
+ROUNDS = 5  # of what is measured after the run
+SEEDS = 100  # steps that are simulated
+HANDED = "to the ranks: made-up samples"
+PACKED = f"weights, in {PACKS} packs to three other hosts"
+CPUS = {"h1": 0, "h2": 4, "h3": 4, "h4": 4}
+
+# Instead of vLLM, with TOLD: of each path places, tokens/s, mean and limit of its lengths.
+SERVER = """
+import asyncio, random, sys
+from aiohttp import web
+
+
+def argument(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+async def generate(request):
+    await request.read()
+    places, speed, mean, most = TOLD[request.path]
+    length = max(1, round(min(mean * random.lognormvariate(-0.245, 0.7), most)))
+    async with free.setdefault(request.path, asyncio.Semaphore(places)):
+        await asyncio.sleep(length / speed)
+    choice = {"finish_reason": "stop", "message": {"content": "x"}}
+    choice["token_ids"] = [random.randrange(10, 40) for _ in range(length)]
+    choice["logprobs"] = {"token_logprobs": [-random.random() for _ in range(length)]}
+    return web.json_response({"choices": [choice]})
+
+
+async def say_yes(request):
+    return web.json_response({})
+
+
+free = {}
+app = web.Application()
+for path in TOLD:
+    app.router.add_post(path, generate)
+app.router.add_route("*", "/{path:.*}", say_yes)
+web.run_app(app, host=argument("--host"), port=int(argument("--port")), print=None, access_log=None)
+"""
+
+REWARD = """
+import random
+import aiohttp
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    if random.random() < JUDGED:
+        async with aiohttp.ClientSession() as session:
+            body = {"messages": [{"role": "user", "content": solution_str}]}
+            url = f"http://{reward_router_address}/v1/chat/completions"
+            async with session.post(url, json=body) as answer:
+                await answer.json()
+    return random.random()
+"""
+
+RECEIVE = """
+import socket, time
+connection, _ = socket.create_server(("", 4711)).accept()
+size = len(connection.recv(2**20))
+begun = time.monotonic()
+while more := connection.recv(2**20):
+    size += len(more)
+print(size / (time.monotonic() - begun))
+"""
+SEND = """
+import socket, sys, time
+for _ in range(100):
+    try:
+        connection = socket.create_connection((sys.argv[1], 4711))
+        break
+    except OSError:
+        time.sleep(0.1)
+connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+@dataclass
+class Config:
+    link: float = 6e6  # Bytes/s into and out of each host.
+    steps: int = 10  # Of the run; the first one is left out.
+    length: tuple[float, int] = (16, 48)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
+    critique: tuple[float, int] = (60, 192)  # The same of a critique.
+    judged: float = 0.5  # Share of the samples that a judge reads.
+    places: int = 8  # Sequences that a policy server works on at once.
+    judge_places: int = 4  # The same of a judge.
+    speed: float = 5  # Tokens/s of each of them, policy.
+    judge_speed: float = 15  # The same, judge.
+    hidden: int = 384  # Size of the hidden states of the policy, which has 5 M parameters.
+    samples: int = 1200  # Made-up samples to the ranks, of 1,161 tokens.
+
+
+def settings(config: Config, folder: Path) -> grpo_trainer.Config:
+    return grpo_trainer.Config(
+        model=str(folder / "policy"),
+        genrm=(str(folder / "policy"),),
+        genrm_servers=JUDGES,
+        train_file=str(folder / "rows.jsonl"),
+        out_dir=str(folder / "run"),
+        reward_fn=f"{folder}/score.py:compute_score",
+        num_workers=1,
+        device="cpu",
+        policy_ranks=RANKS,
+        rollout="vllm",
+        rollout_servers=SERVERS,
+        rollout_batch_size=config.places,
+        total_steps=config.steps,
+        train_batch_size=PROMPTS,
+        mini_batch_size=PROMPTS // UPDATES,
+        group_size=GROUP,
+        max_response_length=config.length[1],
+        max_tokens_per_micro_batch=2**20,
+        overlong_buffer=0,
+        max_logprob_diff=1e9,
+        save_every=0,
+        num_threads=1,
+    )
+
+
+def shape(config: Config, vocab_size: int) -> LlamaConfig:
+    """Of the policy."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden,
+        intermediate_size=4 * config.hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+
+
+def write_input(config: Config, folder: Path) -> int:
+    """A policy, rows and a reward function. Returns the bytes of its weights."""
+    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
+    model = LlamaForCausalLM(shape(config, len(tokenizer)))
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    with open(folder / "rows.jsonl", "w") as file:
+        for number in range(64):
+            row = {
+                "data_source": "made up",
+                "prompt": [{"role": "user", "content": f"{number} + 1"}],
+                "extra_info": {"index": number},
+                "reward_model": {"ground_truth": str(number + 1)},
+            }
+            file.write(json.dumps(row) + "\n")
+    (folder / "score.py").write_text(f"JUDGED = {config.judged}\n{REWARD}")
+    return 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+
+
+# ---- on the hosts
+
+
+class MeasuredGroup(policy_group.PolicyGroup):
+    """Before it writes the run's only checkpoint it measures what crosses the links."""
+
+    def save(self, folder: Path) -> None:
+        found = {HANDED: [], PACKED: []}
+        batches = made_up(self.samples)
+        there = [node["NodeID"] for node in ray.nodes()]
+        there.remove(self.own.nodes("rank")[0])
+        folders = {}
+        for number, node in enumerate(there):
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            kind = ray.remote(weights.WeightFolder).options(num_cpus=0, scheduling_strategy=where)
+            folders[node] = kind.remote(f"{folder.parent}_{number}", {})
+        ray.get([actor.finish.remote() for actor in folders.values()])  # they have started
+        size = 4 * self.about()["numel"]
+        for _ in range(ROUNDS):
+            begun = time.monotonic()
+            packed = [pack(part) for part in split(batches, RANKS)]
+            ray.get([rank.__ray_call__.remote(take, own) for rank, own in zip(self.actors, packed)])
+            found[HANDED].append(time.monotonic() - begun)
+            begun = time.monotonic()
+            assert not ray.get(self.actors[0].__ray_call__.remote(send_packs, size, folders))
+            found[PACKED].append(time.monotonic() - begun)
+        self.results.write_text(json.dumps(found))
+        super().save(folder)
+
+
+def take(rank, packed: bytes) -> int:
+    return len(unpack(packed))
+
+
+def send_packs(rank, size: int, folders: dict) -> set:
+    """Made-up weights of so many bytes, in PACKS packs."""
+    weights.PACK = size // PACKS
+    return weights.send([(str(number), torch.zeros(size // PACKS // 4)) for number in range(PACKS)], folders)
+
+
+def train(config: Config, folder: Path, rank: int) -> None:
+    MeasuredGroup.samples = config.samples
+    MeasuredGroup.results = folder / "crossed.json"
+    policy_group.PolicyGroup = MeasuredGroup
+    grpo_trainer.train(settings(config, folder))
+
+
+def update_alone(config: Config, folder: Path, rank: int) -> None:
+    """A rank's share of a step's samples in one process, which waits for no other: prints tokens/s."""
+    torch.set_num_threads(1)
+    options = settings(config, folder)
+    policy = Policy(options, options.model, torch.device("cpu"))
+    policy.model.shares_prompts = False  # nor can ranks
+    rng = random.Random(0)
+    prompt_ids = list(range(10, 18))  # as many as those of the rows
+    batches = []
+    total = 0
+    for _ in range(UPDATES):
+        samples = []
+        for number in range(SAMPLES // UPDATES // RANKS):
+            length = round(min(config.length[0] * rng.lognormvariate(-0.245, 0.7), config.length[1])) + 1
+            ids = [rng.randrange(10, 40) for _ in range(length)]
+            samples.append(Sample({}, prompt_ids, ids, [-1.0] * length, advantage=rng.gauss(0, 1)))
+            total += length
+        batches.append(MiniBatch(samples, sum(len(sample.response_ids) for sample in samples), len(samples)))
+    seconds = []
+    for _ in range(ROUNDS):
+        begun = time.monotonic()
+        policy.learn(batches, 1e-6, 1e9)
+        seconds.append(time.monotonic() - begun)
+    print(total / statistics.median(seconds))
+
+
+def exchange(config: Config, folder: Path, rank: int) -> None:
+    """What a pass over a layer sends, without its computing: prints bytes/s out of each of two hosts."""
+    numel = sum(tensor.numel() for tensor in LlamaForCausalLM(shape(config, 8)).model.layers[0].parameters())
+    first = address_of("h2")
+    store = None
+    if rank == 0:  # they meet at it, as long as it is held
+        store = dist.TCPStore(first, 4712, is_master=True, wait_for_workers=False)
+    address = address_of(f"h{rank + 2}")
+    Ranks(rank=rank, count=RANKS, store=f"{first}:4712", address=address).join(torch.device("cpu"))
+    whole = torch.ones(numel)
+    own = torch.ones(numel // RANKS)
+    rates = []
+    for _ in range(2 * ROUNDS):
+        dist.barrier()
+        begun = time.monotonic()
+        for _ in range(2):
+            dist.all_gather_single(whole, own)
+        dist.reduce_scatter_single(own, whole)
+        # Half of it went out twice, and then, as gloo adds up all of it on both, all.
+        rates.append(2 * 4 * numel / (time.monotonic() - begun))
+    dist.barrier()
+    del store
+    print(statistics.median(rates))
+
+
+# ---- the measurements
+
+
+def number_of(process: subprocess.Popen, log: Path) -> float:
+    """What a program prints last."""
+    assert process.wait(300) == 0, log.read_text()
+    return float(log.read_text().split()[-1])
+
+
+def link_rate(on, config: Config, folder: Path) -> float:
+    """Bytes/s of a plain transfer between two hosts."""
+    log = folder / "receive.log"
+    receiver = on("h3", sys.executable, "-c", RECEIVE, log=log)
+    size = str(int(3 * config.link))
+    on("h2", sys.executable, "-c", SEND, address_of("h3"), size, log=folder / "send.log")
+    return number_of(receiver, log)
+
+
+def this_script(role: str, folder: Path, rank: int = 0) -> list[str]:
+    return [sys.executable, __file__, role, str(folder), str(rank)]
+
+
+def of_two(on, role: str, folder: Path) -> float:
+    """The mean of what this script, in this role, prints on two hosts at once."""
+    running = []
+    for rank, host in enumerate(("h2", "h3")):
+        log = folder / f"{role}_{host}.log"
+        running.append((on(host, *this_script(role, folder, rank), log=log), log))
+    return statistics.mean(number_of(process, log) for process, log in running)
+
+
+def simulated(config: Config, link, fabric, train_speed, size: int) -> simulate.Config:
+    batches = made_up(500)
+    tokens = tokens_of(batches)
+    packed = pack(batches)
+    tensors = [(str(number), torch.zeros(size // 32)) for number in range(8)]
+    gpus = RANKS + SERVERS + JUDGES
+    return simulate.Config(
+        shares=(RANKS / gpus, SERVERS / gpus, JUDGES / gpus),
+        samples=SAMPLES // gpus,
+        length=config.length,
+        critique=config.critique,
+        judged=config.judged,
+        places=config.places,
+        judge_places=config.judge_places,
+        speed=config.speed,
+        judge_speed=config.judge_speed,
+        train_speed=train_speed,
+        hand_over=tokens / cpu_of(3, lambda: pack(batches)),
+        unpack=tokens / cpu_of(3, lambda: unpack(packed)),
+        weights=size,
+        gradients=2 * size,  # gloo adds up all of them on all ranks
+        updates=UPDATES,
+        pack=size / cpu_of(3, lambda: list(weights.packs(tensors))),
+        link=link,
+        fabric=fabric,
+        micro_batch=2**20,
+        per_node=1,
+    )
+
+
+def measured(folder: Path) -> dict[str, list[float]]:
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    parts = {"rollout": "rollout", "reward wait": "reward_wait", "update": "update", "weights": "sync"}
+    found = {}
+    for part, key in parts.items():
+        found[part] = [line[f"time/{key}"] for line in lines if line["step"] > 1]
+    return found | json.loads((folder / "crossed.json").read_text())
+
+
+def main() -> None:
+    roles = {"alone": update_alone, "exchange": exchange, "train": train}
+    if sys.argv[1:2] and sys.argv[1] in roles:  # one of the processes on the hosts
+        folder = Path(sys.argv[2])
+        config = Config(**json.loads((folder / "config.json").read_text()))
+        return roles[sys.argv[1]](config, folder, int(sys.argv[3]))
+    config = tyro.cli(Config, description=__doc__)
+    with tempfile.TemporaryDirectory() as name:
+        compare(config, Path(name))
+
+
+def compare(config: Config, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    size = write_input(config, folder)
+    told = {
+        "/v1/completions": (config.places, config.speed, *config.length),
+        "/v1/chat/completions": (config.judge_places, config.judge_speed, *config.critique),
+    }
+    print(machine(), flush=True)
+    with played_hosts(folder, f"TOLD = {told}\n{SERVER}", CPUS) as on:
+        speed = of_two(on, "alone", folder)
+        limit_links(config.link)
+        link = link_rate(on, config, folder)
+        fabric = of_two(on, "exchange", folder)
+        print(f"\nlink {link / 1e6:.2f} MB/s, collectives {fabric / 1e6:.2f} MB/s out of a host")
+        print(f"update {speed:.0f} tokens/s of a rank, weights {size / 1e6:.1f} MB\n", flush=True)
+        run = on("h1", *this_script("train", folder), log=folder / "run.log")
+        assert run.wait() == 0, (folder / "run.log").read_text()
+    shown(predicted(config, simulated(config, link, fabric, speed, size)), measured(folder))
+
+
+def predicted(config: Config, told: simulate.Config) -> dict[str, list[float]]:
+    """Each part's seconds in SEEDS steps."""
+    found = {part: [] for part in ("rollout", "reward wait", "update", "weights", PACKED)}
+    alone = dataclasses.replace(told, pack_size=told.weights / PACKS)
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        parts, _ = simulate.step(told, RANKS + SERVERS + JUDGES, seed)
+        # one of the hosts with servers is rank 0's own
+        parts["weights"] = simulate.to_servers(told, RANKS, SERVERS - 1, rng)
+        parts[PACKED] = simulate.to_servers(alone, 1, len(CPUS) - 1, rng)
+        for part, values in found.items():
+            values.append(parts[part])
+    tokens = tokens_of(made_up(config.samples))
+    travelling = tokens / told.hand_over + 14 * tokens / told.link + tokens / RANKS / told.unpack
+    return found | {HANDED: [travelling] * SEEDS}
+
+
+def tokens_of(batches: list[MiniBatch]) -> int:
+    return sum(sample.length for batch in batches for sample in batch.samples)
+
+
+def shown(predictions: dict[str, list[float]], found: dict[str, list[float]]) -> None:
+    print("| part of a step | predicted s | measured s | predicted / measured |")
+    print("| --- | ---: | ---: | ---: |")
+    for part, values in found.items():
+        expected = statistics.median(predictions[part])
+        middle = statistics.median(values)
+        tenths = statistics.quantiles(predictions[part], n=10)
+        row = f"{expected:.2f} ({tenths[0]:.2f}-{tenths[-1]:.2f})"
+        row += f" | {middle:.2f} ({min(values):.2f}-{max(values):.2f}) | {expected / middle:.2f}"
+        print(f"| {part} | {row} |")
+
+
+if __name__ == "__main__":
+    main()
