@@ -98,7 +98,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                     place = f"{path}, line {number}"
                     if line.strip():
                         rows.append(dict(json.loads(line)))
-    except (ValueError, TypeError, csv.Error) as error:  # pyarrow's and json's are ValueErrors
+    except (ValueError, TypeError, OSError, csv.Error) as error:  # json's and pyarrow's are of these
         raise ValueError(f"{place}: not a readable {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: no rows")
@@ -338,11 +338,12 @@ def prepare(config: Config) -> dict[str, int]:
                 files = local_files(source, source_dir)
             else:
                 files = hub_files(source)
-            counts |= write_source(source, files, config)
-            built.add(source.task)
         except OSError as error:  # one gated data set must not cost the others
             failed[source.task] = str(error)
             print(f"{source.data_source} {source.split}: skipped: {error}")
+            continue
+        counts |= write_source(source, files, config)
+        built.add(source.task)
     if "toy" in config.tasks:
         from toy import warm_start
         warm_start.write_rows(config.out_dir, config.seed)

@@ -472,6 +472,20 @@ def test_bad_settings(tmp_path, settings, message):
         prepare(Config(**({"source_dir": DATA, "out_dir": tmp_path} | settings)))
 
 
+def test_all_skips_no_file_that_is_damaged_and_none_that_cannot_be_written(tmp_path):
+    """Only what is not there is skipped: a damaged page of a parquet file is no ValueError of pyarrow's."""
+    rows = [{"problem": f"{number}?", "answer": f"{number}"} for number in range(1000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math500.parquet")
+    whole = (tmp_path / "math500.parquet").read_bytes()
+    (tmp_path / "math500.parquet").write_bytes(whole[:40] + b"\xff" * 40 + whole[80:])
+    with pytest.raises(ValueError, match=r"math500.parquet: not a readable .parquet file: Corrupt"):
+        prepare(Config(tasks=["all"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    (tmp_path / "math500.parquet").write_bytes(whole)
+    (tmp_path / "out/math500_test.parquet").mkdir()
+    with pytest.raises(OSError, match="math500_test"):
+        prepare(Config(tasks=["all"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+
+
 def test_a_source_file_is_not_overwritten(tmp_path, real):
     pq.write_table(pa.Table.from_pylist(read("aime25.jsonl")), tmp_path / "aime25_test.parquet")
     with pytest.raises(ValueError, match="--out-dir"):
