@@ -514,6 +514,9 @@ def test_settings_that_all_runs_share_are_said_once(tmp_path):
         "lora · LoRA rank 8 · advantage terms acc=1",
         "plain · advantage grpo",
     ]
+    settings["reward_kwargs"] = '{"penalty": null}'
+    (write_run(tmp_path / "measured", [line()]) / "config.json").write_text(json.dumps(settings))
+    assert "λ" not in part(dom(view_run.write_page([tmp_path / "measured"])), "settings")
 
 
 @in_browser
