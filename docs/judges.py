@@ -97,7 +97,9 @@ async def votes(
         agreement = verdicts.count(verdict) / k
         if verdict is not None and agreement > 0.5:
             return result | {"genrm_agreement": agreement}
-    unknown = {"score": None, "flawed_positive": None, "first_wrong": None}
+    unknown = {"flawed_positive": None, "first_wrong": None}
+    if len({result["score"] for result in results}) > 1:  # else no vote changes it: a judge that only measures
+        unknown["score"] = None
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
 
 
@@ -132,8 +134,10 @@ async def rubric(
     """
     result = fapo.compute_score(data_source, solution_str, ground_truth)
     result |= {"flawed_positive": False, "genrm_status": "skipped"}
-    if not result["acc"] or extra_info.get("split") == "test":
+    if not result["acc"]:
         return result
+    if extra_info.get("split") == "test":  # right, and judged by nobody
+        return result | {"flawed_positive": None}
     points = extra_info.get("rubric") or points
     listed = ""
     for number, point in enumerate(points, 1):

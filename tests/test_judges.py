@@ -140,6 +140,17 @@ def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):  # noqa:
         ask(judges.votes, [RIGHT], server.address, genrm_temperature=0)
 
 
+def test_without_a_majority_a_judge_that_only_measures_changes_no_score(serve):  # noqa: F811
+    server = serve(served(lambda prompt: "hm"))
+    test = ABOUT["extra_info"] | {"split": "test"}
+    (result,) = ask(judges.votes, [RIGHT], server.address, extra_info=test, judge_test=True)
+    assert result["score"] == 1.0 and result["flawed_positive"] is None and calls(server) == 3
+    left = ["1", "-1"]
+    server = serve(served(lambda prompt: f"\\boxed{{{left.pop()}}}"))
+    (result,) = ask(judges.votes, [RIGHT], server.address, penalty=None, k=2)
+    assert result["score"] == 1.0 and result["flawed_positive"] is None and not left
+
+
 # ---- rubric
 
 
@@ -182,3 +193,4 @@ def test_a_row_may_have_a_checklist_of_its_own(serve):  # noqa: F811
     assert asked == {True: 1} and result["score"] == 0.0 and result["met_1"] is False
     (result,) = ask(judges.rubric, [RIGHT], server.address, extra_info=extra | {"split": "test"})
     assert result["score"] == 1.0 and calls(server) == 1
+    assert result["flawed_positive"] is None  # judged by nobody: not in the rate
