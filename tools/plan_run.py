@@ -27,7 +27,7 @@ import genrm_server
 import grpo_trainer
 import reward_loop
 from cluster.placement import Places, layout, parts_of
-from policy import LOGITS_AT_ONCE, layers_of, set_dtypes
+from policy import LOGITS_AT_ONCE, TOKENS_PER_PASS, layers_of, set_dtypes
 
 # Of vLLM: what a server takes of a GPU if nobody says otherwise; what it has beside weights, cache and what a
 # pass needs (CUDA itself, graphs), roughly; sequences at once on GPUs from 70 GiB on, and on smaller ones.
@@ -118,7 +118,7 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     text = shape_of(config, config.model)
     weights, learning, of_layer, outside = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
-    tokens = max(config.max_tokens_per_micro_batch or 16384, longest)
+    tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
     sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
     try:
         activations = activations_of(config, text, tokens, device)
