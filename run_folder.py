@@ -193,7 +193,7 @@ class Log:
         whole groups of training, of an evaluation the first sample of each.
         decode: of token ids, for the advantages of paragraphs."""
         written = Counter()
-        self.recent = [line for line in self.recent if line["step"] > step - 12]
+        self.recent = [line for line in self.recent if line["step"] > step - 13]
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             for number, group in enumerate(groups):
                 source = group[0].row["data_source"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo_trainer
+from policy import Sample
 from prepare_data import Config as DataConfig
 from prepare_data import prepare
 from run_folder import Log
@@ -120,6 +121,15 @@ def test_a_second_opinion_that_says_little_rings_nothing():
         assert ("narrow-judge" in named(lines)) == rings
     share, error = diagnose.audit(lines)  # 31 of 62
     assert share == 0.5 and error == pytest.approx((0.25 / 62) ** 0.5)
+
+
+def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
+    """With judge_wrong all 128 samples of a step are asked about, however few of them are right."""
+    for acc, rings in ((0.03, False), (0.2, True)):
+        about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": 128}
+        for rate, name in ((1.0, "flags-all"), (0.0, "passes-all")):
+            about["reward/flawed_positive_rate"] = rate
+            assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
 
 
 def test_chance_is_no_fall():
@@ -243,6 +253,23 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
             log.diagnose()
     config.max_idle_steps = 0
     log.diagnose()
+
+
+def test_what_lasts_is_not_said_again(tmp_path, capsys):
+    """A step's samples count for ten steps, and a rule looks at three: at step 13 those of step 1 still do."""
+    log = Log(config_of(out_dir=str(tmp_path)), 0)
+    preds = {1: "3", 5: "[INVALID]", 6: "3", 11: "3"}
+    for step in range(1, 15):
+        log.metrics({"step": step, "reward/mean": 0.0, "response_length/clipped": 1.0})
+        result = {"reward_score": 0.0, "reward_extra_info": {"pred": preds.get(step)}, "status": "ok"}
+        row = {"prompt": [{"content": "1+2?"}], "data_source": "a", "reward_model": {"ground_truth": "3"}}
+        group = [Sample(row, [1], [2], result=result, text="so")]
+        log.samples(step, "train", [group] if step in preds else [], {9}, None)
+        log.diagnose()
+    assert re.findall("never-ends, steps .*?:", capsys.readouterr().out) == [
+        "never-ends, steps 3-3:",
+        "never-ends, steps 3-8:",  # after a step at which half of them had no answer
+    ]
 
 
 @pytest.mark.slow

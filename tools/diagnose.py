@@ -50,9 +50,9 @@ RULES = [
     # Seconds after the last rollout.
     ("slow-judge", 3, ["time/reward_wait > 60"], "--genrm-servers 2, a smaller genrm_max_tokens, --overlap"),
     # Of 160 right answers, or more; the paper finds flaws in 20 to 40 %.
-    ("passes-all", 10, ["reward/flawed_positive_rate < 0.001", "genrm/asked > 15"],
+    ("passes-all", 10, ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
      "read critiques (keep_critique): is there nothing to find, or does it find nothing?"),
-    ("flags-all", 3, ["reward/flawed_positive_rate > 0.97", "genrm/asked > 15"],
+    ("flags-all", 3, ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
      "read critiques (keep_critique): does the judge count paragraphs as you do?"),
     # Twice what the judge itself finds. One as good as the demo's lets 5 to 15 % pass, most of it early.
     ("narrow-judge", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
@@ -94,13 +94,16 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     lines: of the run up to this step; samples: the newest by then.
     """
     numbers = {}
+    newest = lines[-1]
     for name, key in AT_FIRST.items():  # of what it was in the first three steps, if that was not next to 0
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
-        if first > 0.1 and key in lines[-1]:
-            numbers[f"{name}/first"] = lines[-1][key] / first
+        if first > 0.1 and key in newest:
+            numbers[f"{name}/first"] = newest[key] / first
+    # Right answers that a judge read, or fewer; wrong ones may be asked about, too (judge_wrong).
+    numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
     share, error = audit(lines)
     numbers["audit_flawed/surely"] = share - 3 * error
-    numbers["audit_flawed/unseen"] = share - 2 * lines[-1].get("reward/flawed_positive_rate", 0)
+    numbers["audit_flawed/unseen"] = share - 2 * newest.get("reward/flawed_positive_rate", 0)
     answers = []
     groups = set()
     prompts = set()
