@@ -235,6 +235,8 @@ def test_what_the_oracle_can_be_told_to_say():
     assert said(flawed, judge_wrong=False) == said(flawed)
     slipped_last = said("\n\n".join([*SOUND[:3], "Rest \\boxed{3}"]))
     assert slipped_last["sums_right"] and not slipped_last["acc"] and not slipped_last["truly_correct"]
+    goes_on = said("\n\n".join([*SOUND, "Rest \\boxed{4}"]))
+    assert goes_on["sums_right"] and goes_on["flawed_positive"] and goes_on["first_wrong"] == 4
     blind = said(flawed, recall=0.0)
     assert (blind["score"], blind["first_wrong"], blind["flawed_positive"]) == (1, -1, False)
     assert blind["oracle_flawed_positive"] and not blind["truly_correct"]

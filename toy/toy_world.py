@@ -267,7 +267,7 @@ def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
     acc = result["acc"]
     return {
         "first_wrong": first_wrong,
-        "sums_right": first_wrong in (-1, len(parse_problem(extra_info["question"]).steps)),
+        "sums_right": not 0 <= first_wrong < len(parse_problem(extra_info["question"]).steps),
         **result,
         "oracle_flawed_positive": acc and not sound,
         "truly_correct": acc and sound,
