@@ -172,7 +172,7 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
         (100, 0),
         (200, 0),
     }
-    assert data["notes"][0].startswith("run: samples of every 4th step (--max-mb shows more, ")
+    assert data["notes"][0].startswith("run: samples of one step in 4 (--max-mb shows more, ")
     assert len(data["metrics"]["a"]) == 5001
     assert len(data_of(view_run.write_page([run], max_mb=20))["runs"][0]["groups"]) == 209
 

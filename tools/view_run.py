@@ -136,7 +136,7 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     groups, every = thin([group_of(list(lines)) for _, lines in by_group], limit)
     notes = []
     if every > 1:
-        notes.append(f"samples of every {every}th step (--max-mb shows more, {folder}/samples.jsonl has all)")
+        notes.append(f"samples of one step in {every} (--max-mb shows more, {folder}/samples.jsonl has all)")
     if torn_metrics + torn_samples:
         notes.append("torn lines were left out (the run goes on, or was killed)")
     if not groups:
