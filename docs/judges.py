@@ -98,7 +98,7 @@ async def votes(
         if verdict is not None and agreement > 0.5:
             return result | {"genrm_agreement": agreement}
     unknown = {"flawed_positive": None, "first_wrong": None}
-    if len({result["score"] for result in results}) > 1:  # else no vote changes it: a judge that only measures
+    if len({result["score"] for result in results}) > 1:  # else a judge that only measures
         unknown["score"] = None
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
 

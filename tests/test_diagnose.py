@@ -256,7 +256,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
 
 
 def test_what_lasts_is_not_said_again(tmp_path, capsys):
-    """A step's samples count for ten steps, and a rule looks at three: at step 13 those of step 1 still do."""
+    """A step's samples count for ten steps, and rules look at three: at step 13 those of step 1 do."""
     log = Log(config_of(out_dir=str(tmp_path)), 0)
     preds = {1: "3", 5: "[INVALID]", 6: "3", 11: "3"}
     for step in range(1, 15):
