@@ -203,6 +203,7 @@ class ModelServers:
     def keep(self, slot: Watched) -> None:
         """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
         tries = 0  # in a row
+        deaths = 0  # of these: by its own doing
         while not self.stopping.is_set():
             own_doing = False
             said = ""
@@ -216,15 +217,16 @@ class ModelServers:
             if self.stopping.is_set():
                 break
             if slot.ready:
-                tries = 0
+                tries = deaths = 0
             else:
                 tries += 1
-            if not self.all_ready.is_set() or own_doing and tries >= MAX_DEATHS:
+                deaths += own_doing
+            if not self.all_ready.is_set() or deaths >= MAX_DEATHS:
                 slot.given_up = f"{slot.name} {what}; the end of {slot.log}:\n{said}"
                 if self.all_ready.is_set():
                     self.say(f"GIVING UP: {slot.given_up}")
                 break
-            delay = min(60.0, RESTART_DELAY * 2**tries)
+            delay = RESTART_DELAY * min(60, 2**tries)
             self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
             slot.restarts += 1

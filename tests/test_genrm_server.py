@@ -361,6 +361,25 @@ def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
         assert not servers.given_up()
 
 
+def test_what_was_waited_for_however_long_is_no_death(stand_in, monkeypatch):
+    """A disk that was full for a weekend, a judge that could not start beside the trainer: when that is over
+    a server may die as often as any other before it is given up."""
+    with running(settings(stand_in)) as servers:
+        (slot,) = servers.slots
+        logs = servers.config.log_dir
+        shutil.rmtree(logs)
+        logs.touch()  # there can be no log
+        monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.0)
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: slot.restarts > 1100)  # a minute each, at last
+        (stand_in / "die_at_start").touch()
+        logs.unlink()
+        until(lambda: slot.log.is_file() and "do not fit" in slot.log.read_text())
+        (stand_in / "die_at_start").unlink()
+        until(lambda: slot.joined or slot.given_up)
+        assert slot.joined, slot.given_up
+
+
 def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
     (stand_in / "die_at_start").touch()
     with pytest.raises(
