@@ -192,9 +192,10 @@ class ModelServers:
             raise
         self.say(f"{self.router.name} ready at http://{self.router_address} ({len(self.slots)} servers)")
 
-    def given_up(self) -> bool:
-        """True when no server is left that could come back."""
-        return all(slot.given_up for slot in self.slots)
+    def check(self) -> None:
+        """RuntimeError when no server is left that could come back."""
+        if all(slot.given_up for slot in self.slots):
+            raise RuntimeError("every server was given up")
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: no reason to stop
@@ -323,8 +324,7 @@ class ModelServers:
             with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
                 self.call(slot, "stop")
             self.leave(slot)
-        if self.given_up():
-            raise RuntimeError("every server was given up")
+        self.check()
 
     def sleep(self, asleep: bool = True) -> bool:
         """Frees GPU memory when what they are at has ended, or takes it again. False where they cannot."""
@@ -388,11 +388,11 @@ def main() -> None:
     try:
         servers = ModelServers(tyro.cli(Config))
         try:
-            while not servers.given_up():
+            while True:
+                servers.check()
                 time.sleep(1)
         finally:
             servers.shutdown()
-        raise RuntimeError("every server was given up")
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None

@@ -98,6 +98,7 @@ class PolicyServers:
 
     def check(self):
         """Raises where no request can be answered any more; called while rollouts wait."""
+        self.service.check()
 
     def shutdown(self):
         """Ends the servers and removes the folder."""
@@ -137,6 +138,7 @@ class ClusterServers(PolicyServers):
 
     def check(self):
         """RanksLost where a server needs weights and the ranks are gone: without new ones it never comes."""
+        super().check()
         lost, self.lost = self.lost, None
         if lost and lost[0] == self.policy.starts:  # not of ranks before these
             raise lost[1]

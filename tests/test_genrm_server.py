@@ -28,6 +28,8 @@ import vllm_server
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
+from policy import Sample
+from rollout import rollout_vllm
 from test_reward_loop import alive, free_port, until
 from tiny import policy_of
 from vllm_server import reserve, share
@@ -346,7 +348,8 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         (stand_in / "die_at_start").touch()
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[0].given_up)
-        assert not servers.given_up() and ask(f"http://{servers.router_address}")
+        servers.check()
+        assert ask(f"http://{servers.router_address}")
         until(lambda: len(router_workers(servers)) == 1)
         assert re.search(r"GIVING UP: server 0 died.*\n.*these weights do not fit", capfd.readouterr().out)
 
@@ -358,7 +361,7 @@ def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
         for number in range(1, 4):
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == number and servers.slots[0].joined)
-        assert not servers.given_up()
+        servers.check()
 
 
 def test_what_was_waited_for_however_long_is_no_death(stand_in, monkeypatch):
@@ -656,6 +659,19 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     finally:
         servers.shutdown()
     assert not servers.folder.path.exists()
+
+
+def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokenizer, model, monkeypatch):
+    """The router would hold each try of a request for --queue-timeout, 15 minutes in a run."""
+    monkeypatch.setattr(genrm_server, "MAX_DEATHS", 1)
+    policy = policy_of(copy.deepcopy(model))
+    with serving(PolicyServers(policy, tokenizer, settings(stand_in, queue_timeout=5.0))) as servers:
+        servers.check()
+        (servers.folder.path / "die_at_start").touch()
+        os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
+        options = dict(max_response_length=4, temperature=1.0, eos_ids=(), rollout_batch_size=1)
+        with pytest.raises(RuntimeError, match="every server was given up"):
+            rollout_vllm(servers, [Sample({}, [1])], **options)
 
 
 def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
