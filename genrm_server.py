@@ -75,8 +75,7 @@ class Config:
             self.refuse("gpu_share", "a server of several GPUs takes them whole; leave it at 1")
         router.Config(port=self.port).check()
 
-    def refuse(self, name: str, remedy: str) -> None:
-        raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {remedy}")
+    refuse = router.Config.refuse
 
 
 def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:

@@ -222,7 +222,8 @@ class Router:
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, problem)
                 while self.limits[worker]:  # what hangs there is asked elsewhere
-                    self.limits[worker].pop().reschedule(0)
+                    with contextlib.suppress(RuntimeError):  # its own time ends just now
+                        self.limits[worker].pop().reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy == healthy and worker.why:

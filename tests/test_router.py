@@ -735,6 +735,23 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
 
 
+@in_a_loop
+async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch(monkeypatch):
+    """As it happens in a busy router: both are due in one round of its loop."""
+    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.5)
+    settings = dict(health_interval=0.05, unhealthy_after=1, request_timeout=1.5)
+    async with Upstream(hang) as upstream, Running(upstream, **settings) as running:
+        asked = asyncio.create_task(running.ask("GET", "/v1/x"))
+        await until(lambda: upstream.seen)
+        await asyncio.sleep(0.8)
+        upstream.health = 0
+        await asyncio.sleep(0.3)
+        time.sleep(1.5)  # the loop has other work
+        assert (await asked)[0] in (503, 504) and not running.worker(upstream).healthy
+        upstream.health = 200
+        await until(lambda: running.worker(upstream).healthy, 10)
+
+
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """As any server that hangs does (above)."""
     config = Config()
