@@ -146,11 +146,11 @@ class ModelServers:
     Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had,
     RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
     servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
-    `before_joining(slot)` when it is healthy and not yet asked anything; it stays out while that is false.
+    `before_joining(slot)` when it is healthy and not yet asked anything.
     Router and servers have a thread each. Who joins, or calls all (ask_all), holds the `lock`: never both."""
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
-                 before_starting=lambda slot: None, before_joining=lambda slot: True):
+                 before_starting=lambda slot: None, before_joining=lambda slot: None):
         self.config = config = complete(config)
         self.before_starting = before_starting
         self.before_joining = before_joining
@@ -273,10 +273,10 @@ class ModelServers:
         if slot.joined == start:
             return
         with self.lock:
-            if self.asleep and not slot.joined:  # it must not take the memory left to the trainer
-                self.ask(slot, SLEEP)
-            if not (slot.joined or self.before_joining(slot)):
-                return
+            if not slot.joined:
+                if self.asleep:  # it must not take the memory left to the trainer
+                    self.ask(slot, SLEEP)
+                self.before_joining(slot)
             url = f"{self.router.url}/workers"
             if http("POST", url, {"url": slot.url}, self.config.server_key)[0] == 200:
                 if not slot.ready:

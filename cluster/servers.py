@@ -69,18 +69,17 @@ class PolicyServers:
 
     def start(self, config: Config):
         self.write_weights()
-        self.service = ModelServers(config, "policy", before_joining=self.is_current)
+        self.service = ModelServers(config, "policy", before_joining=self.make_current)
 
     def write_weights(self):
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
             self.folder.write(number, pack)
 
-    def is_current(self, slot: Watched) -> bool:
+    def make_current(self, slot: Watched) -> None:
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
         if self.service:
             for call in RELOAD:
                 self.service.ask(slot, *call)
-        return True
 
     def sync(self):
         """The policy's weights to all servers, of which none may be generating."""
@@ -124,7 +123,7 @@ class ClusterServers(PolicyServers):
             places = self.own = Places({"policy server": part_of(config)})
         self.actors = start_servers({"policy server": config}, places)["policy server"]
         self.provide({ray.get(actor.node.remote()) for actor in self.actors})
-        hooks = dict(before_starting=self.before_starting, before_joining=self.is_current)
+        hooks = dict(before_starting=self.before_starting, before_joining=self.make_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
     def before_starting(self, slot: Watched):

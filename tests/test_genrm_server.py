@@ -427,7 +427,6 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
     def before_joining(slot):
         time.sleep(0.2)
         starting.discard(slot)
-        return True
 
     hooks = dict(before_starting=before_starting, before_joining=before_joining)
     with running(four_on_two_gpus, **hooks) as servers:
@@ -440,11 +439,10 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
 
 
 def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
-    started, end = [], time.monotonic() + 30
+    started = []
 
     def wait_for_the_other_gpus(slot):
-        assert time.monotonic() < end, started
-        return {"server 0", "server 1"} & set(started) and {"server 2", "server 3"} & set(started)
+        until(lambda: {"server 0", "server 1"} & set(started) and {"server 2", "server 3"} & set(started))
 
     def before_starting(slot):
         started.append(slot.name)
@@ -640,12 +638,12 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         # before it joined: weights may have changed
         assert "/collective_rpc" in told(servers.service)["calls"]
         (servers.folder.path / "die_of_collective_rpc").touch()
-        before_joining = servers.service.before_joining
-        servers.service.before_joining = lambda slot: False  # for as long as we look
+        before_joining, looked = servers.service.before_joining, threading.Event()
+        servers.service.before_joining = lambda slot: looked.wait() and before_joining(slot)
         servers.sync()  # one of them dies of it
         # with the new weights; the other one has the old ones or none
         until(lambda: len(router_workers(servers.service)) == 1)
-        servers.service.before_joining = before_joining
+        looked.set()
         until(
             lambda: restarts_of(servers.service) >= 2 and all(slot.joined for slot in servers.service.slots)
         )
