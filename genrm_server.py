@@ -56,7 +56,6 @@ class Config:
     api_key: str = field(default="", repr=False)  # Clients' key. Empty: ROUTER_API_KEY, else none is needed.
     log_dir: Path | None = None  # Folder of the logs. Empty: outputs/genrm_logs/PORT.
     startup_timeout: float = 1800.0  # Seconds until a server must be ready.
-    ray_cpus: float = 0.5  # CPUs that a server's actor reserves in Ray; small, so that a laptop fits it all.
     vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's server, after a lone --.
     server_key: Annotated[str, tyro.conf.Suppress] = field(default="", repr=False)  # filled in by complete()
 

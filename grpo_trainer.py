@@ -122,8 +122,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         """Refuses what would go wrong in silence or late. Raises ValueError."""
         if self.group_size < 2:
             raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
-        if self.lora_alpha and not self.lora_rank:
-            raise ValueError(f"lora_alpha: {self.lora_alpha} is about adapters; give --lora-rank, too")
+        if not self.lora_rank:
+            if self.lora_alpha:
+                raise ValueError(f"lora_alpha: {self.lora_alpha} is about adapters; give --lora-rank, too")
+            if self.lora_targets != Config.lora_targets:
+                raise ValueError(f"lora_targets: {self.lora_targets} is for adapters; give --lora-rank, too")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
             raise ValueError("reward_terms: goes with --advantage terms, as in --reward-terms acc=1 "

@@ -93,24 +93,22 @@ class RewardOptions:
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """What workers need to know; ValueError with field, value, remedy. started: {model: address}."""
+        models = named("genrm", self.genrm)
+        addresses = named("router_address", self.router_address)
         for name, value in vars(self).items():
+            if name.startswith("genrm_") and not models and value not in (1, ""):
+                raise ValueError(f"{name} is {value!r}: about the servers of genrm; give genrm")
             if not isinstance(value, (int, float)) or name in self.of_any_sign:
                 continue
             if name in self.above_0 and not value > 0:
                 raise ValueError(f"{name}: {value} must be above 0")
             if not value >= 0:
                 raise ValueError(f"{name}: {value} must be at least 0")
-        models = named("genrm", self.genrm)
-        addresses = named("router_address", self.router_address)
         if models and addresses:
             raise ValueError("genrm starts a reward model, router_address names a running one: give one")
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
-        for name in ("servers", "tensor_parallel", "gpu_share", "cpus", "vllm_args"):
-            value = getattr(self, f"genrm_{name}")
-            if not models and value not in (1, ""):
-                raise ValueError(f"genrm_{name} is {value!r}: about the servers of genrm; give genrm")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
         for config in self.server_configs().values():
@@ -174,12 +172,12 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     spec = options.reward_fn
     if not spec:
         spec = f"{HERE}/compute_score.py:compute_score"
-        if addresses:
+        if options.reward_model_task[0] == "classify":
             spec += "_discriminative"
-            if options.reward_model_task[0] != "classify":
-                raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
             if not tokenizer:
                 raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
+        elif addresses:
+            raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():

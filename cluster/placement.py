@@ -21,6 +21,7 @@ from genrm_server import Config, ModelServers, complete
 from vllm_server import VllmServer
 
 RANK_CPUS = 0.25  # of a rank, beside its GPU: a laptop is to have room for ranks, judges and workers
+SERVER_CPUS = 0.5
 PLACE_S = 60.0  # seconds in which the cluster must have room
 ASLEEP = 1e-4  # of a GPU, the least that Ray knows: for who sleeps while the others work
 
@@ -42,7 +43,7 @@ def part_of(config: Config) -> Part:
         gpus = config.gpu_share * config.tensor_parallel_size
         if config.sleep_mode and config.gpu_share < 1:
             gpus = ASLEEP
-    return Part(config.num_servers, config.ray_cpus, gpus)
+    return Part(config.num_servers, SERVER_CPUS, gpus)
 
 
 def ranks_of(config) -> Part:
@@ -56,7 +57,7 @@ def parts_of(config) -> dict[str, Part]:
     on_gpu = config.device == "cuda"
     gpus = config.rollout_gpu_share * config.rollout_tensor_parallel if on_gpu else 0.0
     parts = {"rank": ranks_of(config)}
-    parts["policy server"] = Part(config.rollout_servers, Config.ray_cpus, gpus)
+    parts["policy server"] = Part(config.rollout_servers, SERVER_CPUS, gpus)
     judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
     for name, judge in judges.items():
         parts[name] = part_of(with_device(judge))

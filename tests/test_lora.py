@@ -258,6 +258,8 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(works
     assert torch.allclose(again(IDS).logits, loaded.model(IDS).logits, atol=1e-5)
 
 
-def test_a_scale_of_adapters_that_there_are_none_of_is_refused():
+def test_a_scale_and_places_of_adapters_that_there_are_none_of_are_refused():
     with pytest.raises(ValueError, match="^lora_alpha: 64 is about adapters; give --lora-rank, too$"):
         config_of(lora_alpha=64).check()
+    with pytest.raises(ValueError, match="^lora_targets: .'q_proj',. is for adapters; give --lora-rank, too"):
+        config_of(lora_targets=("q_proj",)).check()

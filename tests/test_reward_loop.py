@@ -742,6 +742,14 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ),
         ({"genrm_servers": 2}, "genrm_servers is 2: .* give genrm"),
         ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
+        ({"genrm_cpus": "0"}, "genrm_cpus is '0': .* give genrm"),
+        ({"genrm_vllm_args": "--x"}, "genrm_vllm_args is '--x': .* give genrm"),
+        # a classifier that nobody starts: the rule must not score in its place
+        ({"reward_model_task": ("classify",)}, "discriminative .* needs reward_model_tokenizer"),
+        (
+            {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
+            "missing .* 'reward_router_address'; give .* a reward model",
+        ),
         ({"timeout": -1}, "timeout: -1 must"),
         ({"max_rpm": 0}, "max_rpm: 0 must"),
     ],
