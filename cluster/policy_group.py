@@ -201,9 +201,8 @@ def absolute(source: str) -> str:
 
 
 def exception_of(call) -> Exception | None:
-    """What a call that has ended raised."""
+    """What a call that has ended raised; None: nothing."""
     try:
         ray.get(call)
     except ray.exceptions.RayError as error:
         return error
-    return None

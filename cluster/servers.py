@@ -75,7 +75,7 @@ class PolicyServers:
         for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
             self.folder.write(number, pack)
 
-    def make_current(self, slot: Watched) -> None:
+    def make_current(self, slot: Watched):
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
         if self.service:
             for call in RELOAD:
@@ -122,7 +122,7 @@ class ClusterServers(PolicyServers):
         if not places:
             places = self.own = Places({"policy server": part_of(config)})
         self.actors = start_servers({"policy server": config}, places)["policy server"]
-        self.provide(set(places.nodes("policy server")))
+        self.provide({ray.get(actor.node.remote()) for actor in self.actors})
         hooks = dict(before_starting=self.before_starting, before_joining=self.make_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 

@@ -123,6 +123,14 @@ def test_a_second_opinion_that_says_little_rings_nothing():
     assert share == 0.5 and error == pytest.approx((0.25 / 62) ** 0.5)
 
 
+def test_half_of_the_keys_of_an_audit_end_no_run():
+    """A function of one's own may return either; and of a step in which nothing was audited there is no share."""
+    about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
+    assert diagnose.audit([about | {"reward/audit_flawed": 0.9}])[0] == 0.5
+    assert diagnose.audit([about | {"reward/audited": 0.0}])[0] == 0.5
+    assert diagnose.audit([about | {"reward/audited": 0.08}])[0] == 0.1  # none of eight; Laplace
+
+
 def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
     """With judge_wrong all 128 samples of a step are asked about, however few of them are right."""
     for acc, rings in ((0.03, False), (0.2, True)):

@@ -122,12 +122,13 @@ def audit(lines: list[dict]) -> tuple[float, float]:
     """Of what a judge let pass in the last 20 steps: the share that a second one calls flawed
     (docs/judges.py), and its standard error. Laplace's rule: one more of either kind, so that few answers
     prove nothing."""
-    asked, flawed = 2, 1
+    asked = 2
+    flawed = 1
     for line in lines[-20:]:
-        if "reward/audit_flawed" in line:
+        if "reward/audited" in line:
             count = line["reward/audited"] * line["perf/tokens"] / line["response_length/mean"]
             asked += count
-            flawed += count * line["reward/audit_flawed"]
+            flawed += count * line.get("reward/audit_flawed", 0)  # of none audited there is no share
     share = flawed / asked
     return share, sqrt(share * (1 - share) / asked)
 
