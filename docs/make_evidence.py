@@ -1,6 +1,6 @@
 """Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
 
-    make evidence                                         # four to five hours: the runs, then this
+    make evidence                                         # five to six hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 
@@ -62,6 +62,7 @@ ALGORITHMS = {
 }
 # The second world: three starts, and which of its runs are told of wrong answers, too.
 OWN = ("own0", "own1", "own2")
+AGAIN = "own3"  # the first one as another kind of processor makes it, for the variants once more
 OWN_ALGORITHMS = {
     "rule": "rule only",
     "fapo_oracle": "FAPO",
@@ -89,15 +90,21 @@ VARIANTS = {  # from its first start
     "prefix_right": "`--credit prefix`, told of right answers only",
     "vppo_oracle": "VPPO",
     "vppo_right": "VPPO, told of right answers only",
+    "distill": "on-policy distillation, no reward",
 }
 OVERLOOKING = {  # from its second start: FAPO with judges that find a share of the flaws
     "rule": "rule only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
     "fapo_recall0.7": "FAPO, recall .7",
     "fapo_recall0.9": "FAPO, recall .9",
-    "fapo_judge": "FAPO, served judge",
+    "fapo_first_judge": "FAPO, served judge, first world's flaws",
+    "fapo_first_judge_long": "the same, 120 steps",
+    "fapo_judge": "FAPO, served judge, the policies' own",
+    "fapo_judge_long": "the same, 120 steps",
     "fapo_oracle": "FAPO, oracle as judge",
 }
+OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own"}  # trained on
+SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
 LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
@@ -115,6 +122,11 @@ COLOURS = {
     "prefix_oracle": "tab:purple",
     "vppo_oracle": "tab:orange",
     "steps_oracle": "tab:brown",
+}
+IN_USE = {
+    "accuracy": "acc",
+    "flawed, the judge says": "flawed_positive_rate",
+    "flawed, the oracle says": "oracle_flawed_positive_rate",
 }
 OF_JUDGES = {
     "recall": "fapo_critic/recall",
@@ -147,8 +159,8 @@ def collect(folder: Path) -> list[dict]:
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
         run |= dict(steps=metrics[-1]["step"], before=before, after=after)
-        if run["world"] in OWN and algorithm != "trained_judge":
-            run["flaws"] = count_flaws(path.parent, since=run["steps"] - 9)
+        if run["world"] in (*OWN, AGAIN) and algorithm not in OWN_JUDGES:
+            run |= count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
         raise ValueError(f"--runs {folder}: no finished run there; make evidence writes some")
@@ -175,14 +187,21 @@ def kind_of_flaw(question: str, solution: str) -> str:
     return "other"
 
 
-def count_flaws(folder: Path, since: int) -> dict[str, int]:
-    """The flawed positives among the training samples that a run kept from that step on, by their kind."""
-    kinds = Counter()
+def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
+    """Of the training samples that a run kept from that step on: its flawed positives by their kind, how many
+    right answers its judge let pass, and the flawed ones of those by their kind."""
+    flaws, overlooked, passed = Counter(), Counter(), 0
     for line in read_lines(folder / "samples.jsonl")[0]:
-        is_flawed = line["reward_extra_info"]["oracle_flawed_positive"]
-        if line["split"] == "train" and line["step"] >= since and is_flawed:
-            kinds[kind_of_flaw(line["prompt"], line["response"])] += 1
-    return dict(kinds)
+        info = line["reward_extra_info"]
+        if line["split"] != "train" or line["step"] < since or not info["acc"]:
+            continue
+        is_passed = info.get("flawed_positive") is False
+        passed += is_passed
+        if info["oracle_flawed_positive"]:
+            kind = kind_of_flaw(line["prompt"], line["response"])
+            flaws[kind] += 1
+            overlooked[kind] += is_passed
+    return {"flaws": dict(flaws), "passed": passed, "overlooked": dict(overlooked)}
 
 
 def read() -> list[dict]:
@@ -230,7 +249,7 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
 
 def calls(run: dict) -> float:
     """What the judge is asked in a step of 128 samples: nothing, about right answers, or about all of them."""
-    if run["algorithm"].startswith("rule"):
+    if run["algorithm"].startswith(("rule", "distill")):
         return 0.0
     if run["algorithm"].startswith(LOCATED):
         return 128.0
@@ -292,18 +311,32 @@ def flaw_table(runs: list[dict]) -> str:
     return table(["flawed positives, last ten steps", *kinds, "counted"], *rows)
 
 
+def in_use(shown: str, runs: list[dict]) -> list[str]:
+    """What a judge says of the policies that it trains, and what the oracle says."""
+    curves = [[statistics.fmean(run["curves"][key][-10:]) for run in runs] for key in IN_USE.values()]
+    return [f"judge shown {shown}", *map(cell, curves)]
+
+
 def second_tables(runs: list[dict]) -> dict[str, str]:
     rows = []
     for world in starts(runs):
         rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
     made = {"second world": small_table(runs), "second world by start": own_table(rows)}
     made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
+    made["variants again"] = own_table(own_rows(runs, VARIANTS, AGAIN))
     made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
-    judges = of(runs, "trained_judge", OWN[1])
-    whens = {"before": "shown the first world's flaws", "after": "trained on the policies' own"}
-    rows = [row(f"{title}, {label}", judges, OF_JUDGES, way, when)
-            for when, title in whens.items() for way, label in WAYS.items()]  # fmt: skip
+    rows = []
+    for way, label in WAYS.items():
+        rows.append(row(f"warm-started, {label}", of(runs, "first_judge", OWN[1]), OF_JUDGES, way, "before"))
+        for name, title in OWN_JUDGES.items():
+            rows.append(row(f"trained on {title}, {label}", of(runs, name, OWN[1]), OF_JUDGES, way))
     made["own judge"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
+    rows = []
+    for name, judge in SERVED.items():
+        found = of(runs, name, OWN[1])
+        missed = [sum(run["overlooked"].values()) / run["passed"] for run in found]
+        rows.append([*in_use(OWN_JUDGES[judge], found), cell(missed)])
+    made["own judges in use"] = table(["last ten steps", *IN_USE, "flawed, of what it lets pass"], *rows)
     return made | {"kinds of flaws": flaw_table(runs)}
 
 
@@ -329,15 +362,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
             for way, label in WAYS.items():
                 rows.append(row(f"{title}, {when}, {label}", judges, OF_JUDGES, way, when))
     made["judges"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
-    rows = []
-    for flaws, worlds in (("flaws of every kind", STANDARD), ("forgotten carries only", ("narrow",))):
-        curves = [run["curves"] for run in of(runs, "fapo_judge", *worlds)]
-        last_ten = [[statistics.fmean(curve[name][-10:]) for curve in curves]
-                    for name in ("acc", "flawed_positive_rate", "oracle_flawed_positive_rate")]  # fmt: skip
-        rows.append([f"judge shown {flaws}", *map(cell, last_ten)])
-    made["narrow judge"] = table(
-        ["last ten steps", "accuracy", "flawed, the judge says", "flawed, the oracle says"], *rows
-    )
+    shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
+    rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
+    made["narrow judge"] = table(["last ten steps", *IN_USE], *rows)
     penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
     rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
@@ -417,7 +444,8 @@ def draw_judges(runs: list[dict], path: Path) -> None:
     recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
     keys = {"oracle_flawed_positive_rate": "tab:red", "truly_correct": "tab:green"}
     keys["sums_right"] = "tab:blue"
-    served = of(runs, "trained_judge", OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
+    served = {name: of(runs, judge, OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
+              for name, judge in SERVED.items()}  # fmt: skip
     figure = Figure(figsize=(6.2, 4), layout="constrained", dpi=90)
     axis = figure.subplots()
     for key, colour in keys.items():
@@ -425,9 +453,10 @@ def draw_judges(runs: list[dict], path: Path) -> None:
         dots = [(recall, run["after"][f"toy/{key}/mean@1"]) for name, recall in recalls.items()
                 for run in runs if (run["world"], run["algorithm"]) == (OWN[1], name)]  # fmt: skip
         axis.scatter(*zip(*dots), color=colour, label=label)
-        crosses = [run["after"][f"toy/{key}/mean@1"] for run in of(runs, "fapo_judge", OWN[1])]
-        axis.scatter([served] * len(crosses), crosses, color=colour, marker="x")
-    axis.set_title("FAPO after 40 steps, each run a dot; x: the served judge")
+        for name, recall in served.items():
+            crosses = [run["after"][f"toy/{key}/mean@1"] for run in of(runs, name, OWN[1])]
+            axis.scatter([recall] * len(crosses), crosses, color=colour, marker="x")
+    axis.set_title("FAPO after 40 steps, each run a dot; x: the served judges")
     save(figure, path, "recall of the judge")
 
 

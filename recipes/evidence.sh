@@ -2,11 +2,11 @@
 # The evidence. The first world: the demo's comparison over three warm starts and three seeds each, with the
 # served judge, the oracle and PAPO; the algorithms beside one another; other penalties; reward hacking of a
 # narrow judge; a weak start. The second: the algorithms from three starts whose flaws are the policy's own; what
-# each is told; learning rates, KL, penalties; judges that overlook. WORLDS="first second" has both; what is
-# finished is not run again, so it can be stopped and started anew. Ends with docs/make_evidence.py, which writes
-# docs/evidence/.
+# each is told; learning rates, KL, penalties; a teacher; judges that overlook, and two that are served.
+# WORLDS="first second" has both; what is finished is not run again, so it can be stopped and started anew. Ends
+# with docs/make_evidence.py, which writes docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
-OUT=${OUT:-outputs/evidence}
+OUT=$(realpath -m "${OUT:-outputs/evidence}")
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
 WORLDS=${WORLDS:-first second}
 SEEDS="0 1 2"
@@ -109,17 +109,15 @@ first_world() {
   served narrow
 }
 
+OWN=(--resume auto --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 --samples-per-step 128)
 own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
-  once "own$1/$2_seed$3" train_policy "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" --resume auto \
-    --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 --samples-per-step 128 "${@:4}"
+  once "own$1/$2_seed$3" train_policy "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" "${OWN[@]}" "${@:4}"
 }
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
 STOP_AT=(0.2 0.4 0.6)  # the share of sound solutions at which each start is taken
 compare() {  # compare SEED START: four algorithms
-  world "own$2" own_flaws "$2" policy --stop-at "${STOP_AT[$2]}"
-  all_done
   own "$2" rule "$1" "${RULE[@]}"
   own "$2" fapo_oracle "$1" "${ORACLE[@]}"
   own "$2" prefix_oracle "$1" "${ORACLE[@]}" --credit prefix
@@ -152,46 +150,66 @@ longer() {  # longer SEED: three times as many steps
   own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 120
   own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 120
 }
-own_judge() {  # of start 1: it is shown the first world's flaws, then trained on the policies' own, and served
-  local seed
-  world own1 own_flaws 1 judge
-  all_done
-  once own1/critic_rows python recipes/critic_rows.py --out-dir "$OUT/own1" \
+distill() {  # distill SEED: no reward, a teacher's word on each token (docs/changes/distill.diff, in a copy)
+  [ -d "$OUT/changed" ] || {
+    mkdir "$OUT/changed"
+    cp -r ./*.py toy tools cluster docs "$OUT/changed"
+    patch -s -p1 -d "$OUT/changed" <docs/changes/distill.diff
+  }
+  once "own0/distill_seed$1" in_copy train_policy "$OUT/own0" "$1" "$OUT/own0/distill_seed$1" "${OWN[@]}" \
+    "${RULE[@]}" --advantage terms --reward-terms acc=0 --max-idle-steps 0 --teacher "$OUT/teacher/policy"
+}
+in_copy() { (cd "$OUT/changed" && "$@"); }
+own_judges() {  # of start 1: trained on the first world's flaws, and on the policies' own
+  once flaws1/critic_rows python recipes/critic_rows.py --out-dir "$OUT/flaws1" \
     --runs "$OUT"/own1/{rule,fapo_oracle,prefix_oracle,vppo_oracle}_seed{0,1}
   all_done
-  once own1/trained_judge train_judge "$OUT/own1" 0 "$OUT/own1/trained_judge" --val-greedy --max-response-length 160
+  own_judge first_judge --train-file "$OUT/own1/fapo_critic_train.parquet"
+  own_judge trained_judge --train-file "$OUT/flaws1/fapo_critic_train.parquet"
   all_done
-  unfinished own1 fapo_judge || return 0
-  serve_judge "$OUT/own1/trained_judge/checkpoints/step_60" "$OUT/own1/genrm_logs"
+  own_served first_judge fapo_first_judge
+  own_served trained_judge fapo_judge
+}
+own_judge() {  # own_judge NAME FLAGS: tried on what policies wrote
+  once "own1/$1" train_judge "$OUT/own1" 0 "$OUT/own1/$1" --val-greedy --max-response-length 160 \
+    --val-file "$OUT/flaws1/fapo_critic_test.parquet" "${@:2}"
+}
+own_served() {  # own_served JUDGE ALGORITHM: FAPO with it, and once with three times as many steps
+  local seed ask=("${JUDGE[@]:0:5}" "${JUDGE[5]/: 96/: 160}")
+  if ! unfinished own1 "$2" && [ -f "$OUT/own1/${2}_long_seed0.done" ]; then return 0; fi
+  serve_judge "$OUT/own1/$1/checkpoints/step_60" "$OUT/own1/genrm_logs"
   LANES=$((LANES + 1))  # the server is a job, too
-  for seed in $SEEDS; do own 1 fapo_judge "$seed" "${JUDGE[@]:0:5}" "${JUDGE[5]/: 96/: 160}"; done
+  for seed in $SEEDS; do own 1 "$2" "$seed" "${ask[@]}"; done
+  own 1 "${2}_long" 0 "${ask[@]}" --total-steps 120
   end_judge
   LANES=$((LANES - 1))
 }
 second_world() {  # in an order in which every beginning says something
   local seed start
+  for start in 0 1 2; do world "own$start" own_flaws "$start" policy --stop-at "${STOP_AT[$start]}"; done
+  world teacher own_flaws 0 policy --stop-at 0.7  # start 0's own warm start, stopped later
+  world own1 own_flaws 1 judge
+  all_done
   for seed in 0 1; do
     for start in 0 1 2; do compare $seed $start; done
-    be_fair $seed
-    overlook $seed
-    all_done
-    [ $seed = 0 ] || own_judge
-  done
-  longer 0
-  ablate 0
-  for start in 0 1 2; do compare 2 $start; done
-  for seed in 0 1 2; do
-    for start in 0 1 2; do compare_more $seed $start; done
-    be_fair $seed
-    overlook $seed
-    ablate $seed
     longer $seed
+  done
+  all_done
+  own_judges
+  for seed in 0 1 2; do
+    for start in 0 1 2; do compare $seed $start; done
+    longer $seed
+    overlook $seed
+    be_fair $seed
+    distill $seed
+    ablate $seed
+    for start in 0 1 2; do compare_more $seed $start; done
   done
   all_done
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second about 2 (three starts, a judge, 105 runs of 40 or 120 steps). What is finished is not run again."
+echo "the second about 3 (three starts, two judges, 114 runs of 40 or 120 steps). What is finished is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"

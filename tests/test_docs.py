@@ -241,10 +241,16 @@ def test_the_second_worlds_tables(tmp_path):
     assert small[4] == f"| FAPO | {fapo} | {far} |"
     assert small[2].endswith("|  |") and small[6].startswith("| VPPO") and small[6].endswith("|  |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
-    info = dict(reward_extra_info={"oracle_flawed_positive": True}, split="train", step=5)
+    info = dict(reward_extra_info={"acc": True, "oracle_flawed_positive": True}, split="train", step=5)
     samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
+    for judged in (False, True, None):  # let pass, found, no verdict
+        samples.append(sample | info | {"reward_extra_info": info["reward_extra_info"] | {"flawed_positive": judged}})
+    wrong = {"acc": False, "oracle_flawed_positive": False, "flawed_positive": False}
+    sound = wrong | {"acc": True}
+    samples += [sample | info | {"reward_extra_info": one} for one in (wrong, sound)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
-    assert module.count_flaws(tmp_path, since=5) == {"arithmetic": 1}
+    found = module.count_flaws(tmp_path, since=5)
+    assert found == {"flaws": {"arithmetic": 4}, "passed": 2, "overlooked": {"arithmetic": 1}}
 
 
 def write_run(folder, lines):
