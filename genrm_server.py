@@ -310,8 +310,9 @@ class ModelServers:
         One that dies of it is restarted and joins as they are then. RuntimeError where one refuses, or none
         is left that could come back."""
         with ThreadPoolExecutor(len(self.slots)) as pool:
-            joined = [slot for slot in self.slots if slot.joined]
-            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in joined}
+            asked = {
+                slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined
+            }
         for slot, answer in asked.items():
             error = answer.exception()
             if not error:

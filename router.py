@@ -72,6 +72,8 @@ class Config:
         for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "request_timeout"):
             if getattr(self, name) <= 0:
                 self.refuse(name, "must be above 0")
+        if self.queue_timeout < 0:
+            self.refuse("queue_timeout", "must be at least 0")
         if not 0 <= self.port <= 65535:
             self.refuse("port", "must be from 0 to 65535")
 
@@ -221,9 +223,9 @@ class Router:
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, problem)
-                while self.limits[worker]:  # what hangs there is asked elsewhere
+                for limit in self.limits.pop(worker, ()):  # what hangs there is asked elsewhere
                     with contextlib.suppress(RuntimeError):  # its own time ends just now
-                        self.limits[worker].pop().reschedule(0)
+                        limit.reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy == healthy and worker.why:

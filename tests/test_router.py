@@ -1112,6 +1112,7 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--workers", "http://"], "http://10.0.0.2:8000"),
             (["--port", "70000"], "--port 70000"),
             (["--request-timeout", "0"], "--request-timeout"),
+            (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # no "for ever"
             (["--port", port], f"{port}): address already in use"),
         )
         started = [
