@@ -122,8 +122,10 @@ def as_result(value, group: list[str] | None) -> bytes:
     values = [value]
     if group is not None:
         values = value
-        if not isinstance(value, (list, tuple)):
-            values = value.tolist()  # an array; anything else has no order
+        if hasattr(value, "tolist"):
+            values = value.tolist()  # an array
+        if not isinstance(values, (list, tuple)):  # anything else has no order
+            raise ValueError(f"{value!r:.80} is no list of scores")
         if len(values) != len(group):
             raise ValueError(f"{len(values)} scores for {len(group)} responses")
     return json.dumps([list(map(outcome, values)), False], default=as_json).encode()

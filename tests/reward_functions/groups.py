@@ -14,6 +14,8 @@ def act(solution_strs):
         os._exit(1)
     if "number" in solution_strs:
         return 1.0
+    if "nothing" in solution_strs:
+        return None
     if "by_place" in solution_strs:
         return dict(enumerate([0.5] * len(solution_strs)))
     if "set" in solution_strs:
