@@ -372,6 +372,12 @@ def test_a_function_gets_the_columns_that_it_names(shared):
         manager.submit(rows[0])
 
 
+@pytest.mark.parametrize("function", ["sync_fault", "async_fault"])
+def test_a_call_may_have_all_the_time_there_is(start, function):
+    (result,) = start(f"{FAULTS}:{function}", timeout=float("inf")).score_batch([sample("one")])
+    assert result["status"] == "ok", result
+
+
 @pytest.mark.slow
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
     manager = start(f"{FAULTS}:sync_fault", timeout=8.0, sync_processes=3)
