@@ -122,7 +122,7 @@ class ClusterServers(PolicyServers):
         if not places:
             places = self.own = Places({"policy server": part_of(config)})
         self.actors = start_servers({"policy server": config}, places)["policy server"]
-        self.provide({ray.get(actor.node.remote()) for actor in self.actors})
+        self.provide(set(places.nodes("policy server")))
         hooks = dict(before_starting=self.before_starting, before_joining=self.make_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
