@@ -35,7 +35,8 @@ base)
     check 300 precision rollouts update
     flags=(--size 1.5b --profile)
   fi
-  timeout 280 "$python" "$kit/mfu.py" "${flags[@]}" 2>&1 | tee "$OUT/mfu.md" ;;
+  timeout 280 "$python" "$kit/mfu.py" "${flags[@]}" 2>&1 | tee "$OUT/mfu.md"
+  cp outputs/mfu_profile.txt "$OUT/" 2>/dev/null ;;
 servers)
   check 560 servers sleep
   tail -n 60 outputs/check_gpu/*/server_0.log >"$OUT/server.log" 2>&1 ;;
