@@ -131,8 +131,6 @@ def run(config: Config):
         from algorithm import penalty_of  # with torch: only where it is needed
         needed.append("response_length")
         overlong = penalty_of(config)
-    elif config.overlong_buffer not in (0, Config.overlong_buffer):
-        raise ValueError(f"overlong_buffer: {config.overlong_buffer} needs max_response_length; give both")
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")

@@ -64,7 +64,6 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
         (dict(data=good, out=out, max_response_length=100, overlong_buffer=50), "'response_length'"),
         (dict(data=good, out=out, max_response_length=100), "overlong_buffer: 4096 must be from 1 to"),
-        (dict(data=good, out=out, overlong_buffer=50), "overlong_buffer: 50 needs max_response_length"),
         (dict(data=good, out=out, overlong_factor=-1.0), "overlong_factor: -1.0 must be at least 0"),
         (dict(data=good, out=out, num_workers=-1), "num_workers: -1 must be at least 0"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
