@@ -76,7 +76,8 @@ def collect(folder: Path) -> list[dict]:
         path = folder / run["world"] / run["algorithm"]
         seed = int(run["world"].removeprefix("seed"))
         end = run["steps"]
-        run |= {"world": START, "seed": seed, "flaws": evidence.count_flaws(path, since=end - LAST + 1)}
+        run |= {"world": START, "seed": seed}
+        run["flaws"] = evidence.count_flaws(path, since=end - LAST + 1)["flaws"]
         run["first"] = called_sound(path, 1, LAST)
         run["last"] = called_sound(path, end - LAST + 1, end)
         spread = [line["reward/groups_with_spread"] for line in read_metrics(path)[1:]]

@@ -193,9 +193,10 @@ def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
     flaws, overlooked, passed = Counter(), Counter(), 0
     for line in read_lines(folder / "samples.jsonl")[0]:
         info = line["reward_extra_info"]
-        if line["split"] != "train" or line["step"] < since or not info["acc"]:
+        if line["split"] != "train" or line["step"] < since:
             continue
-        is_passed = info.get("flawed_positive") is False
+        is_right = info["oracle_flawed_positive"] or info["truly_correct"]
+        is_passed = is_right and info.get("flawed_positive") is False
         passed += is_passed
         if info["oracle_flawed_positive"]:
             kind = kind_of_flaw(line["prompt"], line["response"])

@@ -241,12 +241,13 @@ def test_the_second_worlds_tables(tmp_path):
     assert small[4] == f"| FAPO | {fapo} | {far} |"
     assert small[2].endswith("|  |") and small[6].startswith("| VPPO") and small[6].endswith("|  |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
-    info = dict(reward_extra_info={"acc": True, "oracle_flawed_positive": True}, split="train", step=5)
+    flawed = {"oracle_flawed_positive": True, "truly_correct": False}
+    info = dict(reward_extra_info=flawed, split="train", step=5)
     samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
     for judged in (False, True, None):  # let pass, found, no verdict
-        samples.append(sample | info | {"reward_extra_info": info["reward_extra_info"] | {"flawed_positive": judged}})
-    wrong = {"acc": False, "oracle_flawed_positive": False, "flawed_positive": False}
-    sound = wrong | {"acc": True}
+        samples.append(sample | info | {"reward_extra_info": flawed | {"flawed_positive": judged}})
+    wrong = {"oracle_flawed_positive": False, "truly_correct": False, "flawed_positive": False}
+    sound = wrong | {"truly_correct": True}
     samples += [sample | info | {"reward_extra_info": one} for one in (wrong, sound)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     found = module.count_flaws(tmp_path, since=5)
