@@ -204,12 +204,12 @@ class ModelServers:
         tries = 0  # in a row
         deaths = 0  # of these: by its own doing
         while not self.stopping.is_set():
-            own_doing = False
             said = ""
             try:
                 what = self.run(slot)
                 said = self.call(slot, "last_lines")
-                own_doing = slot is not self.router and not self.asleep  # or the trainer has the memory
+                if slot is not self.router and not self.asleep:  # or the trainer has the memory
+                    deaths += 1
             except Exception as error:  # a full disk, a node that is gone: that is waited for
                 last = str(error).strip().rpartition("\n")[2]  # an actor's error comes after a traceback
                 what = f"cannot be run ({type(error).__name__}: {last:.200})"
@@ -219,7 +219,6 @@ class ModelServers:
                 tries = deaths = 0
             else:
                 tries += 1
-                deaths += own_doing
             if not self.all_ready.is_set() or deaths >= MAX_DEATHS:
                 slot.given_up = f"{slot.name} {what}; the end of {slot.log}:\n{said}"
                 if self.all_ready.is_set():
@@ -310,9 +309,7 @@ class ModelServers:
         One that dies of it is restarted and joins as they are then. RuntimeError where one refuses, or none
         is left that could come back."""
         with ThreadPoolExecutor(len(self.slots)) as pool:
-            asked = {
-                slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined
-            }
+            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
         for slot, answer in asked.items():
             error = answer.exception()
             if not error:
