@@ -588,6 +588,25 @@ def test_the_key_guard(monkeypatch):
         vllm_server.KeyGuard(None)
 
 
+def test_generate_is_no_error_where_the_client_has_gone():
+    """vLLM answers null then; a traceback for each would hide in the log what a server died of."""
+    answers = []
+
+    async def vllm(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"null"})
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"text": "1 + 1 ="}'}
+
+    async def send(message):
+        answers.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    asyncio.run(vllm_server.Generate(vllm)(scope, receive, send))
+    assert answers[-1]["body"] == b"null"
+
+
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert (
