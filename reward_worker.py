@@ -239,7 +239,7 @@ class Grader(threading.Thread):
     def ask(self, message: bytes, timeout: float) -> bytes:
         """The answer to a message. OSError or EOFError when the process dies, TimeoutError when overdue."""
         self.pipe.send_bytes(message)
-        if not self.answer.poll(min(timeout, 1e6) * 1000):
+        if not self.answer.poll(min(timeout, 1e6) * 1000):  # in ms; it takes no infinity
             raise TimeoutError(f"no result within {timeout:g} s")
         return self.pipe.recv_bytes()
 

@@ -260,7 +260,7 @@ def update_alone(config: Config, folder: Path, rank: int) -> None:
     for _ in range(UPDATES):
         samples = []
         for number in range(SAMPLES // UPDATES // RANKS):
-            length = round(min(config.length[0] * rng.lognormvariate(-0.245, 0.7), config.length[1])) + 1
+            length = round(simulate.drawn(rng, *config.length)) + 1
             ids = [rng.randrange(10, 40) for _ in range(length)]
             samples.append(Sample({}, prompt_ids, ids, [-1.0] * length, advantage=rng.gauss(0, 1)))
             total += length
@@ -413,8 +413,7 @@ def predicted(config: Config, told: simulate.Config) -> dict[str, list[float]]:
         for part, values in found.items():
             values.append(parts[part])
     tokens = tokens_of(made_up(config.samples))
-    travelling = tokens / told.hand_over + 14 * tokens / told.link + tokens / RANKS / told.unpack
-    return found | {HANDED: [travelling] * SEEDS}
+    return found | {HANDED: [simulate.to_ranks(told, RANKS, tokens)] * SEEDS}
 
 
 def tokens_of(batches: list[MiniBatch]) -> int:

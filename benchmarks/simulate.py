@@ -87,21 +87,23 @@ def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[d
     return done, busy
 
 
+def drawn(rng: random.Random, mean: float, most: float) -> float:
+    """A length in tokens: log-normal with this mean, cut off at the limit."""
+    return min(mean * rng.lognormvariate(-0.245, 0.7), most)
+
+
 def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
     """Seconds of a step's parts, and for how many of them each station is at work."""
     rng, jobs, total = random.Random(seed), [], 0.0
 
-    def tokens(mean, most):
-        return min(mean * rng.lognormvariate(-0.245, 0.7), most)
-
     written = config.drawn.read_text().splitlines() if config.drawn else ()
     lengths = [json.loads(line)["response_length"] for line in written]
     for _ in range(config.samples * gpus):
-        total += (length := rng.choice(lengths) if lengths else tokens(*config.length))
+        total += (length := rng.choice(lengths) if lengths else drawn(rng, *config.length))
         jobs.append([("policy's router", 1 / config.router), ("policy servers", length / config.speed)])
         jobs[-1].append(("loop", 1 / config.loop))
         if rng.random() < config.judged:
-            seconds = tokens(*config.critique) / config.judge_speed
+            seconds = drawn(rng, *config.critique) / config.judge_speed
             jobs[-1] += [("workers", 1 / 1800), ("judges' router", 1 / config.router), ("judges", seconds)]
     ranks, servers, judges = (max(round(share * gpus), 1) for share in config.shares)
     places = {"policy's router": 1, "loop": 1, "workers": config.workers, "judges' router": 1}
@@ -112,11 +114,16 @@ def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
         "rollout": done["loop"],
         "reward wait": max(done.values()) - done["loop"],
         "advantages": len(jobs) / config.advantages,
-        "to the ranks": total / config.hand_over + 14 * total / config.link + total / ranks / config.unpack,
+        "to the ranks": to_ranks(config, ranks, total),
         "update": total / config.train_speed / ranks + between,
         "weights": to_servers(config, ranks, math.ceil(servers / config.per_node), rng),
     }
     return parts, busy | {name: parts[name] for name in list(parts)[2:]} | {"between ranks": between}
+
+
+def to_ranks(config: Config, ranks: int, tokens: float) -> float:
+    """Seconds until each rank has its own of all these tokens: packed, 14 bytes each on a link, unpacked."""
+    return tokens / config.hand_over + 14 * tokens / config.link + tokens / ranks / config.unpack
 
 
 def between_ranks(config: Config, ranks: int, tokens: float) -> float:

@@ -21,7 +21,7 @@ from genrm_server import Config, ModelServers, complete
 from vllm_server import VllmServer
 
 RANK_CPUS = 0.25  # of a rank, beside its GPU: a laptop is to have room for ranks, judges and workers
-SERVER_CPUS = 0.5
+SERVER_CPUS = 0.5  # of a server's actor, for the same reason
 PLACE_S = 60.0  # seconds in which the cluster must have room
 ASLEEP = 1e-4  # of a GPU, the least that Ray knows: for who sleeps while the others work
 

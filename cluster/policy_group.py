@@ -206,3 +206,4 @@ def exception_of(call) -> Exception | None:
         ray.get(call)
     except ray.exceptions.RayError as error:
         return error
+    return None

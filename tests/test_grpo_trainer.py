@@ -6,13 +6,11 @@ import dataclasses
 import inspect
 import json
 import math
-import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path

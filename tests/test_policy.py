@@ -15,7 +15,6 @@ import policy as policy_file
 from toy import warm_start
 import speedups
 from policy import Policy, Sample, deal
-import rollout
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, roll_out, weights_of, with_sgd
 

@@ -14,7 +14,6 @@ import tyro
 import grpo_trainer
 import run_folder
 from policy import Policy
-from run import Run
 from test_grpo_trainer import prepared, run_config
 from tiny import a_step, config_of, groups_of
 from toy import toy_world

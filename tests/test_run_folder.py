@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from types import SimpleNamespace
 
 import pytest

@@ -35,7 +35,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from toy.toy_world import (
     JUDGE,
     KINDS,
-    REST,
     TOTAL,
     Kind,
     Slips,
