@@ -249,7 +249,7 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
 
 
 def calls(run: dict) -> float:
-    """What the judge is asked in a step of 128 samples: nothing, about right answers, or about all of them."""
+    """What the judge is asked in a step of 128 samples: nothing, about right answers, or about all."""
     if run["algorithm"].startswith(("rule", "distill")):
         return 0.0
     if run["algorithm"].startswith(LOCATED):

@@ -2,7 +2,7 @@
 
     python docs/plain_grpo.py        # a quarter of a minute on a CPU: mean reward 0.04 -> 0.9 in 20 steps
 
-The task: write at least eight times a 3. grpo_trainer.py does the same with real rewards, logs and checkpoints.
+The task: write at least eight times a 3. grpo_trainer.py does it with real rewards, logs and checkpoints.
 """
 
 import sys

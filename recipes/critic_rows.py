@@ -1,4 +1,4 @@
-"""Rows for a judge of the toy world from what policies wrote: its flaws are theirs, and none is put in by hand.
+"""Rows for a judge of the toy world from what policies wrote: the flaws are theirs, none is put in by hand.
 
     python recipes/critic_rows.py --runs outputs/evidence/own1/*_seed0 --out-dir data/own1_judge
 

@@ -18,7 +18,7 @@ compute_score_classifier = toy_world.watched(scores.compute_score_discriminative
 async def compute_score_both(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_addresses,
     reward_router_address=None, reward_model_tokenizer, share=0.5, **judge):  # fmt: skip
-    """FAPO's score by `judge`, and `share` times the probability that `classifier` calls the solution sound."""
+    """FAPO's score by `judge`, and `share` times the probability that `classifier` calls it sound."""
     result = await scores.compute_score_fapo(
         data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **judge)
     found = await scores.compute_score_discriminative(
@@ -35,7 +35,7 @@ async def compute_score_both(
 async def compute_score_flagged(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_address,
     reward_model_tokenizer) -> dict:  # fmt: skip
-    """FAPO with the classifier as judge: asked about right answers alone, and a score below 0 means flawed."""
+    """FAPO with the classifier as judge: asked about right answers alone; a score below 0 means flawed."""
     result = scores.compute_score(data_source, solution_str, ground_truth)
     result["flawed_positive"] = False
     if result["acc"]:

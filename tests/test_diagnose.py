@@ -124,7 +124,7 @@ def test_a_second_opinion_that_says_little_rings_nothing():
 
 
 def test_half_of_the_keys_of_an_audit_end_no_run():
-    """A function of one's own may return either; and of a step in which nothing was audited there is no share."""
+    """A function of one's own may return either; of a step in which nothing was audited there is no share."""
     about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
     assert diagnose.audit([about | {"reward/audit_flawed": 0.9}])[0] == 0.5
     assert diagnose.audit([about | {"reward/audited": 0.0}])[0] == 0.5
