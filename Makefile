@@ -54,7 +54,7 @@ demo: setup
 demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
-# Two toy worlds, three starts and three seeds each, the algorithms and more: five to six hours on two cores;
+# Two toy worlds, three starts and three seeds each, the algorithms and more: five to seven hours on two cores;
 # stopped, it goes on where it was.
 evidence: setup
 	bash recipes/evidence.sh

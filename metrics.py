@@ -138,8 +138,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def no_verdict_rate(results: list[dict], at_least: int = 1) -> float:
-    """Share of samples without a score among those that needed a verdict, or among `at_least` so many.
+def no_verdict_rate(results, at_least: int = 1) -> float:
+    """Share of reward_loop.py's results without a score, among those that needed a verdict, or `at_least`.
 
     A sample with a score needed none where no judge was asked, or only where a wrong answer went wrong."""
     missing = needed = 0

@@ -157,14 +157,14 @@ def run(config: Config):
         print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
 
     def check(at_least):
-        rate = no_verdict_rate(list(done.values()), at_least)
+        rate = no_verdict_rate(done.values(), at_least)
         if rate > config.max_no_verdict_rate:
             failed = [result for result in done.values() if result["reward_score"] is None]
             text = f"{len(failed):,} samples have no score, the last: {failed[-1]['reward_extra_info']}"
             raise RuntimeError(f"{text}; more than --max-no-verdict-rate; mend it, then --resume")
 
     def on_result(result):
-        if len(done) % 100 == 0:
+        if len(done) % (100 + len(rows) // 100) == 0:  # each looks at all
             check(1000)  # failures tend to come first: a refused connection is quicker than a critique
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
@@ -176,16 +176,15 @@ def run(config: Config):
     print(summary(results) + f"\nwritten to {config.out}")
 
 
-def main() -> int:
-    """Parses the command line and runs -> exit code: 2 for a wrong argument, 1 for a run that had to stop."""
+def main() -> None:
+    """Parses the command line and runs; exit code 2 for a wrong argument, 1 for a run that had to stop."""
     config = tyro.cli(Config)
     try:
         run(config)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError) else 2
-    return 0
+        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

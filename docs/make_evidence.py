@@ -1,6 +1,6 @@
 """Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
 
-    make evidence                                         # five to six hours: the runs, then this
+    make evidence                                         # five to seven hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 
@@ -62,7 +62,7 @@ ALGORITHMS = {
 }
 # The second world: three starts, and which of its runs are told of wrong answers, too.
 OWN = ("own0", "own1", "own2")
-AGAIN = "own3"  # the first one as another kind of processor makes it, for the variants once more
+AGAIN = "own3"  # the first one as another kind of processor makes it
 OWN_ALGORITHMS = {
     "rule": "rule only",
     "fapo_oracle": "FAPO",
@@ -71,22 +71,22 @@ OWN_ALGORITHMS = {
     "papo_oracle": "PAPO",
     "steps_oracle": "FAPO, `--advantage steps`",
 }
-LONG = {"rule": "rule_long", "fapo_oracle": "fapo_long", "prefix_oracle": "prefix_long"}  # 120 steps
-VARIANTS = {  # from its first start
+LONG = {"rule": "rule_long", "fapo_oracle": "fapo_long", "prefix_oracle": "prefix_long"}
+VARIANTS = {  # from its first start; {steps}: those of its runs
     "rule": "rule only",
     "rule_slow": "rule, half the learning rate",
     "rule_fast": "rule, twice the learning rate",
     "rule_kl": "rule, `--kl-coef 0.05`",
     "rule_group16": "rule, groups of 16",
-    "rule_long": "rule, 120 steps",
+    "rule_long": "rule, {steps} steps",
     "fapo_oracle": "FAPO",
-    "fapo_long": "FAPO, 120 steps",
+    "fapo_long": "FAPO, {steps} steps",
     "fapo_group16": "FAPO, groups of 16",
     "penalty0.5": "FAPO, λ = 1/2",
     "penalty2": "FAPO, λ = 2",
     "place_oracle": "FAPO, wrong answers paid by place",
     "prefix_oracle": "FAPO, `--credit prefix`",
-    "prefix_long": "`--credit prefix`, 120 steps",
+    "prefix_long": "`--credit prefix`, {steps} steps",
     "prefix_right": "`--credit prefix`, told of right answers only",
     "vppo_oracle": "VPPO",
     "vppo_right": "VPPO, told of right answers only",
@@ -98,9 +98,9 @@ OVERLOOKING = {  # from its second start: FAPO with judges that find a share of 
     "fapo_recall0.7": "FAPO, recall .7",
     "fapo_recall0.9": "FAPO, recall .9",
     "fapo_first_judge": "FAPO, served judge, first world's flaws",
-    "fapo_first_judge_long": "the same, 120 steps",
+    "fapo_first_judge_long": "the same, {steps} steps",
     "fapo_judge": "FAPO, served judge, the policies' own",
-    "fapo_judge_long": "the same, 120 steps",
+    "fapo_judge_long": "the same, {steps} steps",
     "fapo_oracle": "FAPO, oracle as judge",
 }
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own"}  # trained on
@@ -264,7 +264,8 @@ def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = ""
         found = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
         if found:
             asked = f"{statistics.median(map(calls, found)):.0f}"
-            rows.append([*row(head + title, found, OWN_COLUMNS), asked, str(len(found))])
+            title = head + title.format(steps=found[0]["steps"])
+            rows.append([*row(title, found, OWN_COLUMNS), asked, str(len(found))])
     return rows
 
 
@@ -295,7 +296,8 @@ def small_table(runs: list[dict]) -> str:
             else:
                 medians.append([])
             rows.append([title, *map(" / ".join, medians)])
-    titles = [*(f"start {world[-1]}" for world in starts(runs)), "start 0, 120 steps"]
+    steps = longer[OWN_ALGORITHMS["rule"]][0]["steps"]
+    titles = [*(f"start {world[-1]}" for world in starts(runs)), f"start 0, {steps} steps"]
     return table([" / ".join(heads), *titles], *rows)
 
 
@@ -395,12 +397,12 @@ def smooth(values: list[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
-def save(figure, path: Path, of_what: str = "step") -> None:
-    """Saves panels that show shares, against the steps or something else."""
+def save(figure, path: Path, of_what: str = "step", legend: int = 0) -> None:
+    """Saves panels that show shares, against the steps or something else; legend: the panel that has it."""
     for axis in figure.axes:
         axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    figure.axes[0].legend()
+    figure.axes[legend].legend()
     figure.savefig(path)
 
 
@@ -436,7 +438,7 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
                 if curves:
                     band(axis, curves, COLOURS[name], label.replace("`", ""))
             axis.set_title(f"start {world[-1]}: {PANELS[key]}", fontsize=10)
-    save(figure, path)
+    save(figure, path, legend=-1)
 
 
 def draw_judges(runs: list[dict], path: Path) -> None:

@@ -145,10 +145,10 @@ ablate() {  # ablate SEED: the rule more gently and harder, larger groups
   own 0 rule_group16 "$1" "${RULE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
   own 0 fapo_group16 "$1" "${ORACLE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
 }
-longer() {  # longer SEED: three times as many steps
-  own 0 rule_long "$1" "${RULE[@]}" --total-steps 120
-  own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 120
-  own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 120
+longer() {  # longer SEED: five times as many steps
+  own 0 rule_long "$1" "${RULE[@]}" --total-steps 200
+  own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 200
+  own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 200
 }
 distill() {  # distill SEED: no reward, a teacher's word on each token (docs/changes/distill.diff, in a copy)
   [ -d "$OUT/changed" ] || {
@@ -188,28 +188,30 @@ second_world() {  # in an order in which every beginning says something
   local seed start
   for start in 0 1 2; do world "own$start" own_flaws "$start" policy --stop-at "${STOP_AT[$start]}"; done
   world teacher own_flaws 0 policy --stop-at 0.7  # start 0's own warm start, stopped later
-  world own1 own_flaws 1 judge
   all_done
+  world own1 own_flaws 1 judge  # while the policies learn
   for seed in 0 1; do
-    for start in 0 1 2; do compare $seed $start; done
     longer $seed
+    for start in 0 1 2; do compare $seed $start; done
   done
   all_done
   own_judges
-  for seed in 0 1 2; do
-    for start in 0 1 2; do compare $seed $start; done
-    longer $seed
-    overlook $seed
+  for seed in $SEEDS; do
+    for start in 0 1 2; do
+      compare $seed $start
+      compare_more $seed $start
+    done
     be_fair $seed
     distill $seed
     ablate $seed
-    for start in 0 1 2; do compare_more $seed $start; done
+    overlook $seed
+    longer $seed
   done
   all_done
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second about 3 (three starts, two judges, 114 runs of 40 or 120 steps). What is finished is not run again."
+echo "the second 3 to 4 (three starts, two judges, 113 runs of 40 to 200 steps). What is finished is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"

@@ -261,7 +261,7 @@ def test_scores_of_steps_add_up_from_the_end():
     std = math.sqrt(1 / 3) + 1e-6  # of 1, 0, 0, 1: mean 0.5
     assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -1 / std, -0.5 / std])
     assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0, 0])
-    assert got[0, 2].isnan().all()  # nobody scored its steps: no verdict, and its reward is no part of the mean
+    assert got[0, 2].isnan().all()  # no scores of steps: no verdict, and no part of the mean
 
 
 def test_advantages_per_token_or_per_sequence():

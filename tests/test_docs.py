@@ -128,7 +128,7 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
         float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip
     monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
-    monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # its accuracy_reward(completions, solution, **kwargs)
+    monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # accuracy_reward(completions, solution, **kwargs)
     assert names["from_trl"](solution_str="it is 4", **about) == 1.0
     answers = ["it is \\boxed{4}", "\\boxed{4}", "4", "\\boxed{5}"]
     assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
@@ -215,7 +215,9 @@ def test_the_second_worlds_tables(tmp_path):
 
     def run(algorithm, seed, share, world="own0", acc=(0.25, 0.75)):
         figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
-        return dict(world=world, algorithm=algorithm, seed=seed, curves={"acc": list(acc)}) | figures
+        steps = 200 if algorithm.endswith("_long") else 40
+        about = dict(world=world, algorithm=algorithm, seed=seed, steps=steps)
+        return about | dict(curves={"acc": list(acc)}) | figures
 
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
     assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
@@ -236,7 +238,9 @@ def test_the_second_worlds_tables(tmp_path):
         module.small_table(runs)
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     small = module.small_table(runs).splitlines()
-    assert small[0].endswith("| start 0 | start 2 | start 0, 120 steps |") and len(small) == 7  # no PAPO
+    assert small[0].endswith("| start 0 | start 2 | start 0, 200 steps |") and len(small) == 7  # no PAPO
+    titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
+    assert "FAPO, 200 steps" in titles and titles[1] == "rule only"
     fapo, far = "0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50", "0.80 / 0.80 / 0.80 / 0.80"
     assert small[4] == f"| FAPO | {fapo} | {far} |"
     assert small[2].endswith("|  |") and small[6].startswith("| VPPO") and small[6].endswith("|  |")

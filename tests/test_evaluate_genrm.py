@@ -140,7 +140,8 @@ def run(judge: Judge, config: Config) -> list[dict]:
 def test_a_whole_run(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # no way to the judge
     progress = []
-    judge = Judge(lambda request: progress.append((tmp_path / "c.parquet.jsonl").read_text()) or answer(request))
+    partial = tmp_path / "c.parquet.jsonl"
+    judge = Judge(lambda request: progress.append(partial.read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
     # a run killed before its first answer can go on, too
     assert progress[0].startswith("{") and progress[0].endswith("}\n")

@@ -52,7 +52,8 @@ def test_majority_vote():
     assert of_all(results, "group_label_right") == [True] * 6  # two votes each: who was first
     results = group_rewards.majority_vote(solution_strs=responses, **ABOUT | {"ground_truth": ""})
     assert of_all(results, "score") == [1.0, -1.0, 1.0, -1.0, -1.0] and of_all(results, "acc") == [None] * 5
-    for nothing in (["no", "idea"], ["\\boxed{}", "\\boxed{ }", "\\boxed{}", "no"]):  # an empty box is no vote
+    # An empty box is no vote.
+    for nothing in (["no", "idea"], ["\\boxed{}", "\\boxed{ }", "\\boxed{}", "no"]):
         results = group_rewards.majority_vote(solution_strs=nothing, **ABOUT)
         assert set(of_all(results, "score")) == set(of_all(results, "group_label")) == {None}
     results = group_rewards.majority_vote(solution_strs=["\\boxed{}", "\\boxed{}", "\\boxed{2}"], **ABOUT)

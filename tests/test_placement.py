@@ -111,7 +111,11 @@ def test_plans_that_fit_are_hardly_ever_refused():
     "parts, gpus, message",
     [
         ({"rank": Part(1, 0, 1.0)}, 0, "no room for rank 0, which takes 1 of 0 GPUs, beside []; lower"),
-        ({"rank": Part(2, 0, 0.5, apart=True)}, 1, "rank 1, which takes 0.5 of 1 GPUs, beside ['rank 0']; lower"),
+        (
+            {"rank": Part(2, 0, 0.5, apart=True)},
+            1,
+            "rank 1, which takes 0.5 of 1 GPUs, beside ['rank 0']; lower",
+        ),
         (
             {"rank": Part(2, 0, 0.5, apart=True), "server": Part(2, 0, 0.6)},
             2,

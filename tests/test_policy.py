@@ -117,7 +117,7 @@ def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
 
 
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
-    """No advantage, so the bonus alone moves the policy: with Dr. GRPO's constant length as much as without."""
+    """No advantage, so the bonus alone moves the policy: as much with Dr. GRPO's constant length."""
     samples = a_step(model)
     for sample in samples:
         sample.advantage = 0.0

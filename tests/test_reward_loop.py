@@ -480,7 +480,7 @@ def test_each_sample_has_its_own_extra_info(start):
 def test_step_and_seconds(start, function):
     """`step` comes to functions that name it and stands in extra_info; a result says how long it took."""
     manager = start(f"{FAULTS}:{function}")
-    row = sample("1.0", step=7)
+    row = sample("1.01", step=7)  # seconds of sleep; a timer of uvloop may ring a millisecond early
     with_step, without = manager.score_batch([row, sample("0")])
     assert with_step["reward_extra_info"]["seen"] == [None if function == "takes_anything" else 7, 7]
     assert without["reward_extra_info"]["seen"] == [None, None] and row["extra_info"].get("step") is None

@@ -100,7 +100,8 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     cut(checkpoint / "optimizer" / name)
     with pytest.raises(ValueError) as refused:
         load(run)
-    message = r"model: .*step_1 cannot be loaded \(.*\); .* delete the checkpoint to go on from the one before"
+    message = r"model: .*step_1 cannot be loaded \(.*\); .* "
+    message += "delete the checkpoint to go on from the one before"
     assert re.fullmatch(message, str(refused.value))
 
 

@@ -158,8 +158,10 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
 
 
 def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(capsys):
-    run_folder.print_line({"step": 3, "reward/mean": 2 / 3, "reward/other": 1.0, "response_length/clipped": 0.25}, 10)
-    run_folder.print_line({"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}, 10)
+    line = {"step": 3, "reward/mean": 2 / 3, "reward/other": 1.0, "response_length/clipped": 0.25}
+    run_folder.print_line(line, 10)
+    line = {"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}
+    run_folder.print_line(line, 10)
     assert capsys.readouterr().out == (
         "step 3/10  reward/mean 0.6667  response_length/clipped 0.25\nstep 3/10  val/a/b/mean@2 0.5\n"
     )
@@ -380,7 +382,8 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
         half_written.write_text("half")
         for resume in ("auto", "never"):
             config.resume = resume
-            with pytest.raises(ValueError, match="out_dir: .* is in use by another run; wait or give another"):
+            message = "out_dir: .* is in use by another run; wait or give another"
+            with pytest.raises(ValueError, match=message):
                 run_folder.check_folder(config)
         assert half_written.exists()
         run.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""Each rank is sent its own samples: all of them arrive once, as they were, and with what divides the loss."""
+"""Each rank is sent its own samples: all arrive once, as they were, with what divides the loss."""
 
 from dataclasses import replace
 

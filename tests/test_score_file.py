@@ -223,7 +223,11 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
 def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
     config = score_file.Config(
-        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{FAULTS}:sync_fault", num_workers=1)  # fmt: skip
+        data=data,
+        out=tmp_path / "scored.jsonl",
+        reward_fn=f"{FAULTS}:sync_fault",
+        num_workers=1,
+    )
     config.out.write_text("all that was scored")
     score_file.run(dataclasses.replace(config, resume=True))
     said = capsys.readouterr().out

@@ -65,7 +65,8 @@ def test_coarse_questions(question, answer, head):
     assert first_wrong_paragraph(str(problem), sound) == -1
     assert compute_score.compute_score("toy", sound[-1], answer)["acc"]
     assert first_wrong_paragraph(str(problem), [*sound[:3], f"{head} \\boxed{{2}}"]) == 3
-    assert problem.another_answer(problem.answer_for(69), random.Random(0)) not in (problem.answer_for(69), None)
+    right = problem.answer_for(69)
+    assert problem.another_answer(right, random.Random(0)) not in (right, None)
 
 
 def test_problems_of_the_second_world():
@@ -479,7 +480,8 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
     path = Path(warm_start.__file__).parents[1] / "recipes/critic_rows.py"
     command = [path, "--runs", tmp_path, "--out-dir", tmp_path / "rows", "--held-out", "9"]
     subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
-    files = [pq.read_table(tmp_path / f"rows/fapo_critic_{name}.parquet").to_pylist() for name in ("train", "test")]
+    paths = [tmp_path / f"rows/fapo_critic_{name}.parquet" for name in ("train", "test")]
+    files = [pq.read_table(path).to_pylist() for path in paths]
     train, test = files
     assert len(train) == 27 and len(test) == 9
     questions = [{row["extra_info"]["question"] for row in rows} for rows in files]
