@@ -47,10 +47,11 @@ def told(name): return os.path.exists(os.path.join(argument("--model"), name))
 if told("die_at_start"):
     sys.exit("ValueError: these weights do not fit")
 engine = subprocess.Popen(["sleep", "1000"])
-with open(f"/dev/shm/psm_{os.getpid()}", "wb+") as memory:  # what vLLM leaves when it is killed
+name = os.urandom(8).hex()  # a server that dies by itself leaves its files, and its number comes again
+with open("/dev/shm/psm_" + name, "wb+") as memory:  # what vLLM leaves when it is killed
     memory.truncate(4096)
     mapped = mmap.mmap(memory.fileno(), 4096)
-semaphore = SemLock(1, 1, 1, f"/mp-{os.getpid()}", False)  # its file is mapped under another name
+semaphore = SemLock(1, 1, 1, "/mp-" + name, False)  # its file is mapped under another name
 open(os.environ["TMPDIR"] + "/socket", "w").close()
 calls = []
 class Handler(BaseHTTPRequestHandler):
@@ -77,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
         pids = [os.getpid(), engine.pid]
         cores = sorted(os.sched_getaffinity(0))
-        self.answer(200, {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls, "cores": cores})
+        seen = {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls, "cores": cores, "name": name}
+        self.answer(200, seen)
     def answer(self, status, body):
         body = json.dumps(body).encode()
         self.send_response(status)
@@ -796,8 +798,8 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
         router, urls = read_addresses(process)
         seen = ask(router)
         assert seen["argv"][-2:] == ["--max-num-seqs", "9"]
-        pid, sockets = seen["pids"][0], Path(seen["env"]["TMPDIR"])
-        memory, semaphore = Path(f"/dev/shm/psm_{pid}"), Path(f"/dev/shm/sem.mp-{pid}")
+        sockets = Path(seen["env"]["TMPDIR"])
+        memory, semaphore = (Path("/dev/shm", kind + seen["name"]) for kind in ("psm_", "sem.mp-"))
         assert memory.exists() and semaphore.exists() and sockets.exists()
         pids = descendants(process)
         assert len(pids) == 5  # the router, two servers, their engines
