@@ -44,6 +44,7 @@ from rollout import rollout_hf, rollout_vllm
 from run import Run
 from run_folder import has_evaluation
 
+
 @dataclass(kw_only=True)
 class Config(reward_loop.RewardOptions, PolicyOptions):
     """A run of the trainer. How the policy learns: PolicyOptions; how it is rewarded: RewardOptions."""

@@ -142,7 +142,8 @@ def test_the_judge_and_a_classifier_together():
 
 @pytest.mark.slow
 def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_once(copy):
-    run_recipe("toy_disrm", *SMALL, folder=copy, CLASSIFIER_STEPS="3")
+    val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # not the world's 1,024
+    run_recipe("toy_disrm", *SMALL, *val, folder=copy, CLASSIFIER_STEPS="3")
     folder = copy / "outputs/disrm/seed0"
     for name in ("classifier", "flagged"):
         line = lines_of(folder / name)[-1]
