@@ -109,14 +109,13 @@ first_world() {
   served narrow
 }
 
-OWN=(--resume auto --total-steps 40 --val-every 0 --save-every 0 --max-response-length 112 --samples-per-step 128)
 own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
-  once "own$1/$2_seed$3" train_policy "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" "${OWN[@]}" "${@:4}"
+  once "own$1/$2_seed$3" train_own "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" "${OWN[@]}" "${@:4}"
 }
+OWN=(--resume auto --samples-per-step 128)
 told() {  # told START NAME SEED JSON [FURTHER FLAGS]: the oracle with other settings
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
-STOP_AT=(0.2 0.4 0.6)  # the share of sound solutions at which each start is taken
 compare() {  # compare SEED START: four algorithms
   own "$2" rule "$1" "${RULE[@]}"
   own "$2" fapo_oracle "$1" "${ORACLE[@]}"
@@ -149,15 +148,19 @@ longer() {  # longer SEED: five times as many steps
   own 0 rule_long "$1" "${RULE[@]}" --total-steps 200
   own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 200
   own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 200
+  own 0 vppo_long "$1" "${ORACLE[@]}" "${VPPO[@]}" --total-steps 200
 }
-distill() {  # distill SEED: no reward, a teacher's word on each token (docs/changes/distill.diff, in a copy)
+distill() {  # distill SEED START: no reward, a teacher's word on each token (docs/changes/distill.diff, in a copy)
+  local teacher=$OUT/teacher$2/policy
+  # Start 2's own warm start gets hardly further than that; it learns from what FAPO made of it.
+  [ "$2" != 2 ] || teacher=$OUT/own2/fapo_oracle_seed0/checkpoints/step_40
   [ -d "$OUT/changed" ] || {
     mkdir "$OUT/changed"
     cp -r ./*.py toy tools cluster docs "$OUT/changed"
     patch -s -p1 -d "$OUT/changed" <docs/changes/distill.diff
   }
-  once "own0/distill_seed$1" in_copy train_policy "$OUT/own0" "$1" "$OUT/own0/distill_seed$1" "${OWN[@]}" \
-    "${RULE[@]}" --advantage terms --reward-terms acc=0 --max-idle-steps 0 --teacher "$OUT/teacher/policy"
+  once "own$2/distill_seed$1" in_copy train_own "$OUT/own$2" "$1" "$OUT/own$2/distill_seed$1" "${OWN[@]}" \
+    "${RULE[@]}" --advantage terms --reward-terms acc=0 --max-idle-steps 0 --teacher "$teacher"
 }
 in_copy() { (cd "$OUT/changed" && "$@"); }
 own_judges() {  # of start 1: trained on the first world's flaws, and on the policies' own
@@ -186,32 +189,35 @@ own_served() {  # own_served JUDGE ALGORITHM: FAPO with it, and once with three 
 }
 second_world() {  # in an order in which every beginning says something
   local seed start
-  for start in 0 1 2; do world "own$start" own_flaws "$start" policy --stop-at "${STOP_AT[$start]}"; done
-  world teacher own_flaws 0 policy --stop-at 0.7  # start 0's own warm start, stopped later
-  all_done
-  world own1 own_flaws 1 judge  # while the policies learn
-  for seed in 0 1; do
-    longer $seed
-    for start in 0 1 2; do compare $seed $start; done
+  for start in 0 1 2; do  # their policies ship, so without models: the rows
+    once "own$start/rows" python -m toy.warm_start --kind own_flaws --seed "$start" --models --out-dir "$OUT/own$start"
   done
   all_done
+  for seed in 0 1; do
+    for start in 1 0 2; do compare $seed $start; done
+  done
+  world own1 own_flaws 1 judge  # while the policies learn
+  all_done
   own_judges
+  world teacher0 own_flaws 0 policy --stop-at 0.7  # the warm starts of two of them once more, stopped later
+  world teacher1 own_flaws 1 policy --stop-at 0.8
+  all_done
   for seed in $SEEDS; do
     for start in 0 1 2; do
       compare $seed $start
       compare_more $seed $start
+      distill $seed $start
     done
+    longer $seed
     be_fair $seed
-    distill $seed
     ablate $seed
     overlook $seed
-    longer $seed
   done
   all_done
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (three starts, two judges, 113 runs of 40 to 200 steps). What is finished is not run again."
+echo "the second 3 to 4 (three starts, two judges, 116 runs of 40 to 200 steps). What is finished is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"

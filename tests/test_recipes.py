@@ -241,6 +241,56 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
 
 
+def test_a_run_from_a_start_of_the_second_world(run_recipe):
+    """FAPO's, or one's own by further flags; in a folder without .venv, so that the stand-in is found."""
+    config = run_recipe("second_world", "1", "outputs/mine", "--seed", "2", "--advantage", "papo", job=True)
+    assert (config.model, config.out_dir) == ("toy/models/own1", "outputs/mine")
+    assert config.train_file == "data/own1/toy_train.parquet" and config.max_response_length == 112
+    assert (config.seed, config.advantage, config.total_steps) == (2, "papo", 40)
+    assert config.reward_fn == "toy/toy_world.py:compute_score_fapo_oracle"
+    for wrong in (["3", "outputs/mine"], ["1"], []):
+        assert run_recipe("second_world", *wrong, job=True).startswith("usage: bash recipes/second_world.sh START")
+
+
+STAND_IN = """#!/bin/bash
+# Writes down what it is called with, makes --out-dir, and serves where a judge would be served.
+echo "$*" >>{log}
+while [ $# -gt 0 ] && [ "$1" != genrm_server.py ] && [ "$1" != --out-dir ]; do shift; done
+if [ "$1" = --out-dir ]; then mkdir -p "$2"; exit; fi
+[ $# = 0 ] || {{ cd {served}; exec {python} -m http.server "$5" --bind 127.0.0.1; }}
+"""
+
+
+@pytest.mark.slow
+def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
+    """The whole script, with a stand-in for every Python that it starts."""
+    for folder in ("bin", "served", "copy"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "served/health").touch()
+    log = tmp_path / "log"
+    stand_in = tmp_path / "bin/python"
+    stand_in.write_text(STAND_IN.format(log=log, served=tmp_path / "served", python=sys.executable))
+    stand_in.chmod(0o755)
+    for name in ("toy", "tools", "cluster", "docs", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path / "copy")
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": f"{tmp_path}/out"}
+    for _ in range(2):  # the second time all is finished
+        done = subprocess.run(["bash", "recipes/evidence.sh"], cwd=tmp_path / "copy", env=environment,
+                              capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    found = re.findall(rf"^grpo_trainer.py .*--out-dir {tmp_path}/out/(\S+)", log.read_text(), re.M)
+    assert len(found) == len(set(found))
+    evidence = load("docs/make_evidence")
+    wanted = {f"{world}/{name}" for world in evidence.OWN for name in evidence.OWN_ALGORITHMS}
+    wanted |= {f"own0/{name}" for name in evidence.VARIANTS} | {f"own1/{name}" for name in evidence.OVERLOOKING}
+    wanted |= {f"{world}/{name}" for world in evidence.STANDARD for name in evidence.NAMES}
+    seeds = {f"{name}_seed{seed}" for name in wanted if "judge_long" not in name for seed in range(3)}
+    assert seeds <= set(found)
+    assert {f"own1/{name}_judge" for name in ("first", "trained")} < set(found)
+
+
 @pytest.mark.slow
 def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
     """A dry run: short problems, each after the worked example; further flags are the trainer's."""

@@ -303,6 +303,25 @@ def test_the_files_of_the_toy_world(world):
         prepare_data.validate_row(some[-1], "the last row")
 
 
+def answered(folder, rows, function) -> dict:
+    """What the model of this folder gets for these rows at temperature 1, averaged as the trainer does."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 2e6
+    samples = []
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        samples.append(Sample(row, ids))
+    rollout_hf(model, samples, max_response_length=112, temperature=1.0, eos_ids={1}, seed=1,
+               rollout_batch_size=512)  # fmt: skip
+    results = []
+    for row, sample in zip(rows, samples):
+        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        truth = row["reward_model"]["ground_truth"]
+        results.append(function(row["data_source"], text, truth, extra_info=row["extra_info"]))
+    return metrics.averages(results)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "file", "function"),
@@ -313,21 +332,8 @@ def test_the_files_of_the_toy_world(world):
 )
 def test_the_shipped_models_score_as_their_card_says(world, name, file, function):
     """At temperature 1 and on half of the rows, within three standard errors."""
-    model = AutoModelForCausalLM.from_pretrained(world / name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(world / name)
-    assert sum(path.stat().st_size for path in (world / name).iterdir()) < 2e6
-    rows, samples = pq.read_table(world / f"{file}.parquet").to_pylist()[:256], []
-    for row in rows:
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        samples.append(Sample(row, ids))
-    rollout_hf(model, samples, max_response_length=96, temperature=1.0, eos_ids={1}, seed=1,
-               rollout_batch_size=512)  # fmt: skip
-    results = []
-    for row, sample in zip(rows, samples):
-        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        truth = row["reward_model"]["ground_truth"]
-        results.append(function(row["data_source"], text, truth, extra_info=row["extra_info"]))
-    means, card = metrics.averages(results), (warm_start.SHIPPED / "README.md").read_text()
+    means = answered(world / name, pq.read_table(world / f"{file}.parquet").to_pylist()[:256], function)
+    card = (warm_start.SHIPPED / "README.md").read_text()
     for key, line in {
         "acc": "accuracy",
         "oracle_flawed_positive_rate": "flawed positives (share of right answers, by the oracle)",
@@ -339,6 +345,24 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
     }.items():  # fmt: skip
         told = float(card.split(f"\n| {line} | ")[1].split(" ")[0])
         assert means[key] == pytest.approx(told, abs=0.12), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_the_second_worlds_shipped_starts_score_as_their_card_says(start):
+    """As above. Another model of the same seed, a teacher or a judge, has the same tokenizer."""
+    rng, kind = random.Random(start), toy_world.KINDS["own_flaws"]
+    problems = [toy_world.random_problem(rng, kind.question, kind.lengths) for _ in range(256)]
+    rows = [toy_world.policy_row(problem, "toy", "test", i) for i, problem in enumerate(problems)]
+    folder = warm_start.SHIPPED / f"own{start}"
+    means = answered(folder, rows, toy_world.compute_score_fapo_oracle)
+    card = (warm_start.SHIPPED / "README.md").read_text().split(f"\n| `own{start}`, T=1 | ")[1].split("\n")[0]
+    keys = ("acc", "oracle_flawed_positive_rate", "truly_correct", "sums_right")
+    for key, told in zip(keys, card.split(" | ")):
+        assert means[key] == pytest.approx(float(told), abs=0.12), key
+    texts = warm_start.tokenizer_corpus(random.Random(f"{start}/tokenizer"), kind)
+    tokenizer = warm_start.build_tokenizer(texts).backend_tokenizer
+    assert tokenizer.to_str(pretty=True) == (folder / "tokenizer.json").read_text()
 
 
 @pytest.mark.slow
@@ -366,6 +390,15 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
     assert told == [(("policy", "judge"), 0, kinds["standard"]), (("judge",), 1, kinds["weak_policy"])]
     shipped = (warm_start.SHIPPED / "policy/tokenizer.json").read_text()
     assert trained[0][1].backend_tokenizer.to_str(pretty=True) == shipped
+
+
+@pytest.mark.slow
+def test_rows_without_models(tmp_path):
+    command = [sys.executable, "-m", "toy.warm_start", "--kind", "own_flaws", "--seed", "1", "--models"]
+    subprocess.run([*command, "--out-dir", tmp_path], cwd=warm_start.SHIPPED.parent.parent, check=True)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".parquet"}
+    (row,) = pq.read_table(tmp_path / "toy_test.parquet").slice(0, 1).to_pylist()
+    assert row["extra_info"]["question"].count(",") >= 6
 
 
 @pytest.mark.slow
