@@ -133,7 +133,7 @@ def vppo(groups, options):
 def terms(groups, options):
     """Terms normalised in their groups, the weighted sum among these groups (GDPO, arXiv:2601.05242).
 
-    NaN leaves a sample out of that term only. The sum's mean, 0 like every group's, is not subtracted.
+    NaN leaves a sample out of that term only, and out of all where it has none. The sum's mean, 0 like every group's, is not subtracted.
     """
     total_P_G = 0.0
     known_P_G = False
@@ -142,7 +142,7 @@ def terms(groups, options):
         total_P_G = total_P_G + weight * compute_advantages(term_P_G)
         known_P_G = known_P_G | ~term_P_G.isnan()
     std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
-    return total_P_G / (std + 1e-6)
+    return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)
 
 
 def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:

@@ -134,8 +134,8 @@ _UNIT = (
     "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?|years?(?:~old)?|"
     "pounds?|liters?|points|digits|ways|integers|meals|edges|students|children|people|tickets|multiples|th"
 )
-_PARTS = (  # "x =" or "2 + 3 =", the answer itself, its unit
-    rf"((?:(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))+(?=[^=]*$))?"
+_PARTS = (  # "x =" or "2 + 3 =" (as far as it goes: no split is tried twice), the answer itself, its unit
+    rf"((?>(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))++(?=[^=]*$))?"
     r"(.*?)"
     rf"((?<=[\d}})i])~?(?:{_UNIT})(?:(?:~per~|/)\w+)?(?:\^[23])?)?"
 ).replace("RELATION", r"\\[lgn]e|\\pm")
@@ -408,7 +408,7 @@ async def chat(
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
     HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses.
     Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
-    (tokens: None), not its failure, unless that is the death of servers.
+    (tokens: None), not its failure, unless that is the death of servers; while it hangs all wait.
     """
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -422,7 +422,7 @@ async def chat(
     once = _Once()
     if temperature == 0:
         once = _asked_once(asyncio.get_running_loop(), f"{address} {body}")
-    failure = "the request was sent, and no answer came"
+    failure = "no answer came to it, or to an equal request"
     pause = 0.5
     try:
         async with asyncio.timeout(timeout_s), once:

@@ -106,6 +106,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         "mini_batch_size",
         "max_response_length",
         "max_grad_norm",
+        "clip_c",
         "temperature",
         "tis_cap",
         "rollout_batch_size",
@@ -123,11 +124,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         """Refuses what would go wrong in silence or late. Raises ValueError."""
         if self.group_size < 2:
             raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
-        if not self.lora_rank:
-            if self.lora_alpha:
-                raise ValueError(f"lora_alpha: {self.lora_alpha} is about adapters; give --lora-rank, too")
-            if self.lora_targets != Config.lora_targets:
-                raise ValueError(f"lora_targets: {self.lora_targets} is for adapters; give --lora-rank, too")
+        adapters = self.lora_alpha, self.lora_targets
+        if not self.lora_rank and adapters != (Config.lora_alpha, Config.lora_targets):
+            raise ValueError(f"lora_alpha, lora_targets: {adapters} are of adapters; give --lora-rank, too")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
             raise ValueError("reward_terms: goes with --advantage terms, as in --reward-terms acc=1 "
@@ -289,7 +288,6 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
-    rolled_out.set()
     if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
         kept = groups[-1:]
     num_teaching = 0
@@ -424,7 +422,7 @@ def evaluate(run: Run) -> None:
     due = config.val_every and step % config.val_every == 0
     if step == 0:
         due = config.val_before_train
-    if step == config.total_steps:
+    if step >= config.total_steps:
         due = True
     if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
         log.metrics({"step": step})

@@ -51,9 +51,10 @@ def add(model, config, source: str) -> None:
     if saved.is_file():
         found = set_peft_model_state_dict(model, load_file(saved))
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
-        if wrong:
-            raise ValueError(f"lora_targets: {source} has adapters of other layers (first {wrong[0]}); give "
-                             "the run's own targets")  # fmt: skip
+        alpha = LoraConfig.from_pretrained(source).lora_alpha
+        if wrong or alpha != settings.lora_alpha:
+            raise ValueError(f"lora_targets, lora_alpha: {source} has adapters of alpha {alpha}, and of other "
+                             f"layers {wrong[:1]}; give the run's own")  # fmt: skip
 
 
 def layers_with_adapters(model):
@@ -64,7 +65,7 @@ def layers_with_adapters(model):
 def describe(model):
     """Which layers have adapters."""
     kinds = Counter(name.rpartition(".")[2] for name in layers_with_adapters(model))
-    return "adapters: on " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"layers with adapters: {dict(kinds)}"
 
 
 @contextlib.contextmanager
@@ -112,4 +113,4 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
     whole.to(stored).save_pretrained(out)
     AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
-    print(f"merged: {out}", flush=True)
+    print(f"merged: {out}")

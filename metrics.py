@@ -45,9 +45,7 @@ def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; None where no sample has a value."""
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
-    metrics = {}
-    for key, value in averages(infos).items():
-        metrics[f"reward/{key}"] = value
+    metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
     metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
     seconds = [sample.result["seconds"] for sample in samples if "seconds" in sample.result]
@@ -79,8 +77,7 @@ def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     metrics = {}
     for source, n in sorted(of_source):  # pass@k is that of the larger n
         found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
-        for name, value in found.items():
-            metrics[f"val/{source}/{name}"] = value
+        metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
@@ -89,9 +86,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     samples = list(chain(*groups))
     means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
-    metrics = {label: accuracy}
-    for key, value in means.items():
-        metrics[f"{key}/{label}"] = value
+    metrics = {label: accuracy} | {f"{key}/{label}": value for key, value in means.items()}
     metrics[f"no_verdict/{label}"] = mean(sample.result["reward_score"] is None for sample in samples)
     if n == 1 or accuracy is None:
         return metrics

@@ -66,7 +66,7 @@ class PolicyOptions:
     loss: Literal[tuple(LOSSES)] = "clip"  # Ratio per token, per sequence, or as a constant weight.
     clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
     clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
-    clip_c: float = 10.0  # Dual clip, --loss clip only: bound on the ratio where the advantage is negative.
+    clip_c: float = 10.0  # Dual clip of --loss clip, above 1: bound on the ratio of negative advantages.
     tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
     kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
     entropy_coef: float = 0.0  # Weight of an entropy bonus.

@@ -133,7 +133,7 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
     """Problem and final answer, under the hub's column names or those of common copies."""
-    question = str(_pick(raw, QUESTION))
+    question = _pick(raw, QUESTION)
     answer = str(_pick(raw, source.answer)).strip()
     if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
         _, mark, answer = answer.rpartition("####")

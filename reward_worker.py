@@ -167,7 +167,8 @@ def may_pass(error: BaseException) -> bool:
         status = status or getattr(place, "status", None) or getattr(place, "status_code", None)
     if isinstance(status, int):
         return status in (408, 429) or 500 <= status < 600
-    broken = {"ClientConnectionError", "APIConnectionError", "TransportError", "ConnectionError"}
+    broken = {"ClientConnectionError", "ClientPayloadError", "APIConnectionError", "TransportError",
+              "ConnectionError"}  # fmt: skip
     return not broken.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 

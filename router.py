@@ -61,7 +61,9 @@ class Config:
     max_attempts: int = 3  # How many servers one request is sent to.
     unhealthy_after: int = 3  # Failures in a row after which a server leaves the rotation.
     health_interval: float = 5.0  # Seconds between two looks at /health (any status below 500 is healthy).
-    queue_timeout: float = 0.0  # Seconds a request waits while no server is healthy; 0 answers 503 at once.
+    # Seconds a request waits while no server is healthy, and in a line if its server died of something; 0:
+    # 503 at once, and no line, so the harmless beside a prompt that kills servers may be refused with it.
+    queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Seconds until a request must be answered, retries included; then 504.
     max_body_mib: int = 64  # Largest request body in MiB; above it 413.
     api_key: str = ""  # Key that clients send as Bearer token. Empty: ROUTER_API_KEY, which ps does not show.
@@ -354,7 +356,7 @@ class Router:
                     self.set_health(worker, False, problem)
                     continue  # no server has seen the request
             ended = time.monotonic()
-            if ended >= deadline:  # nobody's fault: one that hangs leaves by its health
+            if ended >= deadline - 0.01:  # clocks differ; nobody's fault: one that hangs leaves by its health
                 return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
             attempts += 1
             worker.failures += 1

@@ -56,7 +56,7 @@ async def audited(
         address = reward_router_addresses.get("audit", reward_router_address)
         opinion = await fapo.compute_score_fapo(*sample, address, **settings | (second or {}))
         result["audit_status"] = opinion["genrm_status"]
-        if opinion["flawed_positive"] is not None:
+        if opinion["genrm_status"] == "ok":
             result |= {"audited": True, "audit_flawed": opinion["flawed_positive"]}
     return result
 
@@ -92,10 +92,11 @@ async def votes(
         return first
     others = [fapo.compute_score_fapo(*sample, **settings) for _ in range(k - 1)]
     results = [first, *await asyncio.gather(*others)]
-    verdicts = [result["flawed_positive"] for result in results]
-    for result, verdict in zip(results, verdicts):
+    counted = [result for result in results if result["genrm_status"] == "ok"]
+    verdicts = [result["flawed_positive"] for result in counted]
+    for result, verdict in zip(counted, verdicts):
         agreement = verdicts.count(verdict) / k
-        if verdict is not None and agreement > 0.5:
+        if agreement > 0.5:
             return result | {"genrm_agreement": agreement}
     unknown = {"flawed_positive": None, "first_wrong": None}
     if len({result["score"] for result in results}) > 1:  # else a judge that only measures
@@ -163,7 +164,7 @@ async def rubric(
 def read_marks(critique: str, count: int) -> dict[str, bool]:
     """{"met_1": True ...} of the critique's last box; nothing unless it has exactly so many words."""
     box = fapo.last_boxed_only_string(critique) or ""
-    words = re.findall(r"yes|no", box.lower().removeprefix("\\boxed"))
+    words = re.findall(r"\b(?:yes|no)\b", box.lower().removeprefix("\\boxed"))
     if len(words) != count:
         return {}
     return {f"met_{number}": word == "yes" for number, word in enumerate(words, 1)}

@@ -383,6 +383,9 @@ def test_term_advantages_by_hand():
         (acc[0] - 2 / 3).div(third).div(1 + 1e-6).tolist(), rel=1e-4
     )
     assert terms(dict(acc=torch.ones(2, 3)), "acc=2").abs().max() == 0
+    nothing_said = terms(dict(judge=torch.tensor([[1.0, 0.0, NAN]])), "judge=1")[0].tolist()
+    half = math.sqrt(1 / 2)  # of the two, whose deviation is 1 again in the end
+    assert nothing_said[:2] == pytest.approx([half, -half], rel=1e-4) and math.isnan(nothing_said[2])
 
 
 def byte_level(*merged):

@@ -473,6 +473,16 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
     assert "val/an/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(workshop):
+    options = dict(val_file=(), val_every=0)
+    grpo_trainer.train(run_config(workshop, "further", total_steps=1, **options))
+    options["val_file"] = (str(workshop / "val.parquet"),)
+    grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
+    lines = lines_of(workshop / "further/metrics.jsonl")
+    assert [("val/toy/mean@1" in line) for line in lines] == [False, True]
+
+
 def test_papo_normalises_answer_and_reasoning_apart():
     """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones
     nothing does."""
@@ -921,6 +931,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
+        (dict(clip_c=0.0), "clip_c: 0.0 must be above 0"),
         (dict(max_grad_norm=0.0), "max_grad_norm: 0.0 must be above 0"),
         (dict(rollout_servers=0), "rollout_servers: 0 must be above 0"),
         (dict(save_every=-1), "save_every: -1 must be at least 0"),

@@ -90,6 +90,8 @@ def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(
     (result,) = ask(judges.audited, [RIGHT], server.address, down.address, share=1.0)
     assert not result["audited"] and "audit_flawed" not in result and result["score"] == 1.0
     assert result["audit_status"] == "http_error"
+    (result,) = ask(judges.audited, [RIGHT], server.address, down.address, share=1.0, on_no_verdict="rule")
+    assert not result["audited"] and "audit_flawed" not in result and result["score"] == 1.0
     for share in (0, 5):
         with pytest.raises(ValueError, match="share: . must be above 0 and at most 1"):
             ask(judges.audited, [RIGHT], server.address, share=share)
@@ -132,6 +134,16 @@ def test_most_of_three_votes(serve, said, verdict):  # noqa: F811
     assert (result["genrm_status"] == "ok") == (verdict[0] is not None)
 
 
+def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):  # noqa: F811
+    left = [400, 400, "\\boxed{1}"]
+    server = serve(served(lambda prompt: left.pop()))
+    (result,) = ask(judges.votes, [RIGHT], server.address, on_no_verdict="rule")
+    assert result["flawed_positive"] is None and "genrm_agreement" not in result and not left
+    left = ["\\boxed{-1}", "\\boxed{1}", "\\boxed{1}"]
+    (result,) = ask(judges.votes, [WRONG], server.address, judge_wrong=True)
+    assert (result["score"], result["first_wrong"], result["flawed_positive"]) == (-1.0, 1, False)
+
+
 def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):  # noqa: F811
     server = serve(served(lambda prompt: "\\boxed{-1}"))
     (result,) = ask(judges.votes, [WRONG], server.address, k=5)
@@ -163,6 +175,8 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
         return f"Let me see. \\boxed{{{met[name]}}}"
 
     server = serve(served(judge))
+    for unclear in ("unknown, unknown, unknown", "yes, cannot tell, yes", "not applicable, yes, yes"):
+        assert judges.read_marks(f"\\boxed{{{unclear}}}", 3) == {}
     responses = [f"{name}\n\n\\boxed{{2}}" for name in met] + [WRONG]
     results = ask(judges.rubric, responses, server.address, weight=0.6)
     assert [result["score"] for result in results] == pytest.approx([1.0, 0.8, 0.4, None, -1.0])

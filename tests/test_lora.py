@@ -189,21 +189,32 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
-    with pytest.raises(ValueError, match=r"lora_targets: .* has adapters of other layers \(first .*v_proj"):
+    with pytest.raises(ValueError, match=r"lora_targets, .*: .* has adapters of .* other layers \[.*v_proj"):
         Policy(config, str(tmp_path), CPU)
+
+
+def test_a_run_that_goes_on_with_another_alpha_is_refused(model, tmp_path):
+    """With it the same adapters are another policy, and nothing else would tell."""
+    policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
+    model.save_pretrained(tmp_path / "base")
+    config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
+    with pytest.raises(ValueError, match=r"lora_alpha: .* has adapters of alpha 64, .* \[\]; give the run's own"):
+        Policy(config, str(tmp_path), CPU)
+    config.lora_alpha = 64
+    Policy(config, str(tmp_path), CPU)
 
 
 def test_a_run_says_which_layers_have_adapters(model):
     """Where experts are no linear layers, all-linear leaves most of the model as it is."""
     assert policy_of(model).about()["adapters"] == ""
-    for targets, layers in ((("v_proj",), "4 v_proj"), (("q_proj", "v_proj"), "4 q_proj, 4 v_proj")):
+    for targets in (("v_proj",), ("q_proj", "v_proj")):
         text = policy_of(model, lora_rank=4, lora_targets=targets).about()["adapters"]
-        assert text == f"adapters: on {layers}"
+        assert text == f"layers with adapters: {dict.fromkeys(targets, 4)}"
     shape = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_local_experts=8)
     shape |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
     shape |= dict(vocab_size=96)
     text = policy_of(of_family("gpt_oss", **shape), lora_rank=4).about()["adapters"]
-    assert text == "adapters: on 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj"
+    assert text == "layers with adapters: {'q_proj': 2, 'k_proj': 2, 'v_proj': 2, 'o_proj': 2}"
 
 
 @pytest.mark.slow
@@ -259,7 +270,9 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(works
 
 
 def test_a_scale_and_places_of_adapters_that_there_are_none_of_are_refused():
-    with pytest.raises(ValueError, match="^lora_alpha: 64 is about adapters; give --lora-rank, too$"):
-        config_of(lora_alpha=64).check()
-    with pytest.raises(ValueError, match="^lora_targets: .'q_proj',. is for adapters; give --lora-rank, too"):
-        config_of(lora_targets=("q_proj",)).check()
+    for given, shown in (
+        (dict(lora_alpha=64), r"\(64, \('all-linear',\)\)"),
+        (dict(lora_targets=("q_proj",)), r"\(0, \('q_proj',\)\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^lora_alpha, lora_targets: {shown} are of adapters; give --lora-"):
+            config_of(**given).check()

@@ -219,6 +219,7 @@ def test_http_errors_that_may_pass():
     for status in (408, 429, 500, 503, 520, 529, 530):  # 529: overloaded
         assert reward_worker.may_pass(answer(status))
     assert reward_worker.may_pass(aiohttp.ServerDisconnectedError())
+    assert reward_worker.may_pass(aiohttp.ClientPayloadError())  # cut within the answer
     response = requests.Response()
     response.status_code = 503
     assert reward_worker.may_pass(requests.HTTPError(response=response))

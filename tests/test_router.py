@@ -125,7 +125,7 @@ class Running:
     """A router in this process over the given upstreams, and a client to it."""
 
     def __init__(self, *upstreams, **settings):
-        settings = dict(port=0, health_interval=30.0, forward=("/",)) | settings
+        settings = dict(port=0, health_interval=30.0, forward=("/",), queue_timeout=0) | settings
         self.router = Router(Config(workers=tuple(getattr(u, "url", u) for u in upstreams), **settings))
 
     async def __aenter__(self):
@@ -601,7 +601,7 @@ async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_an
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Engine()) for _ in range(servers)]
         it = await stack.enter_async_context(
-            Running(*ups, policy="least_loaded", queue_timeout=60, health_interval=0.1)
+            Running(*ups, policy="least_loaded", queue_timeout=Config.queue_timeout, health_interval=0.1)
         )
         enough = asyncio.Semaphore(32 * servers)
 

@@ -251,6 +251,7 @@ def test_what_the_oracle_can_be_told_to_say():
     assert said(wrong, steps) == said(wrong) | {"step_scores": [1.0, 0.0, 0.0, 0.0]}
     assert said("\n\n".join(SOUND), steps)["step_scores"] == [1.0] * 4
     assert said(flawed, steps, recall=0.0)["step_scores"] == [1.0] * 4
+    assert said(wrong, steps, judge_wrong=False)["step_scores"] is None  # nobody has looked
 
 
 def test_kinds_of_toy_worlds():

@@ -137,6 +137,12 @@ def test_lines_become_whole_groups_and_curves(tmp_path):
     assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
 
 
+def test_what_only_some_of_a_group_say_of_all_is_not_the_groups(tmp_path):
+    samples = [line(info={"group_kind": None, "group_best": 2}), line(info={"group_best": 2}), line(group=1)]
+    (data,) = data_of(view_run.write_page([write_run(tmp_path / "run", samples)]))["runs"]
+    assert [group["verdict"] for group in data["groups"]] == [{"best": 2}, {}]
+
+
 def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     run = write_run(
         tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}]

@@ -108,7 +108,7 @@ def group_of(lines: list[dict]) -> dict:
             if value is not None:
                 group["verdict"][key.removeprefix("group_")] = value
             for info in infos:
-                del info[key]
+                info.pop(key, None)
     return group
 
 

@@ -296,7 +296,7 @@ def compute_score_fapo_oracle(
 
     recall: the share of flawed solutions that it sees; the same solution is always seen, or never.
     judge_wrong: say where wrong answers go wrong, too, for the advantages that want to know.
-    place: what a wrong answer gets back if only its end is wrong; half of that if its last half is.
+    place: what a wrong answer gets back, times the share of its paragraphs before the first wrong one.
     """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
@@ -320,7 +320,9 @@ def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_in
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
     first_wrong = result["first_wrong"]
     steps = [1.0] * len(scores.split_paragraphs(solution_str))
-    if first_wrong not in (-1, None):
+    if first_wrong is None:
+        steps = None
+    elif first_wrong != -1:
         steps[first_wrong:] = [0.0] * len(steps[first_wrong:])
     return result | {"step_scores": steps}
 
