@@ -7,7 +7,7 @@
 A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and
 after it, and what was measured on the rollouts of each step. A table stands in a page between
 <!-- evidence: NAME --> and <!-- end -->; a test compares it with runs.jsonl. Cells are the median over the
-runs, and the lowest and the highest. Runs of --runs replace those of the same world; other worlds stay.
+runs, and the lowest and the highest. A run of --runs replaces that of the same world, algorithm and seed.
 """
 
 import json
@@ -60,9 +60,9 @@ ALGORITHMS = {
     "prefix_judge": "FAPO, served judge, `--credit prefix`",
     "vppo_judge": "VPPO, served judge",
 }
-# The second world: three starts, and which of its runs are told of wrong answers, too.
+# The second world: the three starts that ship (toy/models). again0 to again2 are the starts that another kind
+# of processor makes of the same seeds; what ran from there stands beside.
 OWN = ("own0", "own1", "own2")
-AGAIN = "own3"  # the first one as another kind of processor makes it
 OWN_ALGORITHMS = {
     "rule": "rule only",
     "fapo_oracle": "FAPO",
@@ -70,8 +70,14 @@ OWN_ALGORITHMS = {
     "vppo_oracle": "VPPO, FAPO's score",
     "papo_oracle": "PAPO",
     "steps_oracle": "FAPO, `--advantage steps`",
+    "distill": "on-policy distillation, no reward",
 }
-LONG = {"rule": "rule_long", "fapo_oracle": "fapo_long", "prefix_oracle": "prefix_long"}
+LONG = {
+    "rule": "rule_long",
+    "fapo_oracle": "fapo_long",
+    "prefix_oracle": "prefix_long",
+    "vppo_oracle": "vppo_long",
+}
 VARIANTS = {  # from its first start; {steps}: those of its runs
     "rule": "rule only",
     "rule_slow": "rule, half the learning rate",
@@ -89,8 +95,8 @@ VARIANTS = {  # from its first start; {steps}: those of its runs
     "prefix_long": "`--credit prefix`, {steps} steps",
     "prefix_right": "`--credit prefix`, told of right answers only",
     "vppo_oracle": "VPPO",
+    "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, told of right answers only",
-    "distill": "on-policy distillation, no reward",
 }
 OVERLOOKING = {  # from its second start: FAPO with judges that find a share of the flaws
     "rule": "rule only, no judge",
@@ -105,15 +111,15 @@ OVERLOOKING = {  # from its second start: FAPO with judges that find a share of 
 }
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own"}  # trained on
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long")
+LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")  # told of wrong answers, too
 OWN_COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
     "truly correct": "toy/truly_correct",
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
-    '"How many?" all sums right': "toy_total/sums_right",
 }
+REPEATED = ("flawed positives", "truly correct")  # of OWN_COLUMNS: shown for the other start, too
 COLOURS = {
     "rule": "tab:red",
     "fapo_judge": "tab:green",
@@ -122,6 +128,7 @@ COLOURS = {
     "prefix_oracle": "tab:purple",
     "vppo_oracle": "tab:orange",
     "steps_oracle": "tab:brown",
+    "distill": "tab:gray",
 }
 IN_USE = {
     "accuracy": "acc",
@@ -159,7 +166,7 @@ def collect(folder: Path) -> list[dict]:
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
         run |= dict(steps=metrics[-1]["step"], before=before, after=after)
-        if run["world"] in (*OWN, AGAIN) and algorithm not in OWN_JUDGES:
+        if run["world"] in OWN and algorithm not in OWN_JUDGES:
             run |= count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
@@ -218,9 +225,10 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     return found
 
 
-def cell(values: list[float]) -> str:
-    """.83 (.78-.87), or only .83 for one value."""
-    low, middle, high = (f"{value:.2f}" for value in (min(values), statistics.median(values), max(values)))
+def cell(values: list[float], digits: int = 2) -> str:
+    """.83 (.78-.87), or only .83 for one value; for infinity "never"."""
+    shown = (min(values), statistics.median(values), max(values))
+    low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
@@ -230,10 +238,17 @@ def row(
     return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
 
 
-def steps_to_half(run: dict) -> float:
+def half_correct(run: dict) -> float:
     """The first step at which half of the samples are truly correct, smoothed; infinity: never."""
     values = smooth(run["curves"].get("truly_correct", []))
     return next((step for step, value in enumerate(values, 1) if value >= 0.5), math.inf)
+
+
+def half_mended(run: dict) -> float:
+    """The first step at which flawed positives are half of what they were, smoothed; infinity: never."""
+    values = smooth(run["curves"]["oracle_flawed_positive_rate"])
+    half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
+    return next((step for step, value in enumerate(values, 1) if value <= half), math.inf)
 
 
 def algorithms_table(runs: list[dict], *worlds: str) -> str:
@@ -242,9 +257,8 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
     for algorithm, title in ALGORITHMS.items():
         some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
         if {run["world"] for run in some} == set(worlds):
-            low, middle, high = (f"{pick(map(steps_to_half, some)):.0f}".replace("inf", "never")
-                                 for pick in (min, statistics.median, max))  # fmt: skip
-            rows.append([*row(title, some, COLUMNS), f"{middle} ({low}-{high})", str(len(some))])
+            reached = cell(list(map(half_correct, some)), 0)
+            rows.append([*row(title, some, COLUMNS), reached, str(len(some))])
     return table(["512 held-out problems", *COLUMNS, "step at which half are truly correct", "runs"], *rows)
 
 
@@ -257,20 +271,36 @@ def calls(run: dict) -> float:
     return 128 * statistics.fmean(run["curves"]["acc"])
 
 
+def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
+    """A row of own_table: what an algorithm comes to from this start, and in the end from its twin."""
+    found = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+    twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
+    cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
+    if when == "after":
+        asked = f"{statistics.median(map(calls, found)):.0f}"
+        cells += [cell(list(map(half_mended, found)), 0), asked, str(len(found))]
+    else:
+        cells += ["", "", ""]
+    for name in REPEATED:
+        if twin:
+            cells.append(cell([run[when][f"{OWN_COLUMNS[name]}/mean@1"] for run in twin]))
+        else:
+            cells.append("")
+    return cells
+
+
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
     """A start of the second world, and those of the algorithms that have run from there."""
-    rows = [[*row(f"{head}before", of(runs, "rule", world), OWN_COLUMNS, when="before"), "", ""]]
-    for name, title in names.items():
-        found = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
-        if found:
-            asked = f"{statistics.median(map(calls, found)):.0f}"
-            title = head + title.format(steps=found[0]["steps"])
-            rows.append([*row(title, found, OWN_COLUMNS), asked, str(len(found))])
-    return rows
+    of(runs, "rule", world)
+    there = {run["algorithm"] for run in runs if run["world"] == world}
+    rows = [of_start(runs, "rule", f"{head}before", world, "before")]
+    return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
 
 
 def own_table(rows: list[list[str]]) -> str:
-    return table(["512 held-out problems", *OWN_COLUMNS, "judge calls a step", "runs"], *rows)
+    heads = ["512 held-out problems", *OWN_COLUMNS, "step at which flawed positives are halved"]
+    heads += ["judge calls a step", "runs", *(f"{name}, other start" for name in REPEATED)]
+    return table(heads, *rows)
 
 
 def starts(runs: list[dict]) -> list[str]:
@@ -326,7 +356,6 @@ def second_tables(runs: list[dict]) -> dict[str, str]:
         rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
     made = {"second world": small_table(runs), "second world by start": own_table(rows)}
     made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
-    made["variants again"] = own_table(own_rows(runs, VARIANTS, AGAIN))
     made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
     rows = []
     for way, label in WAYS.items():
@@ -500,9 +529,8 @@ def main() -> None:
     try:
         runs = read()
         if config.runs:
-            new = collect(config.runs)
-            worlds = {run["world"] for run in new}
-            runs = [run for run in runs if run["world"] not in worlds] + new
+            found = {(run["world"], run["algorithm"], run["seed"]): run for run in runs + collect(config.runs)}
+            runs = list(found.values())
         made = tables(runs)  # before anything is written: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
         policies = {name: of(runs, name) for name in NAMES}  # over all warm starts and seeds

@@ -13,3 +13,6 @@ WORLD=data/own$1
 [ -f "$WORLD/toy_train.parquet" ] ||
   python -m toy.warm_start --kind own_flaws --seed "$1" --models --out-dir "$WORLD"  # its rows, no models
 train_own "$WORLD" 0 "$2" "${@:3}"
+python -c 'import sys, pathlib, toy.report as report
+run, = sys.argv[1:]
+print(report.policy_table({run: report.read_metrics(pathlib.Path(run))}))' "$2"

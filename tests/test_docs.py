@@ -217,33 +217,38 @@ def test_the_second_worlds_tables(tmp_path):
         figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
         steps = 200 if algorithm.endswith("_long") else 40
         about = dict(world=world, algorithm=algorithm, seed=seed, steps=steps)
-        return about | dict(curves={"acc": list(acc)}) | figures
+        curves = dict(acc=list(acc), oracle_flawed_positive_rate=[0.08, share / 10])
+        return about | dict(curves=curves) | figures
 
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
     assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
     rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
-    assert [(one[0], one[1], *one[-2:]) for one in rows] == [
-        ("0: before", "0.10 (0.10-0.10)", "", ""),
-        ("0: rule only", "0.55 (0.20-0.90)", "0", "2"),
-        ("0: FAPO", "0.40", "64", "1"),
-        ("0: VPPO, FAPO's score", "0.60", "128", "1"),
+    assert [(one[0], one[1], *one[-5:]) for one in rows] == [
+        ("0: before", "0.10 (0.10-0.10)", "", "", "", "", ""),
+        ("0: rule only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .05 and .08, .085
+        ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06, and half of .1 would be enough
+        ("0: VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
     ]
+    twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)] + [run("papo_oracle", 0, 1.0, "again0")]
+    rows = module.own_rows(runs + twins, module.OWN_ALGORITHMS, "own0")
+    assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
+    assert len(rows) == 4  # PAPO ran from the other start only
     with pytest.raises(ValueError, match="no finished run of rule in own1"):
         module.own_rows(runs, module.OWN_ALGORITHMS, "own1")
     assert module.starts(runs) == []
-    runs += [run("prefix_oracle", 0, 0.7), run("papo_oracle", 0, 0.3)]
-    runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:4]]
+    runs += [run(name, 0, 0.7) for name in ("prefix_oracle", "papo_oracle", "distill")]
+    runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:5]]
     assert module.starts(runs) == ["own0", "own2"]
     with pytest.raises(ValueError, match="no finished run of rule_long in own0"):
         module.small_table(runs)
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     small = module.small_table(runs).splitlines()
-    assert small[0].endswith("| start 0 | start 2 | start 0, 200 steps |") and len(small) == 7  # no PAPO
+    assert small[0].endswith("| start 0 | start 2 | start 0, 200 steps |") and len(small) == 8  # no teacher
     titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
     assert "FAPO, 200 steps" in titles and titles[1] == "rule only"
     fapo, far = "0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50", "0.80 / 0.80 / 0.80 / 0.80"
     assert small[4] == f"| FAPO | {fapo} | {far} |"
-    assert small[2].endswith("|  |") and small[6].startswith("| VPPO") and small[6].endswith("|  |")
+    assert small[2].endswith("|  |") and small[7].startswith("| PAPO") and small[7].endswith("|  |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
@@ -291,7 +296,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
     assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
-    assert module.steps_to_half(run) is math.inf and module.steps_to_half(longer) == 3  # .1, .3, .5
+    assert module.half_correct(run) is math.inf and module.half_correct(longer) == 3  # .1, .3, .5
     last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
     found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
     assert "| rule only | 0.50 (0.50-0.50) |" in found and "| never (never-never) | 2 |" in found

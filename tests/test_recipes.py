@@ -202,10 +202,12 @@ def test_the_papers_settings_are_the_trainers_defaults():
 
 @pytest.fixture
 def run_recipe(tmp_path):
-    """Runs a recipe with a `python` that only writes down its arguments; a job's in a copy of the folder."""
+    """Runs a recipe with a `python` that only writes down the trainer's arguments; a job's in a copy of the
+    folder."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
-    python.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$PWD" "$@" >{tmp_path}/arguments\n')
+    trainer = f'printf \'%s\\n\' "$PWD" "$@" >{tmp_path}/arguments'
+    python.write_text(f'#!/bin/sh\n[ "$1" != grpo_trainer.py ] || {trainer}\n')
     python.chmod(0o755)
 
     def run(name, *arguments, job=False, **variables):

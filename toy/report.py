@@ -55,8 +55,8 @@ def table(heads: list[str], *rows: list[str]) -> str:
 
 
 def policy_table(runs: dict[str, list[dict]]) -> str:
-    """Held-out numbers before and after each run."""
-    lines = {"before": runs["rule only"][0]}
+    """Held-out numbers before and after each run; all begin with the same model."""
+    lines = {"before": next(iter(runs.values()))[0]}
     for label, metrics in runs.items():
         lines[f"{label}, step {metrics[-1]['step']}"] = metrics[-1]
     rows = []
@@ -74,10 +74,9 @@ def judge_table(metrics: list[dict]) -> str:
     for when, line in ("before", metrics[0]), ("after", metrics[-1]):
         shares = []
         for key in "recall", "sound_kept", "location":
-            shares.append(line[f"val/fapo_critic/{key}/mean@1"])
-        rows.append([when, *("%.3f" % share for share in shares)])
-    heads = ["recall", "sound kept", "exact location"]
-    return table(["judge, 512 held-out solutions", *heads], *rows)
+            shares.append("%.3f" % line[f"val/fapo_critic/{key}/mean@1"])
+        rows.append([when, *shares])
+    return table(["judge, 512 held-out solutions", "recall", "sound kept", "exact location"], *rows)
 
 
 def report(runs: Path, so_far: bool = False) -> str:
