@@ -133,7 +133,8 @@ def vppo(groups, options):
 def terms(groups, options):
     """Terms normalised in their groups, the weighted sum among these groups (GDPO, arXiv:2601.05242).
 
-    NaN leaves a sample out of that term only, and out of all where it has none. The sum's mean, 0 like every group's, is not subtracted.
+    NaN leaves a sample out of that term only, and out of all where it has none. The sum's mean, 0 like every
+    group's, is not subtracted.
     """
     total_P_G = 0.0
     known_P_G = False

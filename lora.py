@@ -53,7 +53,7 @@ def add(model, config, source: str) -> None:
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
         alpha = LoraConfig.from_pretrained(source).lora_alpha
         if wrong or alpha != settings.lora_alpha:
-            raise ValueError(f"lora_targets, lora_alpha: {source} has adapters of alpha {alpha}, and of other "
+            raise ValueError(f"lora_targets, lora_alpha: {source} has adapters of alpha {alpha}, of other "
                              f"layers {wrong[:1]}; give the run's own")  # fmt: skip
 
 

@@ -111,7 +111,8 @@ OVERLOOKING = {  # from its second start: FAPO with judges that find a share of 
 }
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own"}  # trained on
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")  # told of wrong answers, too
+# Told of wrong answers, too.
+LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
@@ -529,8 +530,8 @@ def main() -> None:
     try:
         runs = read()
         if config.runs:
-            found = {(run["world"], run["algorithm"], run["seed"]): run for run in runs + collect(config.runs)}
-            runs = list(found.values())
+            runs += collect(config.runs)  # of two with one name the new one stays
+            runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
         made = tables(runs)  # before anything is written: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
         policies = {name: of(runs, name) for name in NAMES}  # over all warm starts and seeds

@@ -150,7 +150,7 @@ longer() {  # longer SEED: five times as many steps
   own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 200
   own 0 vppo_long "$1" "${ORACLE[@]}" "${VPPO[@]}" --total-steps 200
 }
-distill() {  # distill SEED START: no reward, a teacher's word on each token (docs/changes/distill.diff, in a copy)
+distill() {  # distill SEED START: a teacher's word on each token, no reward (docs/changes/distill.diff)
   local teacher=$OUT/teacher$2/policy
   # Start 2's own warm start gets hardly further than that; it learns from what FAPO made of it.
   [ "$2" != 2 ] || teacher=$OUT/own2/fapo_oracle_seed0/checkpoints/step_40
@@ -190,7 +190,8 @@ own_served() {  # own_served JUDGE ALGORITHM: FAPO with it, and once with three 
 second_world() {  # in an order in which every beginning says something
   local seed start
   for start in 0 1 2; do  # their policies ship, so without models: the rows
-    once "own$start/rows" python -m toy.warm_start --kind own_flaws --seed "$start" --models --out-dir "$OUT/own$start"
+    once "own$start/rows" python -m toy.warm_start --kind own_flaws --seed "$start" --models \
+      --out-dir "$OUT/own$start"
   done
   all_done
   for seed in 0 1; do
@@ -217,7 +218,7 @@ second_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second about 3 (three starts, two judges, 122 runs of 40 to 200 steps). What is finished is not run again."
+echo "the second about 3 (three starts, two judges, 122 runs of 40 to 200 steps). What is done is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"

@@ -60,7 +60,7 @@ STEPS=(--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps
 JUDGE=(--reward-fn toy/toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs
   '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96, "keep_critique": true}')
 
-train_own() {  # train_own .../own[012] SEED OUT_DIR [FURTHER FLAGS]: in the second world from a start that ships
+train_own() {  # train_own .../own[012] SEED OUT_DIR [FURTHER FLAGS]: from a start of the second world
   train_policy "$1" "$2" "$3" --model "toy/models/${1##*/}" --max-response-length 112 \
     --total-steps 40 --val-every 0 --save-every 0 "${ORACLE[@]}" "${@:4}"
 }
