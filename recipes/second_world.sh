@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run in the second world, whose flaws nobody planted, from one of the three starts that ship, as those of
-# docs/evidence.md: forty steps, two minutes on a core with AVX-512. Further flags go to the trainer, where the
-# last one given wins, so that a reward function or an advantage of your own can stand beside these figures:
+# docs/evidence.md: forty steps, two minutes on a core with AVX-512. Further flags go to the trainer, where
+# the last one given wins, so that a reward function or an advantage of your own can stand beside these figures:
 #   bash recipes/second_world.sh 0 outputs/own0_fapo                 # FAPO from start 0, the oracle as judge
 #   bash recipes/second_world.sh 1 outputs/own1_mine --seed 2 --reward-fn mine.py:score --advantage mine
 source "$(dirname "$0")/toy_runs.sh"

@@ -331,6 +331,11 @@ def test_hub(tmp_path, monkeypatch):
             {"problem": "?", "answer": ""},
             r"math500.jsonl, row 0: no column 'answer', or it is empty",
         ),
+        (  # messages where a text is expected
+            "math500.jsonl",
+            {"problem": [{"role": "user", "content": "?"}], "answer": "1"},
+            r"math500.jsonl, row 0: 'list' object has no attribute 'strip'",
+        ),
         (
             "gsm8k_test.jsonl",
             {"question": "?", "answer": "so 5"},
