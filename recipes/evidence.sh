@@ -197,12 +197,12 @@ second_world() {  # in an order in which every beginning says something
   for seed in 0 1; do
     for start in 1 0 2; do compare $seed $start; done
   done
-  world own1 own_flaws 1 judge  # while the policies learn
   all_done
-  own_judges
+  world own1 own_flaws 1 judge
   world teacher0 own_flaws 0 policy --stop-at 0.7  # the warm starts of two of them once more, stopped later
   world teacher1 own_flaws 1 policy --stop-at 0.8
   all_done
+  own_judges
   for seed in $SEEDS; do
     for start in 0 1 2; do
       compare $seed $start
