@@ -77,4 +77,4 @@ check-gpu:
 	$(if $(wildcard .venv/.ready),$(BIN)/python,$(PYTHON)) benchmarks/check_gpu.py $(ARGS)
 
 clean:
-	rm -rf .venv data/toy outputs
+	rm -rf .venv data/toy data/own[012] outputs

@@ -274,7 +274,7 @@ def calls(run: dict) -> float:
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
     """A row of own_table: what an algorithm comes to from this start, and in the end from its twin."""
-    found = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+    found = of(runs, name, world)
     twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
     cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
     if when == "after":
@@ -292,7 +292,6 @@ def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "a
 
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
     """A start of the second world, and those of the algorithms that have run from there."""
-    of(runs, "rule", world)  # or it says that there is none
     there = {run["algorithm"] for run in runs if run["world"] == world}
     rows = [of_start(runs, "rule", f"{head}before", world, "before")]
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]

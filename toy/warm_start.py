@@ -4,6 +4,7 @@
     python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
     python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
     python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
+    python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # its rows alone
 
 The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
 reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines. In
@@ -246,7 +247,8 @@ class Config:
     # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws:
     # the second world, in which nobody shows the policy anything wrong.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws"] = "standard"
-    models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")  # They take 2 and 4 minutes.
+    # They take 2 and 4 minutes; --models with no name after it: the rows alone.
+    models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     stop_at: float = 0.25  # own_flaws: the policy's warm start ends when so many of its solutions are sound.
 
 
