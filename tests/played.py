@@ -71,6 +71,44 @@ def says(text):
     return {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
 
 
+# Found before the real vLLM through PYTHONPATH: what is asked decides the verdict, and the score.
+VLLM = """
+import json, sys, zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+def argument(name): return sys.argv[sys.argv.index(name) + 1]
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        asked = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        number = zlib.crc32(asked)
+        if self.path == "/classify":
+            answer = {"data": [{"probs": [number / 2**31 - 1]}]}
+        elif self.path == "/v1/models":
+            answer = {"data": [{"id": argument("--served-model-name")}]}
+        else:
+            text = "\\\\boxed{1}" if number % 2 else "\\\\boxed{-1}"
+            answer = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+    def log_message(self, *arguments): pass
+ThreadingHTTPServer((argument("--host"), int(argument("--port"))), Handler).serve_forever()
+"""
+
+
+def stand_in_for_vllm(folder):
+    """Its package in this folder, which starts in no time. Returns the PYTHONPATH that finds it."""
+    package = folder / "vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    for path in (package, package.parent, package.parent.parent):
+        (path / "__init__.py").touch()
+    (package / "api_server.py").write_text(VLLM)
+    return f"{folder}:{MODELS.parent.parent}"
+
+
 def rows(path, count, split="train", seed=0):
     """Writes problems of the toy world. Returns the path."""
     rng = random.Random(seed)

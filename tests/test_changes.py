@@ -16,7 +16,7 @@ import pytest
 
 import compute_score
 import grpo_trainer
-from played import lines_of, rows, says, server, toy_config
+from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
 from run import Run
 from test_docs import blocks
@@ -141,19 +141,23 @@ def test_the_judge_and_a_classifier_together():
 
 
 @pytest.mark.slow
-def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_once(copy):
+def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path):
+    """The toy recipe's three runs with a stand-in for vLLM, then vLLM serves the classifier to the other."""
     val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # not the world's 1,024
-    run_recipe("toy_disrm", *SMALL, *val, folder=copy, CLASSIFIER_STEPS="3")
+    played = stand_in_for_vllm(tmp_path / "stand_in")
+    run_recipe("toy_disrm", *SMALL, *val, folder=copy, CLASSIFIER_STEPS="3", PYTHONPATH=played)
     folder = copy / "outputs/disrm/seed0"
+
+    def scores_of(run):
+        return {line["reward_score"] for line in lines_of(run, "samples.jsonl")}
+
     for name in ("classifier", "flagged"):
         line = lines_of(folder / name)[-1]
         assert line["step"] == 1 and line["reward/no_verdict"] == 0 and "reward/truly_correct" in line
-    scores = {line["reward_score"] for line in lines_of(folder / "classifier", "samples.jsonl")}
-    assert len(scores) > 4  # logits, not +1 and -1
-    scores = {line["reward_score"] for line in lines_of(folder / "flagged", "samples.jsonl")}
-    assert scores <= {-1.0, 0.0, 1.0}
+    assert len(scores_of(folder / "classifier")) > 4  # logits, not +1 and -1
+    assert scores_of(folder / "flagged") <= {-1.0, 0.0, 1.0}
     both = lines_of(folder / "both")[-1]
-    assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] < 0.5
+    assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] == 0
     assert (folder / "report.html").stat().st_size > 10_000
 
     out = str(folder / "gsm8k")
@@ -162,6 +166,7 @@ def test_a_classifier_that_vllm_serves_trains_a_policy_and_so_do_two_models_at_o
     run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
                folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
     assert "reward/acc" in lines_of(out)[-1]  # the rule measures
+    assert len(scores_of(out)) > 4
 
 
 # ---- for those who come from elsewhere
