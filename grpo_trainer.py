@@ -35,6 +35,7 @@ import huggingface_hub
 import tyro
 from tqdm import tqdm
 
+import genrm_server
 import reward_loop
 from algorithm import parse_terms, penalty_of
 from credit import set_advantages
@@ -106,7 +107,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         "mini_batch_size",
         "max_response_length",
         "max_grad_norm",
-        "clip_c",
         "temperature",
         "tis_cap",
         "rollout_batch_size",
@@ -124,6 +124,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         """Refuses what would go wrong in silence or late. Raises ValueError."""
         if self.group_size < 2:
             raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
+        if not self.clip_c > 1:
+            raise ValueError(f"clip_c: {self.clip_c} must be above 1, or wrong answers teach nothing")
+        if not (self.total_steps or self.val_file):
+            raise ValueError("total_steps: 0 is an evaluation; give --val-file, too")
         adapters = self.lora_alpha, self.lora_targets
         if not self.lora_rank and adapters != (Config.lora_alpha, Config.lora_targets):
             raise ValueError(f"lora_alpha, lora_targets: {adapters} are of adapters; give --lora-rank, too")
@@ -137,8 +141,22 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         penalty_of(self)
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
-        reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args)
         self.check_rewards()
+        self.policy_servers().check()
+
+    def policy_servers(self) -> genrm_server.Config:
+        """Those of --rollout vllm."""
+        return genrm_server.Config(
+            self.model,
+            num_servers=self.rollout_servers,
+            tensor_parallel_size=self.rollout_tensor_parallel,
+            gpu_share=self.rollout_gpu_share,
+            cpus=self.rollout_cpus,
+            seed=self.seed % 2**31,
+            queue_timeout=900,
+            log_dir=Path(self.out_dir, "rollout_logs"),
+            vllm_args=reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args),
+        )
 
     def settled(self, gpus: float) -> "Config":
         """With what depends on the machines; `gpus`: how many Ray has."""
@@ -284,7 +302,7 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
             rolled_out.set()
         times["time/reward_wait"] += await_verdicts(run, new, step)
         groups += new
-        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, step == 1)
+        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, step + number == 1)
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
@@ -426,7 +444,8 @@ def evaluate(run: Run) -> None:
         due = True
     if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
         log.metrics({"step": step})
-    if not run.val_rows or not due or has_evaluation(log.history[-1]):
+    is_done = config.total_steps and has_evaluation(log.history[-1])  # 0 steps ask for another one
+    if not run.val_rows or not due or is_done:
         return
     groups = answers(run, config.val_temperature)
     metrics = validation_metrics(groups)

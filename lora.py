@@ -49,12 +49,17 @@ def add(model, config, source: str) -> None:
         layer.reset_lora_parameters("default", True)
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
-        found = set_peft_model_state_dict(model, load_file(saved))
-        wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
-        alpha = LoraConfig.from_pretrained(source).lora_alpha
-        if wrong or alpha != settings.lora_alpha:
-            raise ValueError(f"lora_targets, lora_alpha: {source} has adapters of alpha {alpha}, of other "
-                             f"layers {wrong[:1]}; give the run's own")  # fmt: skip
+        before = settings_of(LoraConfig.from_pretrained(source))
+        now = settings_of(model.peft_config["default"])
+        if before != now:
+            raise ValueError(f"lora_rank, lora_alpha, lora_targets: {source} has {before}, not {now}; give "
+                             "the run's own")  # fmt: skip
+        set_peft_model_state_dict(model, load_file(saved))
+
+
+def settings_of(found):
+    """What adapters are by: rank, alpha, and the names of layers, with which peft fills in all-linear."""
+    return found.r, found.lora_alpha, sorted(found.target_modules)
 
 
 def layers_with_adapters(model):

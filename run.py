@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import ray
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-import genrm_server
 import reward_loop
 from algorithm import penalty_of
 from policy import Policy, RanksLost
@@ -42,6 +41,7 @@ class Run:
         self.leaving = threading.Event()  # set: what is rolled out or judged now is given up
         self.num_restarts = 0
         self.updates = 0  # of the policy by the end of the newest step
+        self.lock = check_folder(config)  # no other run writes there until it is closed
         self.find_checkpoint()
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
         self.remote = dict(trust_remote_code=config.trust_remote_code)
@@ -50,7 +50,6 @@ class Run:
         if not self.tokenizer.chat_template:
             raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
         self.read_data()
-        self.lock = check_folder(config)  # no other run writes there until it is closed
 
     def find_checkpoint(self):
         """Where the run goes on, `source`: its newest checkpoint, or the model."""
@@ -59,6 +58,9 @@ class Run:
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         if checkpoints:
             self.source = str(checkpoints[-1])
+            rank = self.config.lora_rank
+            if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
+                raise ValueError(f"lora_rank: {rank} does not go with {self.source}; give the run's own")
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
@@ -149,7 +151,7 @@ class Run:
         if about["adapters"]:
             print(about["adapters"], flush=True)
         elif config.total_steps:  # an evaluation writes no checkpoint
-            check_room(config, 12e-9 * about["numel"])  # adapters are small
+            check_room(config, self.step, 12e-9 * about["numel"])  # adapters are small
         eos_ids = about["eos_token_id"]
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
@@ -163,20 +165,7 @@ class Run:
     def start_servers(self, stack):
         from cluster.servers import ClusterServers, PolicyServers
 
-        config = self.config
-        servers = genrm_server.Config(
-            model="",
-            num_servers=config.rollout_servers,
-            tensor_parallel_size=config.rollout_tensor_parallel,
-            gpu_share=config.rollout_gpu_share,
-            cpus=config.rollout_cpus,
-            max_model_len=self.longest,
-            seed=config.seed % 2**31,
-            policy="least_loaded",
-            queue_timeout=900,
-            log_dir=Path(config.out_dir, "rollout_logs"),
-            vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
-        )
+        servers = replace(self.config.policy_servers(), model="", max_model_len=self.longest)
         kind = PolicyServers if isinstance(self.policy, Policy) else ClusterServers
         self.servers = kind(self.policy, self.tokenizer, servers)
         stack.callback(self.servers.shutdown)

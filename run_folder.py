@@ -58,14 +58,22 @@ def check_folder(config):
     return lock
 
 
-def check_room(config, checkpoint: float) -> None:
-    """ValueError where the disk has no room for the checkpoints that a run keeps, of so many GB each."""
-    kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-    # The newest is written before the oldest goes.
-    needed = checkpoint * max(1, config.keep_checkpoints + 1 - kept)
+def check_room(config, step: int, checkpoint: float) -> None:
+    """ValueError where the disk has no room for the checkpoints after this step, of so many GB each."""
+    to_come = 1
+    if config.save_every:
+        to_come += (config.total_steps - 1) // config.save_every - step // config.save_every
+    if config.keep_checkpoints:
+        kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
+        # The newest is written before the oldest goes.
+        to_come = min(to_come, max(1, config.keep_checkpoints + 1 - kept))
+    needed = checkpoint * to_come
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
-        raise ValueError(f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room")
+        raise ValueError(
+            f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room, or lower "
+            "--keep-checkpoints"
+        )
 
 
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:

@@ -55,9 +55,8 @@ def ranks_of(config) -> Part:
 def parts_of(config) -> dict[str, Part]:
     """All that a run of the trainer places in Ray."""
     on_gpu = config.device == "cuda"
-    gpus = config.rollout_gpu_share * config.rollout_tensor_parallel if on_gpu else 0.0
     parts = {"rank": ranks_of(config)}
-    parts["policy server"] = Part(config.rollout_servers, SERVER_CPUS, gpus)
+    parts["policy server"] = part_of(replace(config.policy_servers(), device=config.device))
     judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
     for name, judge in judges.items():
         parts[name] = part_of(with_device(judge))

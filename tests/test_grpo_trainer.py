@@ -481,6 +481,10 @@ def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(works
     grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
     lines = lines_of(workshop / "further/metrics.jsonl")
     assert [("val/toy/mean@1" in line) for line in lines] == [False, True]
+    options["val_n"] = 2  # once more, and more closely, after an evaluation
+    grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
+    line = lines_of(workshop / "further/metrics.jsonl")[-1]
+    assert line["step"] == 1 and {"val/toy/mean@1", "val/toy/mean@2", "reward/mean"} <= line.keys()
 
 
 def test_papo_normalises_answer_and_reasoning_apart():
@@ -931,7 +935,11 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(policy_gpu_share=0.0), "policy_gpu_share: 0.0 must be above 0"),
         (dict(temperature=0.0), "temperature: 0.0 must be above 0"),
-        (dict(clip_c=0.0), "clip_c: 0.0 must be above 0"),
+        (dict(clip_c=1.0), "clip_c: 1.0 must be above 1"),
+        (dict(rollout_gpu_share=1.5), "--gpu-share 1.5: must be above 0 and at most 1"),
+        (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--gpu-share 0.5: a server of several GPUs"),
+        (dict(model="nowhere"), "--model nowhere: no folder with a config.json"),
+        (dict(total_steps=0), "total_steps: 0 is an evaluation; give --val-file"),
         (dict(max_grad_norm=0.0), "max_grad_norm: 0.0 must be above 0"),
         (dict(rollout_servers=0), "rollout_servers: 0 must be above 0"),
         (dict(save_every=-1), "save_every: -1 must be at least 0"),

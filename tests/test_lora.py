@@ -189,19 +189,22 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
-    with pytest.raises(ValueError, match=r"lora_targets, .*: .* has adapters of .* other layers \[.*v_proj"):
+    with pytest.raises(ValueError, match=r"lora_targets: .* has \(4, 8, \[.*\), not \(4, 8, \[.*\); give"):
         Policy(config, str(tmp_path), CPU)
 
 
-def test_a_run_that_goes_on_with_another_alpha_is_refused(model, tmp_path):
-    """With it the same adapters are another policy, and nothing else would tell."""
+def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_path):
+    """With another alpha the same adapters are another policy, and nothing else would tell."""
     policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
-    with pytest.raises(ValueError, match=r"lora_alpha: .* has adapters of alpha 64, .* \[\]; give the run's own"):
+    with pytest.raises(ValueError, match=r"lora_rank, .* has \(4, 64, .*, not \(4, 8, .* give the run's own"):
         Policy(config, str(tmp_path), CPU)
     config.lora_alpha = 64
     Policy(config, str(tmp_path), CPU)
+    config.lora_rank = 2
+    with pytest.raises(ValueError, match=r"lora_rank, .* has \(4, 64, .*, not \(2, 64, .* give the run's own"):
+        Policy(config, str(tmp_path), CPU)
 
 
 def test_a_run_says_which_layers_have_adapters(model):

@@ -299,6 +299,23 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
         }
 
 
+class StyleOfSome(ByRow):
+    """Says something more of the first sample alone, as a function may of right answers."""
+
+    def submit(self, sample):
+        future = super().submit(sample)
+        if self.calls == 1:
+            future.result()["reward_extra_info"]["style"] = 1.0
+        return future
+
+
+def test_a_refill_of_which_the_function_says_less_stops_nothing(settings, tmp_path):
+    options = dict(dynamic_sampling=True, advantage="terms", reward_terms=("acc=1", "style=0.1"))
+    trainer = trainer_of(settings, tmp_path, total_steps=1, overlap=False, **options)
+    scene = Scene(trainer, rewards=StyleOfSome())
+    assert scene.run()[-1]["dynamic/refills"] > 0
+
+
 def killed_in_the_middle(settings, folder):
     """A process of its own that ends by SIGKILL in the update of step 3, with the rollouts of step 4 on their
     way."""

@@ -105,13 +105,22 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     assert re.fullmatch(message, str(refused.value))
 
 
+def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path, model, tokenizer):
+    """Or a run that ends meanwhile has gone further than the checkpoint that was found."""
+    other = prepared(tmp_path, model, tokenizer)
+    (write_checkpoint(tmp_path, model, tokenizer) / "trainer_state.json").write_text("{")  # while it writes
+    with pytest.raises(ValueError, match="is in use by another run"):
+        prepared(tmp_path, model, tokenizer, resume="auto")
+    other.lock.close()
+
+
 # ---- adapters of a run that goes on
 
 
 @pytest.mark.parametrize("before, after", [(2, 4), (2, 0), (0, 2)])
 def test_a_run_does_not_go_on_with_other_adapters(tmp_path, model, tokenizer, before, after):
     write_checkpoint(tmp_path, model, tokenizer, lora_rank=before)
-    with pytest.raises((ValueError, OSError)):
+    with pytest.raises(ValueError, match="^lora_rank.*checkpoints/step_1.*; give the run's own$"):
         load(prepared(tmp_path, model, tokenizer, resume="auto", lora_rank=after))
 
 
@@ -121,11 +130,12 @@ def test_a_run_does_not_go_on_with_other_adapters(tmp_path, model, tokenizer, be
 def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
     free = SimpleNamespace(free=20_000_000)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
-    run = prepared(tmp_path, model, tokenizer)
-    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room$"
+    run = prepared(tmp_path, model, tokenizer, save_every=1)
+    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room, or lower --keep-checkpoints$"
     with pytest.raises(ValueError, match=message):
         load(run)
     run.lock.close()
-    load(prepared(tmp_path, model, tokenizer, total_steps=0, out_dir=str(tmp_path / "evaluation")))
+    evaluation = dict(total_steps=0, val_file=(str(tmp_path / "train.parquet"),))
+    load(prepared(tmp_path, model, tokenizer, out_dir=str(tmp_path / "evaluation"), **evaluation))
     free.free = 3.1 * 12 * sum(tensor.numel() for tensor in model.state_dict().values())
     load(run)

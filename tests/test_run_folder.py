@@ -208,21 +208,30 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keep, there, room",
-    # the newest is written before the oldest goes
-    [(1, 0, 2), (1, 1, 1), (2, 1, 2), (2, 0, 3), (2, 5, 1), (0, 0, 1), (0, 3, 1)],
-)
-def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, there, room):
+    "keep, there, more, room",
+    [
+        # the newest is written before the oldest goes
+        (1, 0, {}, 2), (1, 1, {}, 1), (2, 1, {}, 2), (2, 0, {}, 3), (2, 5, {}, 1),
+        # all of those to come: at steps 20, 40, 60, 80 and 90
+        (0, 0, {}, 5), (0, 3, {}, 5), (0, 3, dict(step=59), 3), (0, 3, dict(step=60), 2),
+        # fewer than are kept
+        (2, 0, dict(save_every=0), 1), (2, 0, dict(total_steps=20), 1), (2, 0, dict(total_steps=21), 2),
+    ],
+)  # fmt: skip
+def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, there, more, room):
     for step in range(there):
         (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
         (tmp_path / f"checkpoints/step_{step}/trainer_state.json").write_text("{}")
-    config, free = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=keep), SimpleNamespace()
+    settings = dict(total_steps=90, save_every=20, step=0) | more
+    step = settings.pop("step")
+    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=keep, **settings)
+    free = SimpleNamespace()
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
     free.free = 10e9 * room + 1e6
-    run_folder.check_room(config, checkpoint=10.0)
+    run_folder.check_room(config, step, 10.0)
     free.free = 10e9 * room - 1e9
-    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room"):
-        run_folder.check_room(config, checkpoint=10.0)
+    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room, or lower --k"):
+        run_folder.check_room(config, step, 10.0)
 
 
 def test_six_digits_of_fractions_are_logged_and_all_of_counts(tmp_path):

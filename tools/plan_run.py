@@ -23,7 +23,6 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lora
-import genrm_server
 import grpo_trainer
 import reward_loop
 from cluster.placement import Places, layout, parts_of
@@ -199,13 +198,8 @@ def report(config, num_rows: int) -> str:
 
 def servers_of(config) -> dict:
     """{name: genrm_server.Config} of the policy's servers and the judges'."""
-    policy_server = genrm_server.Config(
-        config.model,
-        gpu_share=config.rollout_gpu_share,
-        tensor_parallel_size=config.rollout_tensor_parallel,
-        max_model_len=config.max_prompt_length + config.max_response_length,
-        vllm_args=reward_loop.split_arguments("rollout_vllm_args", config.rollout_vllm_args),
-    )
+    longest = config.max_prompt_length + config.max_response_length
+    policy_server = dataclasses.replace(config.policy_servers(), max_model_len=longest)
     return {"policy server": policy_server} | config.server_configs()
 
 
@@ -226,7 +220,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         sequences = told(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
         logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # of each GPU: all gather them
         cache = max(have - weights - (VLLM_GB + logits) * gpus, 0)
-        tokens = cache / (2e-9 * cache_of(text))
+        tokens = int(cache / (2e-9 * cache_of(text)))  # of weights that are not known there is none
         longest = server.max_model_len or text.max_position_embeddings
         longest = told(server, "--max-model-len", longest)
     except Exception:  # no such file here, or a family of another kind
