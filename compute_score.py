@@ -131,9 +131,10 @@ _NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\((?:[^()=<>+^-]|(?<=[(,])-
 _NAME += rf"(?:\+{_NAME})*"
 _VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
 _UNIT = (
-    "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|"
-    "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?|years?(?:~old)?|"
-    "pounds?|liters?|points|digits|ways|integers|meals|edges|students|children|people|tickets|multiples|th"
+    "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|m/s|"
+    "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|min(?:utes?)?|hours?|hrs?|days?|weeks?|months?|"
+    "years?(?:~old)?|pounds?|lbs?|liters?|points|digits|ways|integers|meals|edges|students|children|people|"
+    "tickets|multiples|th"
 )
 _PARTS = (  # "x =" or "2 + 3 =" (as far as it goes: no split is tried twice), the answer itself, its unit
     rf"((?>(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))++(?=[^=]*$))?"
@@ -206,9 +207,11 @@ def _find_answer(data_source, text):
         boxed = last_boxed_only_string(text)
         return boxed and remove_boxed(boxed)
     if data_source in ("gsm8k", "openai/gsm8k"):
-        numbers = re.findall(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)", text)
-        if numbers:
-            return numbers[-1].replace(",", "")
+        _, mark, rest = text.rpartition("####")
+        line = rest.strip().partition("\n")[0]
+        number = re.fullmatch(r"[\\$* ]*(-?)[\\$]*([0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*", line)
+        if mark and number:  # the only one of its line: 18 or 20 is no answer
+            return number[1] + number[2].replace(",", "")
     return None
 
 

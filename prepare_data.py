@@ -10,7 +10,8 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     reward_model {"style": "rule", "ground_truth": str}; a judge's: int, -1 or the first wrong paragraph
     extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
 A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
-then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test).
+then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test). One of
+another split, such as gsm8k_dev.jsonl, serves none.
 Left out: data larger than memory, filters (trainer). Needs compute_score.py; for the toy world toy/.
 """
 
@@ -229,20 +230,24 @@ SOURCES = [
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
 
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # splits that no data set has here
+
+
 def serves(path: Path, source: Source) -> bool:
     """Whether a local file has this data set and split, by the rule of the module's docstring."""
     name = re.split("[-_]", source.data_source)
     words = re.split("[^a-z0-9]+", path.stem.lower())
     main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
     split = next((word for word in words if word in ("train", "test")), main_split)
-    return path.suffix.lower() in SUFFIXES and words[: len(name)] == name and split == source.split
+    is_data = path.suffix.lower() in SUFFIXES and not HELD_OUT & set(words)
+    return is_data and words[: len(name)] == name and split == source.split
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:
     """The files in `source_dir` that serve this data set and split. Raises OSError where there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
-        raise OSError(f"no file in {source_dir} is called {source.data_source}*")
+        raise OSError(f"no file in {source_dir} is called {source.data_source}* (split {source.split})")
     return files
 
 

@@ -537,12 +537,15 @@ class RewardLoopManager:
 
 
 def count_servers(address: str, key: str) -> int:
-    """How many servers are behind a router of ours; 1 where the address is none."""
+    """How many servers are behind a router of ours; 1 where the address is none, or nobody answers yet."""
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+    except OSError as error:
+        log.warning("router_address: nobody answers at %s yet (%s); samples will wait for it", address, error)
+        return 1
+    except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
     finally:
         connection.close()

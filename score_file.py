@@ -181,6 +181,9 @@ def main() -> None:
     config = tyro.cli(Config)
     try:
         run(config)
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on", file=sys.stderr)
+        raise SystemExit(130) from None
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None

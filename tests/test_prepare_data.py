@@ -263,6 +263,17 @@ def test_tasks_are_obeyed(tmp_path):
     assert set(files) == {"aime24_test.parquet", "aime25_test.parquet"}
 
 
+def test_files_of_another_split_are_not_put_into_training(tmp_path):
+    for name in ("gsm8k_train", "gsm8k_train_2", "gsm8k_validation", "gsm8k-dev", "gsm8k_eval_2", "gsm8k_test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"question": name, "answer": "#### 1"}])
+    files = build(["gsm8k"], tmp_path, tmp_path / "out")
+    found = {name: [row["extra_info"]["question"] for row in rows] for name, rows in files.items()}
+    assert found == {
+        "gsm8k_train.parquet": ["gsm8k_train", "gsm8k_train_2"],
+        "gsm8k_test.parquet": ["gsm8k_test"],
+    }
+
+
 def test_tilde_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "in").mkdir()
@@ -468,7 +479,7 @@ def test_validate_rows(real, file, field, value):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": ["gpqa"]}, r"--tasks: no file in .* is called gpqa-diamond"),
+        ({"tasks": ["gpqa"]}, r"--tasks: no file in .* is called gpqa-diamond\* \(split test\)$"),
         ({"tasks": ["aime24"], "source_dir": Path("/nowhere")}, "--source-dir: /nowhere is not a directory"),
     ],
 )

@@ -852,7 +852,7 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
+def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, caplog):
     async def slow(request):
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
@@ -864,9 +864,11 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path):
     assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
     # no router: one server
-    for address in (serve(critic).address, f"127.0.0.1:{free_port()}"):
+    for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "nobody answers at")):
+        caplog.clear()
         manager = start(write_function(tmp_path, ASK), router_address=(address,))
         assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER
+        assert warning in caplog.text and bool(warning) == bool(caplog.text)
     assert start(f"{FAULTS}:sync_fault").max_in_flight == 2048
     assert start(write_function(tmp_path, ASK), router_address=("h:1",), max_in_flight=7).max_in_flight == 7
 

@@ -236,7 +236,7 @@ def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_command_line_goes_on_after_a_kill(tmp_path):
+def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     rows = [sample("0.05", ground_truth=str(index)) for index in range(200)]
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     out, marks = tmp_path / "scored.jsonl", tmp_path / "marks"
@@ -245,9 +245,14 @@ def test_command_line_goes_on_after_a_kill(tmp_path):
     arguments += ["--reward-kwargs", json.dumps({"folder": str(marks)})]
     arguments += ["--num-workers", 1, "--sync-processes", 1]
     command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
-    running = subprocess.Popen(command, start_new_session=True)
     partial = tmp_path / "scored.jsonl.partial.jsonl"
-    until(lambda: partial.exists() and partial.read_text().count("\n") > 30, 60)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until(lambda: partial.exists() and partial.read_text().count("\n") > 3, 60)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130 and "interrupted; --resume goes on" in said and "Traceback" not in said
+    running = subprocess.Popen([*command, "--resume"], start_new_session=True)
+    until(lambda: partial.read_text().count("\n") > 31, 60)  # with two headers
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     with partial.open("a") as file:
@@ -258,6 +263,6 @@ def test_command_line_goes_on_after_a_kill(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "resuming" in ended.stdout
     again = int(ended.stdout.split("scored ")[1].split()[0])
-    assert 0 < again <= 170  # the header and at least 30 results were on disk
+    assert 0 < again <= 170  # at least 30 results were on disk
     assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
     assert not partial.exists()
