@@ -322,14 +322,13 @@ class ModelServers:
             self.leave(slot)
         self.check()
 
-    def sleep(self, asleep: bool = True) -> bool:
-        """Frees GPU memory when what they are at has ended, or takes it again. False where they cannot."""
+    def sleep(self, asleep: bool = True) -> None:
+        """Frees GPU memory when what they are at has ended, or takes it again, if they can."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
-            return False
+            return
         with self.lock:
             self.asleep = asleep
             self.ask_all(SLEEP if asleep else "/wake_up")
-        return True
 
     def shutdown(self) -> None:
         """Ends router and servers, each by its own thread. May be called twice."""

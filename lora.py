@@ -1,23 +1,20 @@
-"""LoRA by peft: adapters put into a model for training, and merged into it as an ordinary folder.
+"""LoRA by peft: adapters put into a model for training.
 
     add(model, config, source)           # freezes the model; what learns from then on is its adapters
-    merge(checkpoint, out)               # tools/merge_lora.py is this as a command
 
-Used by policy.py and run.py. Needs none of our other files. Left out: quantised base models, adapters of
+Used by policy.py. Needs none of our other files. Left out: merging (tools/), quantised bases, adapters of
 experts that are no linear layers.
 """
 
 import contextlib
-import json
 from collections import Counter
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft import LoraConfig, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 
@@ -102,20 +99,3 @@ def merged(model):
             tensor = tensor + layer.get_delta_weight("default")
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
-
-
-def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
-    """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
-    settings = json.loads((checkpoint / "adapter_config.json").read_text())
-    base = model or settings["base_model_name_or_path"]
-    remote = dict(trust_remote_code=trust_remote_code)
-    stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
-    # in float32, and only the sum is rounded: the same numbers as the policy's servers had
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
-    whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
-    if max_positions:
-        whole.config.max_position_embeddings = max_positions
-    whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
-    whole.to(stored).save_pretrained(out)
-    AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
-    print(f"merged: {out}")

@@ -41,9 +41,6 @@ except ImportError:  # slower without it, otherwise the same
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 # Logits (float32 numbers) that exist at a time; a forward and backward pass holds five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
-# What adds up over micro-batches, mini-batches and ranks.
-SUMS = ("loss_sum", "loss_tokens", "clipped_tokens", "approx_kl_sum", "reference_kl_sum", "tis_sum",
-        "tis_capped_tokens", "difference_sum", "compared_tokens")  # fmt: skip
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of a single process
 
 
@@ -237,7 +234,7 @@ class Policy:
         return self.metrics(sums, norms)
 
     def look_before(self, batches):
-        """Fills in old and reference log-probabilities, from before the first update. Returns sums (SUMS)."""
+        """Fills in old and reference log-probabilities, from before the first update. Returns sums."""
         sums = Counter()
         if not self.samples_itself:  # the first update computes its own
             sums = self.compare(samples_of(batches[1:]))
@@ -259,7 +256,7 @@ class Policy:
         return self.total(sums)
 
     def accumulate_gradients(self, batch: MiniBatch, is_first_update):
-        """Adds the gradient of these samples' part of the loss. Returns sums (SUMS).
+        """Adds the gradient of these samples' part of the loss. Returns sums, which add up over all parts.
 
         Any split of the samples, over micro-batches or ranks, adds up to the same gradient: what divides it
         is of the whole mini-batch. is_first_update: the old log-probabilities are what the model says now.

@@ -15,6 +15,7 @@ import threading
 import aiohttp
 import msgspec
 import torch
+from transformers import TopPLogitsWarper
 
 from policy import Policy, Sample, left_padded, next_logits, precision
 
@@ -99,13 +100,11 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
-        probs = logprobs.exp()
+        nucleus = logprobs
         if top_p < 1:
-            ordered, order = probs.sort(-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that crosses top_p stays
-            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+            nucleus = TopPLogitsWarper(top_p)(None, logprobs)  # the token that crosses top_p stays
         # One random number per row; multinomial draws one per row and word.
-        sums = probs.double().cumsum(-1)
+        sums = nucleus.exp().double().cumsum(-1)
         uniform = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
         tokens = torch.searchsorted(sums, sums[:, -1:] * uniform, right=True)[:, 0]
         tokens = tokens.clamp(max=sums.shape[-1] - 1)

@@ -189,16 +189,16 @@ class Run:
     def finish(self):
         """What is written after the last step: adapters as an ordinary model, and the page."""
         config = self.config
-        if config.lora_rank and self.step:
-            import lora
-
-            lora.merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
         try:
+            if config.lora_rank and self.step:
+                from tools.merge_lora import merge
+
+                merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
             from tools.view_run import write_page
-        except ImportError as error:
-            print(f"page: not written, it needs the folders tools and toy ({error})")
-        else:
+
             print(f"page: {write_page([config.out_dir])}")
+        except ImportError as error:
+            print(f"page, merged adapters: not written, they need the folders tools and toy ({error})")
 
     # ---- what may go wrong
 

@@ -6,7 +6,7 @@ The hosts are network namespaces (hosts.py); `tc` lets so many bytes a second ou
 Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. vLLM's servers are played, three for
 the policy and two judges: places, a speed, log-normal lengths, random tokens. What the simulation is told is
 measured beforehand: a transfer between two hosts, collectives of a layer's size between them, an update in
-two processes that are no ranks, packing and unpacking on one core. Then, as the run's own samples are few,
+two processes that are no ranks, pickling on one core. Then, as the run's own samples are few,
 made-up ones to its two ranks, and weights in four packs from rank 0 to the three other hosts. Medians: of
 simulated steps with the middle 80 %, as lengths are drawn, of measured ones (not the first) with all.
 
@@ -15,6 +15,7 @@ Left out: GPUs, NCCL, servers that read their weights, more hosts than four.
 
 import dataclasses
 import json
+import pickle
 import random
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ from bench_hand_over import cpu_of, made_up
 from bench_router import machine
 from cluster import policy_group, weights
 from cluster.ranks import Ranks
-from cluster.samples import pack, split, unpack
+from cluster.samples import split
 from hosts import address_of, limit_links, played_hosts
 from policy import MiniBatch, Policy, Sample
 from toy import warm_start
@@ -220,8 +221,8 @@ class MeasuredGroup(policy_group.PolicyGroup):
         size = 4 * self.about()["numel"]
         for _ in range(ROUNDS):
             begun = time.monotonic()
-            packed = [pack(part) for part in split(batches, RANKS)]
-            ray.get([rank.__ray_call__.remote(take, own) for rank, own in zip(self.actors, packed)])
+            parts = split(batches, RANKS)
+            ray.get([rank.__ray_call__.remote(take, own) for rank, own in zip(self.actors, parts)])
             found[HANDED].append(time.monotonic() - begun)
             begun = time.monotonic()
             assert not ray.get(self.actors[0].__ray_call__.remote(send_packs, size, folders))
@@ -230,8 +231,8 @@ class MeasuredGroup(policy_group.PolicyGroup):
         super().save(folder)
 
 
-def take(rank, packed: bytes) -> int:
-    return len(unpack(packed))
+def take(rank, batches: list) -> int:
+    return len(batches)
 
 
 def send_packs(rank, size: int, folders: dict) -> set:
@@ -332,7 +333,7 @@ def of_two(on, role: str, folder: Path) -> float:
 def simulated(config: Config, link, fabric, train_speed, size: int) -> simulate.Config:
     batches = made_up(500)
     tokens = tokens_of(batches)
-    packed = pack(batches)
+    packed = pickle.dumps(batches, 5)
     tensors = [(str(number), torch.zeros(size // 32)) for number in range(8)]
     gpus = RANKS + SERVERS + JUDGES
     return simulate.Config(
@@ -346,8 +347,8 @@ def simulated(config: Config, link, fabric, train_speed, size: int) -> simulate.
         speed=config.speed,
         judge_speed=config.judge_speed,
         train_speed=train_speed,
-        hand_over=tokens / cpu_of(3, lambda: pack(batches)),
-        unpack=tokens / cpu_of(3, lambda: unpack(packed)),
+        hand_over=tokens / cpu_of(3, lambda: pickle.dumps(batches, 5)),
+        unpack=tokens / cpu_of(3, lambda: pickle.loads(packed)),
         weights=size,
         gradients=2 * size,  # gloo adds up all of them on all ranks
         updates=UPDATES,

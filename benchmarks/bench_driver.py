@@ -4,8 +4,9 @@
 
 For samples of 1,161 tokens: reading a policy server's answer (rollout_vllm, from a server that plays vLLM's
 own answers in another process) beside json.loads of all of it; its text; advantages, metrics and mini-batches
-of the step; packing for the ranks. Twice, with many samples and with eight times as many: a part that costs
-more a sample then would grow faster than a step. The reward loop's part is measured by bench_reward_loop.py.
+of the step; the ranks' parts of them. Twice, with many samples and with eight times as many: a part that costs
+more a sample then would grow faster than a step. The reward loop's part is measured by bench_reward_loop.py,
+the way to the ranks by bench_hand_over.py.
 """
 
 import json
@@ -27,7 +28,7 @@ import credit
 import policy
 from bench_hand_over import cpu_of
 from bench_router import machine
-from cluster.samples import pack, split
+from cluster.samples import split
 from metrics import reward_metrics
 from rollout import rollout_vllm
 
@@ -145,7 +146,7 @@ def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
     timed("mini-batches", lambda: policy.mini_batches(groups, options))
     timed("entropy", lambda: policy.entropy_of(groups))
     batches = policy.mini_batches(groups, options)
-    timed("split and packed", lambda: [pack(part) for part in split(batches, config.ranks)])
+    timed("split for the ranks", lambda: split(batches, config.ranks))
 
 
 def main() -> None:

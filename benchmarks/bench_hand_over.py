@@ -2,7 +2,7 @@
 
     python benchmarks/bench_hand_over.py                        # CPU time, on one core
 
-Samples: packing all of them in the trainer, and unpacking its own in each of 8 and 64 ranks, beside sending
+Samples: pickling all of them in the trainer, and reading its own in each of 8 and 64 ranks, beside sending
 all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model's into packs (beside safetensors'
 own function), then into Ray's object store, or a file in shared memory, and all of it through an actor on
 this node. Left out: the network; the copy from a GPU.
@@ -20,9 +20,10 @@ import safetensors.torch
 import torch
 import tyro
 
+from bench_router import machine  # first: with it Python finds the scripts
+
 import reward_loop
-from bench_router import machine
-from cluster.samples import pack, split, unpack
+from cluster.samples import split
 from cluster.weights import WeightFolder, packs, portions, send
 from policy import MiniBatch, Sample
 
@@ -71,12 +72,12 @@ def measure_samples(config: Config) -> None:
         print(f"| {ranks} | all objects to all ranks | {sent / million:.3f} | {got / million:.4f} |")
 
         def packed(ranks=ranks):
-            return [pack(part) for part in split(batches, ranks)]
+            return [pickle.dumps(part, 5) for part in split(batches, ranks)]
 
         sent = cpu_of(config.rounds, packed)
         own = packed()[0]
-        got = cpu_of(config.rounds, lambda: unpack(own))
-        print(f"| {ranks} | **each its own, packed** | {sent / million:.3f} | {got / million:.4f} |")
+        got = cpu_of(config.rounds, lambda: pickle.loads(own))
+        print(f"| {ranks} | **each its own, bare** | {sent / million:.3f} | {got / million:.4f} |")
 
 
 def layers(gigabytes: float):

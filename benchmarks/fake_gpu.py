@@ -234,7 +234,7 @@ def kind_of_policy(config):
     mesh = ranks.init_device_mesh("cuda", (config.policy_ranks,))
     ranks.Ranks.join = lambda self, device: setattr(self, "mesh", mesh)
     ranks.Ranks.most = lambda self, number: number
-    ranks.Ranks.sum = lambda self, sums, keys: sums
+    ranks.Ranks.sum = lambda self, sums: sums
     one = ranks.Ranks(0, config.policy_ranks)
     return lambda: ranks.RankedPolicy(config, config.model, device, one)
 

@@ -7,7 +7,7 @@
 Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
 where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
 line in order: the trainer's loop, on one core, reads each answer, makes its text and hands it to the reward
-loop. Then the trainer computes advantages and packs the samples, each rank unpacks its own, they update,
+loop. Then the trainer computes advantages and pickles the samples, each rank reads its own, they update,
 and send each other weights and gradients for each micro-batch; and rank 0 packs the new weights, which go
 from node to node while the next ones are packed: to one node, to two more, to four more, of which some ask
 the same node for them. These parts follow one another, as in the code without --overlap; nothing of them is
@@ -54,8 +54,8 @@ class Config:
     workers: int = 2  # Reward workers, 1,800 calls/s each.
     router: float = 3100  # Answers/s of a router, of 92 kB; policy servers and judges have one each.
     advantages: float = 70000  # Samples/s: metrics, advantages, entropy (bench_driver.py).
-    hand_over: float = 38e6  # Tokens/s that the trainer packs for the ranks, in 14 bytes each.
-    unpack: float = 9e6  # Tokens/s that a rank unpacks, of its own (bench_hand_over.py).
+    hand_over: float = 38e6  # Tokens/s that the trainer pickles for the ranks, in 14 bytes each.
+    unpack: float = 9e6  # Tokens/s that a rank reads, of its own (bench_hand_over.py).
     weights: float = 15.2e9  # Bytes of the policy's weights, in bf16.
     gradients: float = 30.4e9  # Bytes of their gradients, in float32.
     pack: float = 1.85e9  # Bytes/s of them that rank 0 packs and puts into Ray's object store.
@@ -122,7 +122,7 @@ def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
 
 
 def to_ranks(config: Config, ranks: int, tokens: float) -> float:
-    """Seconds until each rank has its own of all these tokens: packed, 14 bytes each on a link, unpacked."""
+    """Seconds until each rank has its own of all these tokens: pickled, 14 bytes each on a link, read."""
     return tokens / config.hand_over + 14 * tokens / config.link + tokens / ranks / config.unpack
 
 

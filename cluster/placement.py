@@ -257,13 +257,13 @@ class RewardModelManager:
             self.shutdown()
             raise
 
-    def sleep(self, asleep: bool = True) -> bool:
-        """Frees the GPU memory of all models, or takes it again. False where some cannot."""
-        can = [servers.sleep(asleep) for servers in self.models.values()]
-        return all(can)
+    def sleep(self, asleep: bool = True) -> None:
+        """Frees the GPU memory of all models, or takes it again."""
+        for servers in self.models.values():
+            servers.sleep(asleep)
 
-    def wake_up(self) -> bool:
-        return self.sleep(False)
+    def wake_up(self) -> None:
+        self.sleep(False)
 
     def shutdown(self) -> None:
         """Ends everything. May be called twice."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from cluster.placement import PLACE_S, Places, ranks_of
 from cluster.ranks import RankedPolicy, Ranks
-from cluster.samples import pack, split
+from cluster.samples import split
 from policy import RanksLost, Sample, entropy_of, mini_batches
 
 # seconds in which the cluster must have room after a rank has died: it may be a node to come
@@ -171,10 +171,9 @@ class PolicyGroup:
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
         parts = split(mini_batches(groups, self.config), len(self.actors) or 1)
-        packed = [pack(part) for part in parts]
         self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
         try:
-            metrics = self.call("learn_from", lr, max_logprob_diff, own=packed)[0]
+            metrics = self.call("learn", lr, max_logprob_diff, own=parts)[0]
         finally:
             with contextlib.suppress(RanksLost):
                 self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]

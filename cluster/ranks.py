@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from policy import SUMS, Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
-from cluster.samples import unpack
+from policy import Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
 from cluster.weights import send
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
@@ -73,12 +72,8 @@ class RankedPolicy(Policy):
     def compute(self, model, *arguments):
         return model.logprobs_and_entropy(*arguments)
 
-    def learn_from(self, packed: bytes, lr: float, max_logprob_diff: float) -> dict:
-        """`learn` with this rank's own samples, which samples.pack() has packed."""
-        return self.learn(unpack(packed), lr, max_logprob_diff)
-
     def total(self, sums: Counter) -> Counter:
-        return self.ranks.sum(sums, SUMS)
+        return self.ranks.sum(sums)
 
     def forward(self, samples: list[Sample], model=None):
         """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
@@ -141,11 +136,14 @@ class Ranks:
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
-    def sum(self, sums: Counter, keys: tuple[str, ...]) -> Counter:
+    def sum(self, sums: Counter) -> Counter:
         """These sums over all ranks."""
-        values = torch.tensor([sums[key] for key in keys], dtype=torch.float64)
-        dist.all_reduce(values)
-        return Counter(dict(zip(keys, values.tolist())))
+        of_ranks = [None] * self.count
+        dist.all_gather_object(of_ranks, sums)
+        total = Counter()
+        for found in of_ranks:
+            total.update(found)
+        return total
 
 
 def interface_of(address: str) -> str:

@@ -1,7 +1,10 @@
 """Who imports whom: the top level stands without the folders below it."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +24,30 @@ def test_the_top_level_imports_nothing_from_a_folder(path):
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         imported |= {name.split(".")[0] for name in names}
     assert not imported & set(FOLDERS)
+
+
+# One process for all, as torch, Ray and vLLM take seconds; what is ours is imported anew for each.
+EACH = """
+import runpy, sys
+from pathlib import Path
+root = Path.cwd()
+path, known = sys.path[1:], set(sys.modules)
+for file in sorted(root.glob("benchmarks/*.py")):
+    sys.path[:] = [str(file.parent), *path]
+    runpy.run_path(str(file))
+    for name in set(sys.modules) - known:
+        where = getattr(sys.modules[name], "__file__", None) or ""
+        if Path(where).parent in (file.parent, root, *map(root.joinpath, ("toy", "tools", "cluster"))):
+            del sys.modules[name]
+    print(file.name)
+"""
+
+
+@pytest.mark.slow
+def test_each_benchmark_finds_the_scripts():
+    """Started as its header says: Python looks beside it, not here."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-c", EACH]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == sorted(path.name for path in ROOT.glob("benchmarks/*.py"))

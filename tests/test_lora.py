@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 import grpo_trainer
-import lora
 from played import lines_of
 from policy import Policy
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, with_sgd, write_model
 from test_grpo_trainer import prepared, run_config, without_times, workshop  # noqa: F401
 from test_policy import FAMILIES, of_family
+from tools import merge_lora
 
 IDS = torch.arange(3, 40)[None]
 
@@ -113,7 +113,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
     assert size < 0.3 * sum(path.stat().st_size for path in Path(base).iterdir())
     others = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved).eval()
     assert torch.equal(others(IDS).logits, policy.model(IDS).logits)
-    lora.merge(saved, out, max_positions=4096)
+    merge_lora.merge(saved, out, max_positions=4096)
     merged = load_file(out / "model.safetensors")
     weights = dict(policy.weights())
     assert merged.keys() == weights.keys()
@@ -127,7 +127,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
     for (name, got), (same, weight) in zip(again.model.named_parameters(), policy.model.named_parameters()):
         assert name == same and torch.equal(got, weight) and got.requires_grad == weight.requires_grad
     with pytest.raises(FileNotFoundError, match=f"{base}/adapter_config.json"):
-        lora.merge(Path(base), out)
+        merge_lora.merge(Path(base), out)
 
 
 PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
@@ -171,7 +171,7 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
     policy.update(groups_of(a_step(policy.model)), lr=1e-2)
     policy.save(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
-    lora.merge(tmp_path / "saved", tmp_path / "out")
+    merge_lora.merge(tmp_path / "saved", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
 
@@ -236,7 +236,7 @@ def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch
     (folder / "one").rename(folder / "two")
     for dies in ("AutoModelForCausalLM", "AutoTokenizer"):
         with monkeypatch.context() as patched:
-            patched.setattr(lora, dies, None)
+            patched.setattr(merge_lora, dies, None)
             with pytest.raises(AttributeError):
                 train(2, "two")
         if dies == "AutoModelForCausalLM":  # what is there is not that of step 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.samples import pack, split, unpack
+from cluster.samples import split
 from policy import MiniBatch, Sample, mini_batches
 from tiny import config_of
 
@@ -28,7 +28,7 @@ def test_every_sample_goes_to_one_rank_with_lengths_as_equal_as_can_be():
 def test_what_arrives_is_what_was_sent_but_for_what_no_update_needs():
     samples = [sample(1, 3, advantage=0.1), sample(2, 2, advantage=-2.0, token_advantages=[0.3, -2.0])]
     sent = [MiniBatch(samples, 9, 3), MiniBatch([], 4, 1), MiniBatch([sample(0, 1)])]
-    first, empty, looked_at = unpack(pack(sent))
+    ((first, empty, looked_at),) = split(sent, 1)
     assert empty == MiniBatch([], 4, 1) and (first.num_tokens, first.num_sequences) == (9, 3)
     for got, was in zip(first.samples + looked_at.samples, samples + sent[2].samples, strict=True):
         assert was.row and was.text and was.result and got == replace(was, row={}, text="", result={})

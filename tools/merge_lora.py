@@ -5,16 +5,18 @@
 OUT is a Hugging Face folder that every server and script here takes, in the numbers (bf16, say) of the base
 model, whose folder is named in CHECKPOINT/adapter_config.json; --model names it where it has moved. It needs
 4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself.
-Needs lora.py.
+Needs none of our other files.
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
-
-from lora import merge
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 @dataclass
@@ -26,6 +28,23 @@ class Config:
     model: str = ""  # Folder or hub name of the base model; default: the one that the checkpoint names.
     max_positions: int = 0  # Sets max_position_embeddings, as the run did; 0: as the base model has it.
     trust_remote_code: bool = False  # Run code that comes with the model's folder.
+
+
+def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
+    """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    base = model or settings["base_model_name_or_path"]
+    remote = dict(trust_remote_code=trust_remote_code)
+    stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
+    # in float32, and only the sum is rounded: the same numbers as the policy's servers had
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
+    whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
+    if max_positions:
+        whole.config.max_position_embeddings = max_positions
+    whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
+    whole.to(stored).save_pretrained(out)
+    AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
+    print(f"merged: {out}")
 
 
 def main() -> None:
