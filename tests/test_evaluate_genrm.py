@@ -69,7 +69,8 @@ def test_processbench_metrics():
     assert metrics["math"] == pytest.approx((8, 0.25, 0.5, 2 * 0.25 * 0.5 / 0.75))
     assert metrics["gsm8k"] == (2, 1.0, 1.0, 1.0)
     assert processbench_metrics([row(1, 0), row(-1, 0)])["math"][-1] == 0.0
-    assert math.isnan(processbench_metrics([row(1, 1)])["math"][-1])
+    for prediction in (0, 1):  # no sound solution, so nothing is known of them
+        assert math.isnan(processbench_metrics([row(1, prediction)])["math"][-1])
 
 
 def test_flawed_positive_metrics():
@@ -261,6 +262,14 @@ def test_limit_and_bad_files(bench, tmp_path):
     prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
     with pytest.raises(ValueError, match="aime25_test.parquet, row 0: not a judge row"):
         read_judge_rows(tmp_path / "aime25_test.parquet")
+
+
+@pytest.mark.parametrize("setting", [{"n": 0}, {"concurrency": 0}, {"limit": -1}])
+def test_numbers_that_ask_for_nothing_are_refused(bench, tmp_path, setting):
+    config = Config(data=bench, router_address="127.0.0.1:1", out=tmp_path / "c.parquet", **setting)
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"^{name}: {setting[name]} must be at least 1$"):
+        judge_rows(read_judge_rows(bench), config)
 
 
 def interrupted(*_):
