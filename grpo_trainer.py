@@ -302,7 +302,8 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
             rolled_out.set()
         times["time/reward_wait"] += await_verdicts(run, new, step)
         groups += new
-        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, step + number == 1)
+        is_first = step == 1 and number == 0
+        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, is_first)
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
