@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 import tyro
-from transformers import Qwen2Config, Qwen3Config
+from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
 from algorithm import LOSSES
 from tools import plan_run
@@ -137,6 +137,15 @@ def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):
     assert lines == [line[2:] for line in recipe.splitlines() if " GB  " in line]
     assert [line.endswith(": it fits") for line in lines].count(True) == 3  # policy server, judge, rank
     assert "too little" not in recipe
+
+
+@pytest.mark.slow
+def test_a_judge_of_a_family_that_cannot_be_counted_is_unknown_and_not_too_large(shapes, tmp_path):
+    AutoConfig.for_model("modernbert").save_pretrained(tmp_path)
+    gb, policy, _ = ONE_GPU["fapo_7b_one_gpu"]
+    ((_, arguments),) = commands((ROOT / "recipes/fapo_7b_one_gpu.sh").read_text())
+    (line,) = [line for line in plan(arguments, gb, shapes / policy, tmp_path) if "genrm" in line]
+    assert line.endswith(" GB  genrm: what it takes is unknown")
 
 
 @pytest.mark.slow

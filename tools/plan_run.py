@@ -220,7 +220,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         sequences = told(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
         logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # of each GPU: all gather them
         cache = max(have - weights - (VLLM_GB + logits) * gpus, 0)
-        tokens = int(cache / (2e-9 * cache_of(text)))  # of weights that are not known there is none
+        tokens = round(cache / (2e-9 * cache_of(text)))  # of weights that are not known there is none
         longest = server.max_model_len or text.max_position_embeddings
         longest = told(server, "--max-model-len", longest)
     except Exception:  # no such file here, or a family of another kind
