@@ -106,7 +106,7 @@ class Groups:
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.is_first and infos and not found:
             raise RuntimeError(f"advantage, credit: need {key}, the function gives {', '.join(infos[0])}; "
-                               "compute_score_fapo has first_wrong (judge_wrong: of wrong answers, too)")
+                               "docs/algorithms.md says which advantage needs what, and who gives it")
 
     def number(self, key: str) -> torch.Tensor:
         """A number of the function's dict, P x G."""

@@ -270,7 +270,6 @@ class RewardLoopManager:
         self._ending = False
         self._loop = asyncio.new_event_loop()  # what follows belongs to its thread
         self._wake = asyncio.Event()  # there may be samples to deal out
-        self._wake_is_due = False
         self._numbers = itertools.count()
         self._said = set()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
@@ -380,9 +379,7 @@ class RewardLoopManager:
 
     def _put(self, ticket):
         self._queue.append(ticket)
-        if not self._wake_is_due:  # one wake-up of the loop's thread for many samples
-            self._wake_is_due = True
-            self._loop.call_soon_threadsafe(self._wake.set)
+        self._loop.call_soon_threadsafe(self._wake.set)
 
     # ---- in the loop's thread
     async def _run(self):
@@ -413,8 +410,7 @@ class RewardLoopManager:
         seconds_a_call = 60 / (self.options.max_rpm or math.inf)
         next_call = 0.0
         while await self._wake.wait():
-            self._wake.clear()
-            self._wake_is_due = False  # first: a sample from now on wakes this again
+            self._wake.clear()  # first: a sample from now on wakes this again
             if not self._ray.is_initialized():
                 break
             ready = [worker for worker in self._workers if worker.ready]

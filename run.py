@@ -62,6 +62,7 @@ class Run:
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
                 raise ValueError(f"lora_rank: {rank} does not go with {self.source}; give the run's own")
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
+            print(f"goes on from {self.source}")
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)

@@ -4,6 +4,7 @@
 # the last one given wins, so that a reward function or an advantage of your own can stand beside these figures:
 #   bash recipes/second_world.sh 0 outputs/own0_fapo                 # FAPO from start 0, the oracle as judge
 #   bash recipes/second_world.sh 1 outputs/own1_mine --seed 2 --reward-fn mine.py:score --advantage mine
+#   python -m toy.report --runs outputs/own1_fapo outputs/own1_mine    # a table of several
 source "$(dirname "$0")/toy_runs.sh"
 [[ ${1:-} == [012] && -n ${2:-} ]] || {
   echo "usage: bash recipes/second_world.sh START OUT_DIR [FLAGS OF THE TRAINER], with START 0, 1 or 2" >&2
@@ -13,6 +14,4 @@ WORLD=data/own$1
 [ -f "$WORLD/toy_train.parquet" ] ||
   python -m toy.warm_start --kind own_flaws --seed "$1" --models --out-dir "$WORLD"  # its rows, no models
 train_own "$WORLD" 0 "$2" "${@:3}"
-python -c 'import sys, pathlib, toy.report as report
-run, = sys.argv[1:]
-print(report.policy_table({run: report.read_metrics(pathlib.Path(run))}))' "$2"
+python -m toy.report --runs "$2" || true  # a run without an evaluation at its start has no table

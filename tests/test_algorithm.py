@@ -213,7 +213,7 @@ def test_every_advantage_is_one_short_function_of_tensors():
     numbers = {
         "score": torch.tensor([[1.0, 1.0, NAN], [1.0, -1.0, NAN]]),
         "acc": torch.tensor([[1.0, 1.0, NAN], [1.0, 0.0, NAN]]),
-        "flawed_positive": torch.tensor([[0.0, 0.0, NAN], [0.0, NAN, NAN]]),
+        "flawed_positive": torch.tensor([[0.0, 0.0, NAN], [0.0, 0.0, NAN]]),
     }
     groups = groups_with(
         numbers,
@@ -228,7 +228,7 @@ def test_every_advantage_is_one_short_function_of_tensors():
             torch.zeros(2, 3, 3, dtype=torch.long),
         ),
     )
-    options = SimpleNamespace(prefix_reward=0.5, prefix_cut=1.0, reward_terms=("acc=1",))
+    options = PolicyOptions(model="", reward_terms=("acc=1",))
     for name, advantage in ADVANTAGES.items():
         got = advantage(groups, options)
         if got.dim() == 2:

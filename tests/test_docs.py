@@ -124,6 +124,10 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
         for block in blocks(ROOT / f"docs/{page}.md", "python"):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
+    line = {"data_source": "gsm8k", "prompt": "2+2?", "ground_truth": "4", "response": "\\boxed{4}", "step": 1}
+    row = names["row_of"](line)
+    assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response"}
+    assert row["reward_model"]["ground_truth"] == about["ground_truth"] and row["extra_info"] == about["extra_info"]
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
     trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
         float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip
@@ -316,7 +320,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
         and module.FILE.read_text() == before
     )
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
-    with pytest.raises(ValueError, match="rule_seed3 is not finished"):
+    with pytest.raises(ValueError, match="rule_seed3 is no finished run"):
         module.collect(tmp_path)
 
 

@@ -630,7 +630,7 @@ def test_reward_terms_and_dr_grpo():
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
-    with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; .*judge_wrong"):
+    with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; docs/algorithms"):
         credit.set_advantages([samples], config_of(**changes), decode, is_first=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
     credit.set_advantages([samples], config_of(**changes), decode)

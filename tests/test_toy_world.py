@@ -450,6 +450,24 @@ def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_wr
     assert len(tokenizer) < 512
 
 
+def test_report_puts_any_runs_side_by_side(tmp_path, monkeypatch, capsys):
+    columns = [*report.COLUMNS.values(), "toy/sums_right"]
+    for name, share in (("a", 0.25), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        lines = [{"step": step} | {f"val/{key}/mean@1": step * share for key in columns} for step in (0, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", "--runs", "a", "b"])
+    report.main()
+    head, _, before, a, b = capsys.readouterr().out.splitlines()
+    assert head.endswith("| all sums right |") and before == "| before" + 5 * " | 0.000" + " |"
+    assert (a, b) == ("| a, step 1" + 5 * " | 0.250" + " |", "| b, step 1" + 5 * " | 0.750" + " |")
+    monkeypatch.setattr(sys, "argv", ["report", "--runs", "nowhere"])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "nowhere/baseline is no finished run" in capsys.readouterr().err
+
+
 def test_report_computes_its_numbers_from_the_runs(tmp_path):
     def run(name, *metrics):
         (tmp_path / name).mkdir()
@@ -461,7 +479,7 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
             for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()
         }
 
-    with pytest.raises(ValueError, match="baseline is not finished"):
+    with pytest.raises(ValueError, match="baseline is no finished run"):
         report.report(tmp_path)
     run("judge", {"step": 0} | critic(1.0, 0.0), {"step": 9} | critic(0.5, 1.0))
     held_out = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
@@ -477,11 +495,11 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     assert (tmp_path / "report.md").read_text() == text + "\n"
     with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')  # killed while it wrote
-    with pytest.raises(ValueError, match="fapo is not finished"):
+    with pytest.raises(ValueError, match="fapo is no finished run"):
         report.report(tmp_path)
     assert report.report(tmp_path, so_far=True) == text
     (tmp_path / "fapo" / "metrics.jsonl").write_text(json.dumps({"step": 0} | held_out) + "\n{}\n")
-    with pytest.raises(ValueError, match="fapo is not finished"):
+    with pytest.raises(ValueError, match="fapo is no finished run"):
         report.report(tmp_path, so_far=True)
 
 

@@ -510,15 +510,16 @@ def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
 
 @in_browser
 def test_settings_that_all_runs_share_are_said_once(tmp_path):
-    lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"])
-    for name, more in {"plain": {}, "lora": lora}.items():
-        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="grpo", seed=1)
+    lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"], own_flag=0.5, overlap=True)
+    for name, more in {"plain": dict(overlap=False), "lora": lora}.items():
+        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="grpo", seed=1,
+                        kl_coef=0.1, key=name)  # fmt: skip
         (write_run(tmp_path / name, [line()]) / "config.json").write_text(json.dumps(settings | more))
     said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
     assert [re.sub("<.*?>", "", text) for text in said] == [
         "all runs · model m · reward compute_score.py:compute_score_fapo · λ 1 · seed 1",
-        "lora · LoRA rank 8 · advantage terms acc=1",
-        "plain · advantage grpo",
+        "lora · LoRA rank 8 · advantage terms acc=1 · own_flag 0.5 · overlap true",
+        "plain · advantage grpo · own_flag not set · overlap false",
     ]
     settings["reward_kwargs"] = '{"penalty": null}'
     (write_run(tmp_path / "measured", [line()]) / "config.json").write_text(json.dumps(settings))

@@ -31,10 +31,9 @@ from toy.toy_world import first_wrong_paragraph
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
-# Of config.json, what the page shows.
+# Of config.json, the texts that the page shows; and all numbers, where runs differ in them.
 SETTINGS = (
     "model",
-    "lora_rank",
     "reward_fn",
     "reward_kwargs",
     "genrm",
@@ -43,11 +42,6 @@ SETTINGS = (
     "reward_terms",
     "credit",
     "loss",
-    "lr",
-    "train_batch_size",
-    "group_size",
-    "total_steps",
-    "seed",
 )
 
 
@@ -149,7 +143,7 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     path = folder / "config.json"
     if path.is_file():
         for key, value in json.loads(path.read_text()).items():
-            if key in SETTINGS:
+            if key in SETTINGS or isinstance(value, (int, float)):
                 settings[key] = value
     return {
         "name": name,

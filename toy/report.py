@@ -1,9 +1,10 @@
-"""The tables of finished demo runs.
+"""The tables of finished runs in the toy worlds.
 
-    python -m toy.report --runs outputs/demo_seed0           # writes report.md there
-    python -m toy.report --runs outputs/demo_seed0 --so-far  # while the runs go on
+    python -m toy.report --runs outputs/demo_seed0                    # a demo's; writes report.md there
+    python -m toy.report --runs outputs/demo_seed0 --so-far           # while the runs go on
+    python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from one start, side by side
 
-The folder holds the runs baseline/ and fapo/, and judge/ if there was one. docs/make_evidence.py sums up
+A demo's folder holds the runs baseline/ and fapo/, and judge/ if there was one. docs/make_evidence.py sums up
 many such folders. It needs run_folder.py, and leaves out what tools/view_run.py shows: every metric and
 sample.
 """
@@ -27,9 +28,9 @@ COLUMNS = {
 
 @dataclass
 class Config:
-    """The tables of finished demo runs."""
+    """The tables of finished runs."""
 
-    runs: Path  # Folder of the finished runs: baseline/ and fapo/, and judge/ if there was one
+    runs: tuple[Path, ...]  # A demo's folder, with baseline/, fapo/ and perhaps judge/; or runs from one start.
     so_far: bool = False  # Take runs up to their newest evaluation, and do without those to come
 
 
@@ -42,7 +43,7 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
             metrics.pop()
     whole = len(metrics) > 1 and has_evaluation(metrics[0]) and has_evaluation(metrics[-1])
     if torn or not whole:
-        raise ValueError(f"runs: {run} is not finished; it lacks an evaluation at its start or end")
+        raise ValueError(f"runs: {run} is no finished run; it lacks an evaluation at its start or end")
     return metrics
 
 
@@ -54,7 +55,7 @@ def table(heads: list[str], *rows: list[str]) -> str:
     return text
 
 
-def policy_table(runs: dict[str, list[dict]]) -> str:
+def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     """Held-out numbers before and after each run; all begin with the same model."""
     lines = {"before": next(iter(runs.values()))[0]}
     for label, metrics in runs.items():
@@ -62,10 +63,10 @@ def policy_table(runs: dict[str, list[dict]]) -> str:
     rows = []
     for label, line in lines.items():
         row = [label]
-        for key in COLUMNS.values():
+        for key in columns.values():
             row.append("%.3f" % line[f"val/{key}/mean@1"])
         rows.append(row)
-    return table(["512 held-out problems", *COLUMNS], *rows)
+    return table(["512 held-out problems", *columns], *rows)
 
 
 def judge_table(metrics: list[dict]) -> str:
@@ -95,7 +96,12 @@ def report(runs: Path, so_far: bool = False) -> str:
 def main() -> None:
     try:
         config = tyro.cli(Config)
-        print(report(config.runs, config.so_far))
+        if (config.runs[0] / "metrics.jsonl").is_file():
+            runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}
+            print(policy_table(runs, COLUMNS | {"all sums right": "toy/sums_right"}))
+        else:
+            for folder in config.runs:
+                print(report(folder, config.so_far))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
