@@ -54,7 +54,7 @@ class Config:
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # The router's policy.
     queue_timeout: float = 180.0  # Seconds that a request waits while no server is healthy, as in a restart.
     api_key: str = field(default="", repr=False)  # Clients' key. Empty: ROUTER_API_KEY, else none is needed.
-    log_dir: Path | None = None  # Folder of the logs. Empty: outputs/genrm_logs/PORT.
+    log_dir: Path | None = None  # Folder of the logs. Empty: outputs/genrm_logs/PORT, or process number.
     startup_timeout: float = 1800.0  # Seconds until a server must be ready.
     vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's server, after a lone --.
     server_key: Annotated[str, tyro.conf.Suppress] = field(default="", repr=False)  # filled in by complete()

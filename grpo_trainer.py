@@ -11,8 +11,9 @@ passes them; run.py holds what a run starts. The formulas are in algorithm.py, h
 advantages in credit.py, the model and its update in policy.py, sampling in rollout.py, scoring in
 reward_loop.py, what a run writes in run_folder.py.
 
-On CPU the policy is in this process. On GPUs Ray places everything: its ranks (cluster/), its servers and the
-judges, each with a share of a GPU. `python -m tools.plan_run` with the same flags says what a run will need.
+On CPU the policy is in this process, unless --policy-ranks splits it. On GPUs Ray places everything: its
+ranks (cluster/), its servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the
+same flags says what a run will need.
 Left out: a critic model, prompts with images, several turns, tools.
 Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
@@ -65,11 +66,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     group_size: int = 8  # Samples per prompt (G).
     chat_template_kwargs: str = "{}"  # For the policy's chat template: '{"enable_thinking": false}'.
     max_prompt_length: int = 2048  # Rows with longer prompts (tokens) are dropped before the first step.
-    dynamic_sampling: bool = False  # Replace groups whose scores are all equal, which teach nothing (DAPO).
+    dynamic_sampling: bool = False  # Replace groups that teach nothing, as all scores are equal (DAPO).
     max_refills: int = 10  # Rounds of replacement per step, at most.
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
 
-    rollout: Literal["auto", "hf", "vllm"] = "auto"  # hf: in this process. vllm: servers. auto: hf on CPU.
+    rollout: Literal["auto", "hf", "vllm"] = "auto"  # hf: in this process. vllm: servers. auto: hf if it can.
     rollout_servers: int = 1  # Number of vLLM servers for --rollout vllm.
     rollout_tensor_parallel: int = 1  # GPUs of each of them.
     rollout_gpu_share: float = 1.0  # Share of a GPU that each of them takes; below 1 others can use the rest.

@@ -78,12 +78,13 @@ class RewardOptions:
     genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)  # For all, or one each.
     reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
-    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0  # Ray workers; 0: one a node.
+    # Ray workers; 0: one on each node, two at least.
+    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
     sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0  # Seconds a call; then "timeout".
     max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
     max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
-    http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 429 or 5xx.
+    http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 408, 429, 5xx.
     max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
 
     # Of the numbers, which may otherwise be 0. No fields: they have no type.

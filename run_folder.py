@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: config.json, checkpoints, metrics.jsonl, samples.jsonl, curves.png.
+"""What a run leaves in its folder: checkpoints, metrics.jsonl, samples.jsonl, curves.png.
 
 Used by grpo_trainer.py, whose configuration is `config`. A group is a list of policy.Sample, whose `result`
 is what reward_loop.py returns. Also: Ctrl-C. Left out: object stores, histograms, error bars.

@@ -35,7 +35,7 @@ COLUMNS = {
 class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
     data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
-    out: Path  # File to write, of the same kind: adds reward_score, status, reward_extra_info (JSON text).
+    out: Path  # File to write, as data or .jsonl: adds reward_score, status, reward_extra_info (JSON text).
     max_response_length: int | None = None  # In tokens: overlong shaping is on, rows need response_length.
     overlong_buffer: int = 4096  # Tokens before --max-response-length over which the overlong penalty grows.
     overlong_factor: float = 1.0  # The overlong penalty at --max-response-length.

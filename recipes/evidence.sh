@@ -218,7 +218,7 @@ second_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second about 3 (three starts, two judges, 122 runs of 40 to 200 steps). What is done is not run again."
+echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps). What is done is not run again."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 python docs/make_evidence.py --runs "$OUT"
