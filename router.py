@@ -17,8 +17,9 @@ How an attempt is judged:
                                 third one dies, is refused with 422: it is not to be sent again
     any other answer            is passed on; once a part of it is out, there is no retry
 None that lives is asked twice. One that leaves comes back when its /health answers.
-Left out: TLS towards clients, HTTP/2, WebSockets, trailers, caching, several processes, prefix-aware
-routing, systems other than Linux. Needs none of our other files.
+Left out: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (curl waits a second for
+it with bodies over 1 MB), caching, several processes, prefix-aware routing, systems other than Linux.
+Needs none of our other files.
 """
 
 import asyncio
