@@ -209,7 +209,7 @@ def _find_answer(data_source, text):
     if data_source in ("gsm8k", "openai/gsm8k"):
         _, mark, rest = text.rpartition("####")
         line = rest.strip().partition("\n")[0]
-        number = re.fullmatch(r"[\\$* ]*(-?)[\\$]*([0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*", line)
+        number = re.fullmatch(r"[\\$* ]*+(-?)[\\$]*([0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*", line)
         if mark and number:  # the only one of its line: 18 or 20 is no answer
             return number[1] + number[2].replace(",", "")
     return None

@@ -143,7 +143,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
         self.check_rewards()
-        self.policy_servers().check()
 
     def policy_servers(self) -> genrm_server.Config:
         """Those of --rollout vllm."""
@@ -446,8 +445,9 @@ def evaluate(run: Run) -> None:
         due = True
     if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
         log.metrics({"step": step})
-    is_done = config.total_steps and has_evaluation(log.history[-1])  # 0 steps ask for another one
-    if not run.val_rows or not due or is_done:
+    if config.total_steps and has_evaluation(log.history[-1]):  # 0 steps ask for another one
+        return
+    if not run.val_rows or not due:
         return
     groups = answers(run, config.val_temperature)
     metrics = validation_metrics(groups)

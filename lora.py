@@ -46,17 +46,15 @@ def add(model, config, source: str) -> None:
         layer.reset_lora_parameters("default", True)
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
-        before = settings_of(LoraConfig.from_pretrained(source))
-        now = settings_of(model.peft_config["default"])
-        if before != now:
-            raise ValueError(f"lora_rank, lora_alpha, lora_targets: {source} has {before}, not {now}; give "
+        before = LoraConfig.from_pretrained(source)
+        if (before.r, before.lora_alpha) != (settings.r, settings.lora_alpha):
+            raise ValueError(f"lora_rank, lora_alpha: {source} has {before.r} and {before.lora_alpha}; give "
                              "the run's own")  # fmt: skip
-        set_peft_model_state_dict(model, load_file(saved))
-
-
-def settings_of(found):
-    """What adapters are by: rank, alpha, and the names of layers, with which peft fills in all-linear."""
-    return found.r, found.lora_alpha, sorted(found.target_modules)
+        found = set_peft_model_state_dict(model, load_file(saved))
+        wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
+        if wrong:
+            raise ValueError(f"lora_targets: {source} has adapters of other layers, as {wrong[0]} tells; "
+                             "give the run's own")  # fmt: skip
 
 
 def layers_with_adapters(model):

@@ -42,14 +42,13 @@ class Run:
         self.num_restarts = 0
         self.updates = 0  # of the policy by the end of the newest step
         self.lock = check_folder(config)  # no other run writes there until it is closed
-        self.find_checkpoint()
-        self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
-        self.remote = dict(trust_remote_code=config.trust_remote_code)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
-        self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
-        self.read_data()
+        try:
+            self.find_checkpoint()
+            self.read_tokenizer()
+            self.read_data()
+        except BaseException:
+            self.lock.close()
+            raise
 
     def find_checkpoint(self):
         """Where the run goes on, `source`: its newest checkpoint, or the model."""
@@ -66,6 +65,16 @@ class Run:
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
+
+    def read_tokenizer(self):
+        config = self.config
+        self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
+        replace(config.policy_servers(), model=self.base).check()
+        self.remote = dict(trust_remote_code=config.trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
+        self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
 
     def read_data(self):
         config = self.config
@@ -191,15 +200,14 @@ class Run:
         """What is written after the last step: adapters as an ordinary model, and the page."""
         config = self.config
         try:
-            if config.lora_rank and self.step:
-                from tools.merge_lora import merge
-
-                merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
+            from tools.merge_lora import merge
             from tools.view_run import write_page
-
-            print(f"page: {write_page([config.out_dir])}")
         except ImportError as error:
             print(f"page, merged adapters: not written, they need the folders tools and toy ({error})")
+            return
+        if config.lora_rank and self.step:
+            merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
+        print(f"page: {write_page([config.out_dir])}")
 
     # ---- what may go wrong
 

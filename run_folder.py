@@ -71,8 +71,8 @@ def check_room(config, step: int, checkpoint: float) -> None:
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(
-            f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room, or lower "
-            "--keep-checkpoints"
+            f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room, keep fewer "
+            "(--keep-checkpoints, 0 keeps all), or raise --save-every"
         )
 
 

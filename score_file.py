@@ -3,8 +3,8 @@
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
 Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
-goes on with --resume and keeps what has a score. Left out: files larger than memory. Needs prepare_data.py,
-compute_score.py, reward_loop.py, reward_worker.py and metrics.py; for the length penalty algorithm.py.
+goes on with --resume and keeps what has a score. Left out: files larger than memory, length penalties. Needs
+prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and metrics.py.
 """
 
 import collections
@@ -36,9 +36,6 @@ class Config(RewardOptions):
     """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
     data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
     out: Path  # File to write, as data or .jsonl: adds reward_score, status, reward_extra_info (JSON text).
-    max_response_length: int | None = None  # In tokens: overlong shaping is on, rows need response_length.
-    overlong_buffer: int = 4096  # Tokens before --max-response-length over which the overlong penalty grows.
-    overlong_factor: float = 1.0  # The overlong penalty at --max-response-length.
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
 
 
@@ -60,11 +57,11 @@ def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
 
-def score_the_rest(options, samples, done, partial: Path, header, overlong=None, on_result=lambda _: None):
+def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
     """Scores the samples that `done` lacks -> seconds. Each result goes there, to `partial` and on_result."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
-        manager = start_rewards(options, stack, overlong=overlong)
+        manager = start_rewards(options, stack)
         partial.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once
         file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
@@ -126,11 +123,6 @@ def run(config: Config):
     needed += [name for name, is_needed in job.columns.items() if is_needed]
     if job.sees_group:
         needed.append("prompt")
-    overlong = None
-    if config.max_response_length is not None:
-        from algorithm import penalty_of  # with torch: only where it is needed
-        needed.append("response_length")
-        overlong = penalty_of(config)
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
@@ -139,9 +131,6 @@ def run(config: Config):
         config.reward_fn,
         config.reward_kwargs,
         config.genrm,
-        config.max_response_length,
-        config.overlong_buffer,
-        config.overlong_factor,
     ]
     for file in (config.data, job.function.rpartition(":")[0]):
         header.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
@@ -167,7 +156,7 @@ def run(config: Config):
         if len(done) % (100 + len(rows) // 100) == 0:  # each looks at all
             check(1000)  # failures tend to come first: a refused connection is quicker than a critique
 
-    seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, overlong, on_result)
+    seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, on_result)
     check(1)
     results = [done[row] for row in range(len(rows))]
     write_rows(rows, results, config.data, config.out)

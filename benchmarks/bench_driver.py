@@ -4,9 +4,9 @@
 
 For samples of 1,161 tokens: reading a policy server's answer (rollout_vllm, from a server that plays vLLM's
 own answers in another process) beside json.loads of all of it; its text; advantages, metrics and mini-batches
-of the step; the ranks' parts of them. Twice, with many samples and with eight times as many: a part that costs
-more a sample then would grow faster than a step. The reward loop's part is measured by bench_reward_loop.py,
-the way to the ranks by bench_hand_over.py.
+of the step; the ranks' parts of them. Twice, with many samples and with eight times as many: a part that
+costs more a sample then would grow faster than a step. The reward loop's part is measured by
+bench_reward_loop.py, the way to the ranks by bench_hand_over.py.
 """
 
 import json

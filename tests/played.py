@@ -76,11 +76,15 @@ VLLM = """
 import json, sys, zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
+json.load(open(argument("--model") + "/config.json"))  # or it dies
+other = "/v1/chat/completions" if "pooling" in sys.argv else "/classify"
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
         asked = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         number = zlib.crc32(asked)
+        if self.path == other:
+            return self.send_error(404)
         if self.path == "/classify":
             answer = {"data": [{"probs": [number / 2**31 - 1]}]}
         elif self.path == "/v1/models":

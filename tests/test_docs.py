@@ -124,10 +124,10 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
         for block in blocks(ROOT / f"docs/{page}.md", "python"):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
-    line = {"data_source": "gsm8k", "prompt": "2+2?", "ground_truth": "4", "response": "\\boxed{4}", "step": 1}
+    line = {"data_source": "gsm8k", "prompt": "2+2?", "ground_truth": "4", "response": "four", "step": 1}
     row = names["row_of"](line)
     assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response"}
-    assert row["reward_model"]["ground_truth"] == about["ground_truth"] and row["extra_info"] == about["extra_info"]
+    assert row["reward_model"] == {"ground_truth": "4"} and row["extra_info"] == about["extra_info"]
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
     trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
         float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip

@@ -189,7 +189,7 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
-    with pytest.raises(ValueError, match=r"lora_targets: .* has \(4, 8, \[.*\), not \(4, 8, \[.*\); give"):
+    with pytest.raises(ValueError, match=r"lora_targets: .* has adapters of other layers, as .*v_proj"):
         Policy(config, str(tmp_path), CPU)
 
 
@@ -198,12 +198,12 @@ def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_pat
     policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
-    with pytest.raises(ValueError, match=r"lora_rank, .* has \(4, 64, .*, not \(4, 8, .* give the run's own"):
+    with pytest.raises(ValueError, match="lora_rank, lora_alpha: .* has 4 and 64; give the run's own"):
         Policy(config, str(tmp_path), CPU)
     config.lora_alpha = 64
     Policy(config, str(tmp_path), CPU)
     config.lora_rank = 2
-    with pytest.raises(ValueError, match=r"lora_rank, .* has \(4, 64, .*, not \(2, 64, .* give the run's own"):
+    with pytest.raises(ValueError, match="lora_rank, lora_alpha: .* has 4 and 64; give the run's own"):
         Policy(config, str(tmp_path), CPU)
 
 
@@ -277,5 +277,5 @@ def test_a_scale_and_places_of_adapters_that_there_are_none_of_are_refused():
         (dict(lora_alpha=64), r"\(64, \('all-linear',\)\)"),
         (dict(lora_targets=("q_proj",)), r"\(0, \('q_proj',\)\)"),
     ):
-        with pytest.raises(ValueError, match=f"^lora_alpha, lora_targets: {shown} are of adapters; give --lora-"):
+        with pytest.raises(ValueError, match=f"^lora_alpha, lora_targets: {shown} are of adapters; give"):
             config_of(**given).check()

@@ -408,7 +408,7 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(alone, model, 
     said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("page")]
-    assert line.startswith("page, merged adapters: not written, they need the folders tools and toy (No module")
+    assert line.startswith("page, merged adapters: not written, they need the folders tools and toy (No")
     assert json.loads((folder / "out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
     assert (folder / "out/curves.png").is_file() and (folder / "out/checkpoints/step_1").is_dir()
 

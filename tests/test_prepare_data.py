@@ -264,7 +264,8 @@ def test_tasks_are_obeyed(tmp_path):
 
 
 def test_files_of_another_split_are_not_put_into_training(tmp_path):
-    for name in ("gsm8k_train", "gsm8k_train_2", "gsm8k_validation", "gsm8k-dev", "gsm8k_eval_2", "gsm8k_test"):
+    others = ("gsm8k_validation", "gsm8k-dev", "gsm8k_eval_2")
+    for name in ("gsm8k_train", "gsm8k_train_2", "gsm8k_test", *others):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"question": name, "answer": "#### 1"}])
     files = build(["gsm8k"], tmp_path, tmp_path / "out")
     found = {name: [row["extra_info"]["question"] for row in rows] for name, rows in files.items()}

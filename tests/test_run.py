@@ -114,6 +114,14 @@ def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path,
     other.lock.close()
 
 
+def test_a_run_that_is_refused_lets_go_of_its_folder(tmp_path, model, tokenizer):
+    """Also where somebody keeps the error, as a notebook does."""
+    with pytest.raises(ValueError, match="no row is left") as refused:
+        prepared(tmp_path, model, tokenizer, max_prompt_length=1)
+    prepared(tmp_path, model, tokenizer).lock.close()
+    assert refused.traceback  # until here
+
+
 # ---- adapters of a run that goes on
 
 
@@ -131,7 +139,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     free = SimpleNamespace(free=20_000_000)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
     run = prepared(tmp_path, model, tokenizer, save_every=1)
-    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room, or lower --keep-checkpoints$"
+    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room, keep fewer .*--save-every$"
     with pytest.raises(ValueError, match=message):
         load(run)
     run.lock.close()

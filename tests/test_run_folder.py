@@ -230,7 +230,7 @@ def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, 
     free.free = 10e9 * room + 1e6
     run_folder.check_room(config, step, 10.0)
     free.free = 10e9 * room - 1e9
-    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room, or lower --k"):
+    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room, keep fewer"):
         run_folder.check_room(config, step, 10.0)
 
 

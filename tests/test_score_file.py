@@ -62,9 +62,6 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=good, out=out, reward_kwargs="{"), "no JSON object"),
         (dict(data=good, out=out, reward_kwargs="[]"), "no JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
-        (dict(data=good, out=out, max_response_length=100, overlong_buffer=50), "'response_length'"),
-        (dict(data=good, out=out, max_response_length=100), "overlong_buffer: 4096 must be from 1 to"),
-        (dict(data=good, out=out, overlong_factor=-1.0), "overlong_factor: -1.0 must be at least 0"),
         (dict(data=good, out=out, num_workers=-1), "num_workers: -1 must be at least 0"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
     ]
@@ -169,9 +166,8 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     arguments = ["--data", data, "--out", out, "--reward-fn", f"{function}:sync_fault"]
     ended = command_line(*arguments, "--max-no-verdict-rate", "0.02")
     assert ended.returncode == 1 and "3 samples have no score" in ended.stderr
-    for other in (["--max-response-length", "100"], ["--reward-kwargs", '{"a": 1}']):
-        ended = command_line(*arguments, *other, "--resume")
-        assert ended.returncode == 2, ended.stderr
+    ended = command_line(*arguments, "--reward-kwargs", '{"a": 1}', "--resume")
+    assert ended.returncode == 2, ended.stderr
     write_jsonl(data, rows[:-1] + [sample("acc", response_length=10)])
     ended = command_line(*arguments, "--resume")
     assert ended.returncode == 2 and "other data" in ended.stderr and not out.exists()

@@ -508,6 +508,14 @@ def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
     assert "<li" in part(text, "sample") and '<li class="" style' not in part(text, "sample")
 
 
+def test_of_an_evaluation_that_was_repeated_the_page_has_the_last_samples(tmp_path):
+    twice = [line(split="val", group=group, solution=(text,)) for text in ("old", "new") for group in (0, 1)]
+    run = write_run(tmp_path / "run", [line(solution=("trained",)), *twice])
+    groups = data_of(view_run.write_page([run]))["runs"][0]["groups"]
+    shown = [(group["split"], group["group"], group["samples"][0]["response"].split()[0]) for group in groups]
+    assert shown == [("train", 0, "trained"), ("val", 0, "new"), ("val", 1, "new")]
+
+
 @in_browser
 def test_settings_that_all_runs_share_are_said_once(tmp_path):
     lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"], own_flag=0.5, overlap=True)

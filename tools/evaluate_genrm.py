@@ -73,7 +73,9 @@ def _mean(values: list[float]) -> float:
 def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]:
     """Two shares and their harmonic mean, NaN where one of them is."""
     shares = _mean(first), _mean(second)
-    return *shares, harmonic_mean(shares) + 0 * sum(shares)
+    if any(map(math.isnan, shares)):
+        return *shares, math.nan
+    return *shares, harmonic_mean(shares)
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
@@ -172,10 +174,6 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 async def chat_settings(config: Config) -> dict:
     """How `scores.chat` asks the judge. Raises ValueError, OSError."""
-    for name in ("n", "concurrency", "limit"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: {value} must be at least 1")
     chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     model = config.model
     try:

@@ -126,8 +126,10 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     """All that the page knows of a run, and notes on what it does not show."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
-    by_group = itertools.groupby(samples, itemgetter("step", "split", "group"))
-    groups, every = thin([group_of(list(lines)) for _, lines in by_group], limit)
+    by_group = {}  # of evaluations that were asked for again the last one
+    for place, lines in itertools.groupby(samples, itemgetter("step", "split", "group")):
+        by_group[place] = group_of(list(lines))
+    groups, every = thin(list(by_group.values()), limit)
     notes = []
     if every > 1:
         notes.append(f"samples of one step in {every} (--max-mb shows more, {folder}/samples.jsonl has all)")

@@ -11,6 +11,7 @@ sample.
 
 import sys
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
 import tyro
@@ -30,7 +31,7 @@ COLUMNS = {
 class Config:
     """The tables of finished runs."""
 
-    runs: tuple[Path, ...]  # A demo's folder, with baseline/, fapo/ and perhaps judge/; or runs from one start.
+    runs: tuple[Path, ...]  # A demo's folder with baseline/, fapo/, perhaps judge/; or runs from one start.
     so_far: bool = False  # Take runs up to their newest evaluation, and do without those to come
 
 
@@ -64,7 +65,7 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     for label, line in lines.items():
         row = [label]
         for key in columns.values():
-            row.append("%.3f" % line[f"val/{key}/mean@1"])
+            row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))  # a function of one's own may not say
         rows.append(row)
     return table(["512 held-out problems", *columns], *rows)
 
