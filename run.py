@@ -84,6 +84,8 @@ class Run:
         self.train_rows = []
         for file in train_files:
             self.train_rows += load_rows(file, self.tokenizer, config)
+        if len(self.train_rows) < config.train_batch_size:
+            print(f"train_file: {len(self.train_rows)} rows, fewer than train_batch_size: a step has copies")
         self.val_rows = []  # (row, samples of it)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()

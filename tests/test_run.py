@@ -39,6 +39,13 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
         prepared(tmp_path, model, tokenizer, train_file=(files[0], "nowhere.parquet"))
 
 
+def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys):
+    file = train_file_of(tmp_path, "a.parquet", range(4))
+    for size, said in ((4, 0), (5, 1)):
+        prepared(tmp_path, model, tokenizer, train_file=file, train_batch_size=size).lock.close()
+        assert capsys.readouterr().out.count("train_file: 4 rows, fewer than train_batch_size") == said
+
+
 def test_the_chat_template_gets_what_the_user_says(tmp_path, model, tokenizer):
     tokenizer.chat_template += "{% if enable_thinking is false %}7{% endif %}"
     try:
