@@ -103,13 +103,13 @@ ThreadingHTTPServer((argument("--host"), int(argument("--port"))), Handler).serv
 """
 
 
-def stand_in_for_vllm(folder):
-    """Its package in this folder, which starts in no time. Returns the PYTHONPATH that finds it."""
+def stand_in_for_vllm(folder, program=VLLM):
+    """vLLM's package in this folder, whose server is the program. Returns the PYTHONPATH that finds it."""
     package = folder / "vllm/entrypoints/openai"
     package.mkdir(parents=True)
     for path in (package, package.parent, package.parent.parent):
         (path / "__init__.py").touch()
-    (package / "api_server.py").write_text(VLLM)
+    (package / "api_server.py").write_text(program)
     return f"{folder}:{MODELS.parent.parent}"
 
 

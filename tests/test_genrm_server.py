@@ -28,6 +28,7 @@ import vllm_server
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, complete, http
 from cluster.servers import PolicyServers
+from played import stand_in_for_vllm
 from policy import Sample
 from rollout import rollout_vllm
 from test_reward_loop import alive, free_port, until
@@ -97,12 +98,7 @@ Server((argument("--host"), int(argument("--port"))), Handler).serve_forever()
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     """A model folder, served by the stand-in."""
-    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "api_server.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "path", STAND_IN))
     monkeypatch.setattr(genrm_server, "WATCH_EVERY", 0.1)
     monkeypatch.setattr(genrm_server, "HEALTH_TIMEOUT", 0.3)
     monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.1)

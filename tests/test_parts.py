@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import ray
+from played import stand_in_for_vllm
 from test_genrm_server import STAND_IN
 from test_house import ROOT, TOP
 from tiny import config_of, write_model
@@ -314,11 +315,7 @@ def test_router_alone(alone):
 
 def with_stand_in(folder):
     """In the folder a model, and what plays vLLM for it."""
-    package = folder / "vllm/entrypoints/openai"
-    package.mkdir(parents=True)
-    for path in (package, package.parent, package.parent.parent):
-        (path / "__init__.py").touch()
-    (package / "api_server.py").write_text(STAND_IN)
+    stand_in_for_vllm(folder, STAND_IN)
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
 

@@ -9,8 +9,8 @@ own is a row. What each finding means: docs/training.md.
 
 The bounds are for alarms that are read: none rings in runs that learn from rewards, those of
 docs/evidence/runs.jsonl and tests/data/good_runs.json (under distillation, which pays none, no-signal does).
-Left out: what only another run could tell (is this policy as good as its paper
-says? See the evaluation before training), and what would take a new metric. Needs run_folder.py.
+Left out: what only another run could tell (is this policy as good as its paper says? See the evaluation
+before training), and what would take a new metric. Needs run_folder.py.
 """
 
 import sys

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import tyro
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
@@ -32,6 +31,8 @@ class Config:
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
+    from peft import PeftModel  # here: each run imports this file at its end
+
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
