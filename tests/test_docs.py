@@ -233,7 +233,8 @@ def test_the_second_worlds_tables(tmp_path):
         ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06, and half of .1 would be enough
         ("0: VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
     ]
-    twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)] + [run("papo_oracle", 0, 1.0, "again0")]
+    twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)]
+    twins.append(run("papo_oracle", 0, 1.0, "again0"))
     rows = module.own_rows(runs + twins, module.OWN_ALGORITHMS, "own0")
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
     assert len(rows) == 4  # PAPO ran from the other start only

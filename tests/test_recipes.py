@@ -260,7 +260,8 @@ def test_a_run_from_a_start_of_the_second_world(run_recipe):
     assert (config.seed, config.advantage, config.total_steps) == (2, "papo", 40)
     assert config.reward_fn == "toy/toy_world.py:compute_score_fapo_oracle"
     for wrong in (["3", "outputs/mine"], ["1"], []):
-        assert run_recipe("second_world", *wrong, job=True).startswith("usage: bash recipes/second_world.sh START")
+        refused = run_recipe("second_world", *wrong, job=True)
+        assert refused.startswith("usage: bash recipes/second_world.sh START")
 
 
 STAND_IN = """#!/bin/bash
@@ -295,7 +296,8 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     assert len(found) == len(set(found))
     evidence = load("docs/make_evidence")
     wanted = {f"{world}/{name}" for world in evidence.OWN for name in evidence.OWN_ALGORITHMS}
-    wanted |= {f"own0/{name}" for name in evidence.VARIANTS} | {f"own1/{name}" for name in evidence.OVERLOOKING}
+    wanted |= {f"own0/{name}" for name in evidence.VARIANTS}
+    wanted |= {f"own1/{name}" for name in evidence.OVERLOOKING}
     wanted |= {f"{world}/{name}" for world in evidence.STANDARD for name in evidence.NAMES}
     seeds = {f"{name}_seed{seed}" for name in wanted if "judge_long" not in name for seed in range(3)}
     assert seeds <= set(found)
