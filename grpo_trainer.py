@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -132,6 +133,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         adapters = self.lora_alpha, self.lora_targets
         if not self.lora_rank and adapters != (Config.lora_alpha, Config.lora_targets):
             raise ValueError(f"lora_alpha, lora_targets: {adapters} are of adapters; give --lora-rank, too")
+        for name in ("tensorboard", "wandb"):
+            if getattr(self, name) and not find_spec(name):
+                raise ValueError(f"--{name}: the package is not installed; run: pip install {name}")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
             raise ValueError("reward_terms: goes with --advantage terms, as in --reward-terms acc=1 "

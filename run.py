@@ -100,6 +100,11 @@ class Run:
         self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
+        # Beyond this length such models change every position, so that the log-probabilities of a sample
+        # would depend on the longest sample of its micro-batch.
+        rope = getattr(shape, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.longest > limit:
             raise ValueError(
                 f"max_response_length: with the longest prompt {self.longest} tokens, the model takes "

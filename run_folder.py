@@ -340,15 +340,21 @@ def draw_curves(history: list[dict], path: Path) -> None:
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM: at once while nothing can be lost; within `held` when that is done."""
+    """Handles Ctrl-C, SIGTERM and a closed terminal: at once, or within `held` at its end."""
 
     def __init__(self):
         self.hold = False
         self.asked = False
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to ignore it
+            signal.signal(signal.SIGHUP, self.handle)
 
-    def handle(self, *_):
+    def handle(self, number, _):
+        if number == signal.SIGHUP:  # writing to the terminal would fail from here on
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
         if self.asked or not self.hold:
             raise KeyboardInterrupt
         self.asked = True

@@ -1,6 +1,8 @@
 """What a run reads, and in which words it refuses what it cannot read."""
 
 import contextlib
+import copy
+import dataclasses
 import random
 import re
 from types import SimpleNamespace
@@ -154,3 +156,35 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     load(prepared(tmp_path, model, tokenizer, out_dir=str(tmp_path / "evaluation"), **evaluation))
     free.free = 3.1 * 12 * sum(tensor.numel() for tensor in model.state_dict().values())
     load(run)
+
+
+@pytest.mark.parametrize(
+    "rope_type, boundary", [("longrope", "original_max_position_embeddings"), ("dynamic", None)]
+)
+def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
+    tmp_path, model, tokenizer, rope_type, boundary
+):
+    """Beyond the boundary such models compute every position differently."""
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    config = copy.deepcopy(model.config)
+    factors = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16) if boundary else {}
+    config.rope_parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4} | factors
+    config.max_position_embeddings = 4 * run.longest
+    if boundary:
+        config.rope_parameters[boundary] = run.longest - 1
+    else:
+        config.max_position_embeddings = run.longest - 1
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"{run.longest} tokens, the model takes {run.longest - 1}; lower"):
+        grpo_trainer.Run(run.config)
+    shorter = dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))
+    grpo_trainer.Run(shorter).lock.close()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
+    config_of(**{name: True}).check()
+    monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=f"--{name}: the package is not installed; run: pip install {name}"):
+        config_of(**{name: True}).check()

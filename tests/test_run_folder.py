@@ -1,12 +1,16 @@
 """What a run leaves: means by hand, whole checkpoints, logs with torn lines; and how a run is stopped."""
 
+import fcntl
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -417,16 +421,19 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
 
 
 STEP = """
-    import signal, time
+    import signal, sys, time
     import run_folder
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has another one
+    signal.signal(signal.SIGHUP, signal.{hang_up})
     interrupts = run_folder.Interrupts()
     try:
         with interrupts.held():
             print("step", flush=True)
-            end = time.monotonic() + 60
+            open({path!r}, "a").close()
+            end = time.monotonic() + {patience}
             while not interrupts.asked and time.monotonic() < end:
                 time.sleep(0.02)
+            print("still printing", file=sys.stderr, flush=True)
             open({path!r}, "a").write("step done ")
     except KeyboardInterrupt:
         open({path!r}, "a").write("saved")
@@ -436,8 +443,33 @@ STEP = """
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path, number):
     path = tmp_path / "said"
-    with in_another_process(STEP.format(path=str(path)), stdout=subprocess.PIPE) as run:
+    code = STEP.format(path=str(path), hang_up="SIG_DFL", patience=60)
+    with in_another_process(code, stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == "step\n"
         run.send_signal(number)
         assert "finishing this step, then saving" in run.stdout.read()
     assert path.read_text() == "step done saved"
+
+
+@pytest.mark.parametrize(
+    "hang_up, patience, said",
+    [("SIG_DFL", 60, "step done saved"), ("SIG_IGN", 0.5, "step done ")],  # a plain start, and nohup
+)
+def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(
+    tmp_path, hang_up, patience, said
+):
+    """Printing to the terminal that is gone must not end the run before it is saved."""
+    path = tmp_path / "said"
+    terminal, inside = os.openpty()
+    code = STEP.format(path=str(path), hang_up=hang_up, patience=patience)
+    output = inside if hang_up == "SIG_DFL" else subprocess.DEVNULL  # nohup sends it to a file
+    run = in_another_process(
+        code, stdin=inside, stdout=output, stderr=output, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    os.close(inside)
+    while not path.exists():
+        assert run.poll() is None
+        time.sleep(0.01)
+    os.close(terminal)
+    run.wait(120)
+    assert path.read_text() == said
