@@ -107,9 +107,10 @@ def read_rows(path: Path, needed=()) -> list[dict]:
         for column in needed:
             if column not in row:
                 raise ValueError(f"{path} row {number}: no {column!r}, only {', '.join(row)}")
-        truth = row.get("reward_model")
-        if needed and (not isinstance(truth, dict) or truth.get("ground_truth") is None):
-            raise ValueError(f"{path} row {number}: reward_model is {truth!r}; it needs a ground_truth")
+        about = row.get("reward_model")
+        truth = about.get("ground_truth") if isinstance(about, dict) else None
+        if needed and (truth is None or truth != truth):  # tables write NaN where a cell is empty
+            raise ValueError(f"{path} row {number}: reward_model is {about!r}; it needs a ground_truth")
     return rows
 
 

@@ -267,17 +267,14 @@ class Run:
 def load_rows(path: str, tokenizer, config) -> list[dict]:
     """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
-    options |= dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
     for number, row in enumerate(rows):
         try:
-            ids = tokenizer.apply_chat_template(row["prompt"], **options)
-        except Exception as error:  # a template is a program that came with the model: it may raise anything
-            raise ValueError(
-                f"{path} row {number}: the chat template refuses the prompt ({error}), a list of "
-                "{role, content}"
-            ) from error
+            row = checked_row(row)
+            ids = prompt_ids_of(row["prompt"], tokenizer, options)
+        except ValueError as error:
+            raise ValueError(f"{path} row {number}: {error}") from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
@@ -288,3 +285,52 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
     if not kept:
         raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
     return kept
+
+
+def checked_row(row: dict) -> dict:
+    """The row with its prompt as chat templates take it. ValueError says what is wrong with the row."""
+    if not isinstance(row["data_source"], str):
+        raise ValueError(f"data_source is {row['data_source']!r}; it must be text, the name of the data set")
+    if not isinstance(row["extra_info"], dict | None):
+        raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
+    prompt = row["prompt"]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"prompt is {prompt!r:.60}; it must be a list of {{role, content}} with a message")
+    return row | {"prompt": [checked_message(message) for message in prompt]}
+
+
+def checked_message(message) -> dict:
+    """Without keys that are None, which tables write for absent ones, and with its parts joined."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"prompt has the message {message!r:.60}; each must be a {{role, content}}")
+    kept = {key: value for key, value in message.items() if value is not None}
+    content = kept.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            content = kept["content"] = "".join(texts)
+    if not isinstance(content, str):
+        raise ValueError(f"prompt has a message of {message['role']} whose content is {content!r:.60}; it "
+                         "must be text, or a list of parts with text alone")  # fmt: skip
+    return kept
+
+
+def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
+    """The tokens that the policy continues. ValueError if the template refuses or leaves out the question.
+
+    A prompt that ends with the assistant's own words is continued there.
+    """
+    is_prefilled = messages[-1]["role"] == "assistant"
+    ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
+    options = options | ending
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    except Exception as error:  # a template is a program that came with the model: it may raise anything
+        raise ValueError(f"the chat template refuses the prompt ({error})") from error
+    last = messages[-1]
+    text = last["content"].strip()
+    if not text or text not in rendered:
+        raise ValueError(f"the chat template leaves the last message out ({last!r:.60}): its content is "
+                         "empty, or the template does not know its role")  # fmt: skip
+    return ids

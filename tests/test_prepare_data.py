@@ -426,6 +426,11 @@ def test_files_that_are_not_what_they_say(tmp_path):
             '{"data_source": "x", "reward_model": {"ground_truth": null}}',
             "a.jsonl row 0: reward_model is {'ground_truth': None}",
         ),
+        (
+            "a.jsonl",
+            '{"data_source": "x", "reward_model": {"ground_truth": NaN}}',
+            "a.jsonl row 0: reward_model is {'ground_truth': nan}; it needs a ground_truth",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_of_rows(tmp_path, name, text, message):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import json
 import random
 import re
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import tyro
 import grpo_trainer
 import run_folder
 from policy import Policy
+from run import load_rows
 from test_grpo_trainer import prepared, run_config
 from tiny import a_step, config_of, groups_of
 from toy import toy_world
@@ -64,6 +66,102 @@ def test_the_chat_template_gets_what_the_user_says(tmp_path, model, tokenizer):
 def test_template_settings_that_are_no_json_object_are_refused(tmp_path, model, tokenizer, text):
     with pytest.raises(ValueError, match=re.escape(f"chat_template_kwargs: {text!r} is not JSON, or no")):
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=text)
+
+
+# ---- rows that are no rows of the schema
+
+
+CHATML = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# This one renders an unknown role as nothing, and refuses any message with calls.
+BY_ROLE = (
+    "{% for message in messages %}"
+    "{% if 'tool_calls' in message %}{{ raise_exception('no calls') }}{% endif %}"
+    "{% if message.role == 'user' %}<user>{{ message.content | trim }}<end>"
+    "{% elif message.role == 'assistant' %}<assistant>{{ message.content }}<end>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+QUESTION = "What is 2+3?"
+ASKED = {"role": "user", "content": QUESTION}
+
+
+def rows_of(folder, tokenizer, template=CHATML, **columns):
+    """What a run reads of a file whose second row has these columns."""
+    row = {"data_source": "x", "prompt": [ASKED], "extra_info": None, "reward_model": {"ground_truth": "5"}}
+    file = folder / "rows.parquet"
+    if columns.pop("as_json", False):
+        file = folder / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n" + json.dumps(row | columns))
+    else:
+        pq.write_table(pa.Table.from_pylist([row | columns]), file)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return load_rows(str(file), tokenizer, SimpleNamespace(chat_template_kwargs="{}", max_prompt_length=512))
+
+
+@pytest.mark.parametrize("template", [CHATML, BY_ROLE])
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        (QUESTION, "prompt is 'What is 2+3?'; it must be a list of {role, content}"),
+        (json.dumps([ASKED]), "it must be a list of {role, content}"),
+        (ASKED, "it must be a list of {role, content}"),
+        ([], "prompt is []; it must be a list of {role, content} with a message"),
+        (None, "prompt is None"),
+        ([QUESTION], "prompt has the message 'What is 2+3?'; each must be a {role, content}"),
+        ([[ASKED]], "each must be a {role, content}"),
+        ([{"from": "human", "value": QUESTION}], "each must be a {role, content}"),
+        ([{"role": "user"}], "a message of user whose content is None"),
+        ([{"role": "user", "content": None}], "a message of user whose content is None"),
+        ([{"role": "user", "content": 5}], "a message of user whose content is 5"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "text, or a list of parts with text alone"),
+        ([{"role": "user", "content": " "}], "the chat template leaves the last message out"),
+    ],
+)
+def test_a_prompt_of_the_wrong_shape_is_refused_by_row(tmp_path, tokenizer, template, prompt, message):
+    with pytest.raises(ValueError, match="^" + re.escape(f"{tmp_path}/rows.jsonl row 1: ")) as refused:
+        rows_of(tmp_path, tokenizer, template, prompt=prompt, as_json=True)
+    assert message in str(refused.value)
+
+
+def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="row 0: the chat template leaves the last message out"):
+        rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[{"role": "human", "content": QUESTION}])
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (dict(data_source=None), "data_source is None; it must be text"),
+        (dict(data_source=3), "data_source is 3; it must be text"),
+        (dict(data_source=["a"]), "data_source is ['a']; it must be text"),
+        (dict(extra_info="{}"), "extra_info is '{}'; it must be an object"),
+    ],
+)
+def test_other_columns_of_the_wrong_kind_are_refused_by_row(tmp_path, tokenizer, columns, message):
+    with pytest.raises(ValueError, match=re.escape(f"rows.jsonl row 1: {message}")):
+        rows_of(tmp_path, tokenizer, as_json=True, **columns)
+
+
+def test_parts_are_joined_and_keys_that_a_table_added_are_dropped(tmp_path, tokenizer):
+    """Parquet gives each message the keys of all; some templates look whether a key is there."""
+    plain = rows_of(tmp_path, tokenizer, BY_ROLE)
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+3?"}]
+    for content in (QUESTION, parts, f" {QUESTION}\n"):
+        message = {"role": "user", "content": content, "tool_calls": None}
+        (row,) = rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[message])
+        assert row["prompt_ids"] == plain[0]["prompt_ids"]
+        assert set(row["prompt"][0]) == {"role", "content"} and isinstance(row["prompt"][0]["content"], str)
+
+
+@pytest.mark.parametrize("template", [CHATML, BY_ROLE])
+def test_an_answer_that_the_row_begins_is_continued(tmp_path, tokenizer, template):
+    """A closed answer with a second turn of the assistant behind it would be another prompt."""
+    begun = {"role": "assistant", "content": "The sum is"}
+    (row,) = rows_of(tmp_path, tokenizer, template, prompt=[ASKED, begun])
+    assert tokenizer.decode(row["prompt_ids"]) == "<user>What is 2+3?<end><assistant>The sum is"
 
 
 # ---- files that were cut: a full disk, a power cut, a download that broke off
