@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -311,18 +312,36 @@ def split_paragraphs(solution: str) -> list[str]:
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
+def _break_frame(solution: str, template: str, paragraph: str) -> str:
+    """The solution with round brackets in the place of the prompt's own headings and paragraph tags.
+
+    A policy that learns to write `</paragraph_0>` or `[Ground Truth]` could otherwise speak to its judge in
+    the voice of the prompt. Solutions without such markers stay as they are, byte for byte.
+    """
+    markers = re.findall(r"\[[^\[\]]+\]|<[^<>]+>", _TAGGED + _TAGS + template + paragraph)
+    pattern = "|".join(map(re.escape, markers)).replace(r"\{index\}", r"\d+")
+    return re.sub(pattern, lambda marker: f"({marker[0][1:-1]})", solution, flags=re.IGNORECASE)
+
+
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
-    """The judge's prompt. `solution` is a text, or a list of paragraphs where the caller has split it."""
+    """The judge's prompt. `solution` is a text, or a list of paragraphs if the caller has split it.
+
+    Markers of the prompt's own frame are broken inside the solution (see `_break_frame`).
+    """
     if prompt_style not in PROMPT_STYLES:
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
     template, paragraph = PROMPT_STYLES[prompt_style]
     if paragraph:
         if isinstance(solution, str):
             solution = split_paragraphs(solution)
-        parts = [paragraph.format(index=index, text=text) for index, text in enumerate(solution)]
+        parts = []
+        for index, text in enumerate(solution):
+            parts.append(paragraph.format(index=index, text=_break_frame(text, template, paragraph)))
         solution = "".join(parts).rstrip("\n")
-    elif not isinstance(solution, str):
-        solution = "\n\n".join(solution)
+    else:
+        if not isinstance(solution, str):
+            solution = "\n\n".join(solution)
+        solution = _break_frame(solution, template, paragraph)
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
@@ -382,6 +401,27 @@ async def close_session(loop=None) -> None:
         await session.close()
 
 
+class ReplyError(Exception):
+    """A reply that reports a failure although its HTTP status is 200. `status` is what the reply carries."""
+
+    def __init__(self, status, message):
+        super().__init__(f"{status}, inside a reply with HTTP status 200: {message}")
+        self.status = status
+
+
+def _raise_if_failed(reply):
+    """Raises ReplyError if a reply, or one choice of a reply, has an `error`, as gateways send them."""
+    error = reply.get("error") if isinstance(reply, dict) else None
+    if not error:
+        return
+    status = 502  # the gateway says that its server failed, and not how
+    if isinstance(error, dict):
+        for name in ("code", "status", "status_code"):
+            if re.fullmatch(r"[45]\d\d", str(error.get(name))):
+                status = int(error[name])
+    raise ReplyError(status, f"{error!s:.200}")
+
+
 async def _json_request(method, url, **kwargs):
     session = await _session()
     async with session.request(method, url, **kwargs) as response:
@@ -389,17 +429,28 @@ async def _json_request(method, url, **kwargs):
             text = await response.text(errors="replace")
             response.reason = text[:200]  # the error's message
             response.raise_for_status()
-        return await response.json(content_type=None)
+        reply = await response.json(content_type=None)
+    _raise_if_failed(reply)
+    return reply
 
 
-async def served_model(address: str) -> dict:
-    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait."""
+async def served_model(address: str, outdated=None) -> dict:
+    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait.
+
+    outdated: an earlier answer that turned out to be wrong. It is replaced, unless it has been already.
+    """
     once = _asked_once(asyncio.get_running_loop(), address)
     async with once:
-        if not once.answer:
+        if once.answer is outdated:
+            once.answer = None
             limit = aiohttp.ClientTimeout(total=60)
             models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
-            once.answer = models["data"][0]
+            try:
+                model = models["data"][0]
+                model["id"]
+            except (LookupError, TypeError) as error:
+                raise ValueError(f"http://{address}/v1/models names no model: {models!s:.200}") from error
+            once.answer = model
         return once.answer
 
 
@@ -414,6 +465,8 @@ async def chat(
     Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
     (tokens: None), not its failure, unless that is the death of servers; while it hangs all wait.
     """
+    # Half of a surrogate pair, such as a cut emoji leaves, is not UTF-8, and servers fail at it.
+    prompt = prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "model": model,
@@ -448,25 +501,71 @@ async def chat(
 
 def _may_pass(error):
     """Whether another try may go well."""
-    if isinstance(error, aiohttp.ClientResponseError):
-        return error.status >= 500 or error.status in (408, 425, 429)
+    status = getattr(error, "status", None)
+    if status is not None:
+        return status >= 500 or status in (408, 425, 429)
     return isinstance(error, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError))
 
 
 async def _ask(address, body, once):
     """One attempt: what `chat` returns; `once` gets what others may share."""
-    if "model" not in body:
-        served = await served_model(address)
-        body = body | {"model": served["id"]}
-    reply = await _json_request("POST", f"http://{address}/v1/chat/completions", json=body)
+    reply = await _complete_chat(address, body)
+    status, text, tokens, is_aborted = _read_reply(reply)
+    if not is_aborted:
+        once.answer = status, text
+    return status, text, tokens
+
+
+async def _complete_chat(address, body):
+    """The reply to one request, whose model's name and whose max_tokens are what the server accepts."""
+    url = f"http://{address}/v1/chat/completions"
+    if "model" in body:
+        return await _json_request("POST", url, json=body)
+    served = await served_model(address)
+    body = body | {"model": served["id"]}
+    context = served.get("max_model_len") or math.inf  # for the prompt and the answer together
+    # Without max_tokens the server takes what the prompt leaves of the context.
+    if body.get("max_tokens", 0) >= context:
+        del body["max_tokens"]
+    try:
+        return await _json_request("POST", url, json=body)
+    except (aiohttp.ClientResponseError, ReplyError) as error:
+        if error.status == 404:  # another model may have been started at this address
+            renamed = await served_model(address, outdated=served)
+            if renamed["id"] == served["id"]:
+                raise
+            body["model"] = renamed["id"]
+        elif error.status == 400 and "max_tokens" in body and context < math.inf:
+            del body["max_tokens"]  # the prompt may leave less than that
+        else:
+            raise
+    return await _json_request("POST", url, json=body)
+
+
+def _read_reply(reply):
+    """(status, text, completion tokens, whether the server aborted) of a chat completion.
+
+    Raises ReplyError for a reply without choices, or with an error in its choice, and ValueError for a
+    completion without text.
+    """
+    if not isinstance(reply, dict) or reply.get("choices") is None:
+        raise ReplyError(502, f"no choices in the reply {reply!s:.200}")
+    if not reply["choices"] or not isinstance(reply["choices"][0], dict):
+        raise ValueError(f"the reply's choices are empty or have no message: {reply!s:.200}")
     choice = reply["choices"][0]
-    text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+    _raise_if_failed(choice)
+    text = (choice.get("message") or {}).get("content")
+    if isinstance(text, list):  # content in parts
+        parts = [part.get("text") for part in text if isinstance(part, dict)]
+        text = "".join(part for part in parts if isinstance(part, str))
+    if text is None:  # a reasoning parser found no final part
+        text = ""
+    if not isinstance(text, str):
+        raise ValueError(f"the reply's content is no text: {text!r:.200}")
     end = choice.get("finish_reason")
     status = "truncated" if end in ("length", "abort") else "ok"
-    if end != "abort":
-        once.answer = status, text
     usage = reply.get("usage") or {}
-    return status, text, usage.get("completion_tokens") or 0
+    return status, text, usage.get("completion_tokens") or 0, end == "abort"
 
 
 NOT_ASKED = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", "genrm_shared": False,
