@@ -12,13 +12,14 @@ Shapes: B sequences of a micro-batch, T tokens of the longest response, N in a r
 
 import contextlib
 import math
+import re
 import warnings
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers.core_model_loading import revert_weight_conversion
 
 from algorithm import ADVANTAGES, LOSSES, compute_kl_loss, compute_policy_loss
 
@@ -41,6 +43,7 @@ except ImportError:  # slower without it, otherwise the same
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 # Logits (float32 numbers) that exist at a time; a forward and backward pass holds five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
+LAYER = re.compile(r"(.*?\.\d+\.)?")  # the layer that a weight's name begins with
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints of a single process
 
 
@@ -159,9 +162,12 @@ class Policy:
     def load(self, source):
         """The model, ready to be computed with and to be saved."""
         options = dict(dtype=self.read_as, trust_remote_code=self.config.trust_remote_code)
+        base = self.config.model if self.adapters else source
+        shape = config_of(base, self.config.trust_remote_code).get_text_config()
+        if getattr(shape, "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # the others leave out the cap
         if self.config.max_positions:
             options["max_position_embeddings"] = self.config.max_positions
-        base = self.config.model if self.adapters else source
         model = AutoModelForCausalLM.from_pretrained(base, **options).eval()
         model.generation_config.do_sample = True  # or transformers refuses to save a temperature
         if self.adapters:
@@ -351,13 +357,21 @@ class Policy:
         }
 
     def weights(self, dtype: torch.dtype | None = None):
-        """Name and whole tensor of every weight, with what adapters add; a tied head is one of its own."""
+        """Name and whole tensor of every weight, with what adapters add; a tied head is one of its own.
+
+        The names are those of the model's files, which vLLM reads: transformers has names of its own, and
+        all experts of a layer in one tensor.
+        """
         if self.adapters:
             named = self.adapters.merged(self.model)
         else:
             named = self.model.state_dict().items()
-        for name, tensor in named:
-            yield name, whole(tensor.detach().to(self.device, dtype or tensor.dtype))  # cast: less to gather
+        for _, of_layer in groupby(named, lambda item: LAYER.match(item[0])[0]):
+            tensors = {}
+            for name, tensor in of_layer:
+                tensor = tensor.detach().to(self.device, dtype or tensor.dtype)  # cast: less to gather
+                tensors[name] = whole(tensor)
+            yield from revert_weight_conversion(self.model, tensors).items()
 
     def trainable(self):
         """Name and parameter of what is trained: everything, or adapters."""
@@ -367,10 +381,10 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Writes a Hugging Face folder (or adapters), the optimizer. RuntimeError: a weight is not finite."""
-        named = self.trainable() if self.adapters else self.weights()
+        named = self.trainable() if self.adapters else self.model.state_dict().items()
         weights = {}
         for name, tensor in named:
-            tensor = whole(tensor.detach())  # gathered by all ranks together
+            tensor = whole(tensor.detach().to(self.device))  # gathered by all ranks together
             if not tensor.isfinite().all():
                 raise RuntimeError(f"the weights are not finite (first {name}) and are not saved")
             if self.is_first:
@@ -388,6 +402,18 @@ class Policy:
     def optimizer_state(self):
         """The optimizer's tensors by the names of the parameters; none yet: as after a step by zero."""
         return get_optimizer_state_dict(self.model, self.optimizer)["state"]
+
+
+def config_of(source, trust_remote_code):
+    """What a model's config.json says. ValueError if the model cannot be trained."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised:
+            method = dict(quantised).get("quant_method", "quantization_config")
+            raise ValueError(f"model: {source} is quantised ({method}); its weights cannot be trained: "
+                             "take the model in bf16 or float32 that it was made from")  # fmt: skip
+    return config
 
 
 def set_dtypes(model, options, device):
@@ -483,7 +509,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
     """Log-probabilities of the response tokens, and entropies: 2 x B x T, 0 in the padding.
 
     sequences: prompt + response ids; counts: of the response. LOGITS_AT_ONCE logits exist at a time.
-    with_entropy: else the entropies are 0 everywhere, which saves time.
+    with_entropy: else they are NaN, which saves time: a loss term made from them is noticed.
     """
     device = model.device
     states = None
@@ -500,9 +526,9 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
             logits_n_V = logits_n_V / temperature
         logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
-        entropy_n = torch.zeros_like(logprobs_n)
-        if with_entropy:
-            entropy_n = -(logp_n_V.exp() * logp_n_V).sum(-1)
+        entropy_n = torch.full_like(logprobs_n, math.nan)
+        if with_entropy:  # an impossible token (-inf) adds 0
+            entropy_n = -(logp_n_V.exp() * logp_n_V.clamp(min=torch.finfo(logp_n_V.dtype).min)).sum(-1)
         return torch.stack([logprobs_n, entropy_n])
 
     chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_file
@@ -16,7 +17,7 @@ from toy import warm_start
 import speedups
 from policy import Policy, Sample, deal
 from rollout import check_sampling
-from tiny import CPU, a_step, config_of, groups_of, policy_of, roll_out, weights_of, with_sgd
+from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_out, weights_of, with_sgd
 
 
 def updated(model, samples, lr=1e-2, **changes):
@@ -456,6 +457,103 @@ def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradien
         assert torch.allclose(torch.tensor(sample.rollout_logprobs), own, atol=1e-4)
     norms = [policy.update(groups_of(samples), lr=1e-3)["actor/grad_norm"] for policy in policies]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+
+
+MIXTURE = GROUPED | dict(num_experts_per_tok=2)
+RENAMED = {
+    "mixtral": MIXTURE | dict(num_local_experts=4),
+    "qwen3_moe": MIXTURE | dict(num_experts=4, moe_intermediate_size=16),
+    "granitemoe": MIXTURE | dict(num_local_experts=4),
+    "olmo_hybrid": FAMILIES["olmo_hybrid"],
+}
+
+
+@pytest.mark.parametrize("name", [*RENAMED, "llama", "gemma2"])
+def test_servers_get_the_names_and_the_numbers_of_the_models_files(tmp_path, name):
+    """transformers has names of its own for many families, and all experts of a layer in one tensor."""
+    family_model = of_family(name, **(FAMILIES | RENAMED)[name])
+    family_model.save_pretrained(tmp_path / "own")
+    own = load_file(tmp_path / "own/model.safetensors")
+    policy = Policy(config_of(), str(tmp_path / "own"), CPU)
+    served = dict(policy.weights())
+    assert served.keys() - {"lm_head.weight"} == own.keys() - {"lm_head.weight"}
+    assert (name in RENAMED) == (policy.model.state_dict().keys() != served.keys())
+    assert all(torch.equal(served[key], weight) for key, weight in own.items())
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    assert torch.allclose(read_again(policy, tmp_path)(ids).logits, policy.model(ids).logits, atol=1e-5)
+    policy.save(tmp_path / "saved")
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == own.keys()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
+def test_a_cap_in_the_attention_is_computed(name):
+    """Most kinds of attention leave it out without a word; vLLM computes it, and so does eager attention."""
+    family_model = of_family(name, **FAMILIES[name] | dict(attn_logit_softcapping=0.5))
+    policy = policy_of(family_model)
+    ids = torch.arange(3, 40)[None]
+    family_model.set_attn_implementation("sdpa")
+    without = family_model(ids).logits
+    family_model.set_attn_implementation("eager")
+    own = family_model(ids).logits
+    assert (own - without).abs().mean() > 0.01
+    samples = a_step(policy.model)
+    for sample, logprobs in policy.score(samples):
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        expected = family_model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        assert torch.allclose(logprobs, expected, atol=1e-4)
+        assert torch.allclose(torch.tensor(sample.rollout_logprobs), expected, atol=1e-4)
+
+
+def test_quantised_weights_are_refused_by_name(model, tmp_path):
+    """Read as float32 they would lack their scales, and later checks compare the model with itself."""
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    about = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}))
+    message = rf"model: {tmp_path} is quantised \(fp8\); its weights cannot be trained: take"
+    with pytest.raises(ValueError, match=message):
+        Policy(config_of(), str(tmp_path), CPU)
+
+
+def test_tokens_that_cannot_come_add_nothing_to_the_entropy(model, monkeypatch):
+    """Some models mask the padding of their vocabulary with -inf."""
+    original = type(model).forward
+
+    def masked(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        beyond = torch.arange(out.logits.shape[-1]) >= 90
+        out.logits = out.logits.masked_fill(beyond, -math.inf)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", masked)
+    policy = policy_of(model, entropy_coef=0.01)
+    metrics = policy.update(groups_of(a_step(policy.model)), lr=1e-3)
+    assert math.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] > 0
+
+
+def test_a_loss_term_made_from_an_entropy_that_was_not_computed_stops_the_run(model, monkeypatch):
+    """Without --entropy-coef it is not computed. As zeros it would be a term that does nothing."""
+    original = policy_file.compute_policy_loss
+    policy = policy_of(model)
+    forward = policy.forward
+    entropies = []
+
+    def seen(samples, *arguments):
+        for part, logprobs, entropy, mask in forward(samples, *arguments):
+            entropies.append(entropy[mask].sum())
+            yield part, logprobs, entropy, mask
+
+    def with_a_term(*arguments, **options):
+        loss, found = original(*arguments, **options)
+        return loss + 0.01 * entropies[-1], found
+
+    samples = groups_of(a_step(policy.model))
+    assert math.isfinite(policy.update(samples, lr=1e-3)["actor/loss"])
+    policy.forward = seen
+    monkeypatch.setattr(policy_file, "compute_policy_loss", with_a_term)
+    with pytest.raises(RuntimeError, match="loss nan, gradient .* not finite"):
+        policy.update(samples, lr=1e-3)
 
 
 def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(model):

@@ -5,6 +5,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import grpo_trainer
 from algorithm import compute_advantages
@@ -105,3 +107,12 @@ def write_model(folder: Path, model, tokenizer) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def read_again(policy, folder: Path):
+    """The model that a server makes of the policy's weights."""
+    weights = {name: weight.clone() for name, weight in policy.weights()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    policy.model.config.save_pretrained(folder)
+    how = policy.model.config._attn_implementation
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=how).eval()
