@@ -16,15 +16,23 @@ from pathlib import Path
 import ray
 import torch
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
 from algorithm import penalty_of
-from policy import Policy, RanksLost
+from policy import Policy, RanksLost, config_of
 from prepare_data import read_rows
 from rollout import check_sampling
-from run_folder import Interrupts, Log, check_folder, check_room, checkpoints_in, save_checkpoint
+from run_folder import (
+    Interrupts,
+    Log,
+    check_folder,
+    check_room,
+    checkpoints_in,
+    end_tokens,
+    save_checkpoint,
+)
 
 
 class Run:
@@ -61,16 +69,33 @@ class Run:
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
                 raise ValueError(f"lora_rank: {rank} does not go with {self.source}; give the run's own")
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
+            self.compare_model()
             print(f"goes on from {self.source}")
         self.step = self.saved = state["step"]
         self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
         self.ahead = None  # the step that is rolled out during the update (--overlap)
 
+    def compare_model(self):
+        """Says so if a run that goes on takes another model for what it began from."""
+        config = self.config
+        file = Path(config.out_dir, "config.json")
+        if not file.is_file() or not (config.kl_coef or config.lora_rank):
+            return  # the checkpoint has all of the model
+        before = json.loads(file.read_text()).get("model")
+        if before != config.model:
+            use = "what --kl-coef compares with"
+            if config.lora_rank:
+                use = "what its adapters are added to"
+            print(f"model: the run began from {before}, and {config.model} is now {use}; give --model "
+                  f"{before} unless it is the same model in another place", flush=True)  # fmt: skip
+
     def read_tokenizer(self):
         config = self.config
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
+        check_model_folder(Path(self.base))
         replace(config.policy_servers(), model=self.base).check()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
+        self.shape = config_of(self.base, config.trust_remote_code)
         self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
@@ -84,6 +109,11 @@ class Run:
         self.train_rows = []
         for file in train_files:
             self.train_rows += load_rows(file, self.tokenizer, config)
+        if config.total_steps and config.lr_warmup_steps > config.total_steps:
+            print(
+                f"lr_warmup_steps: {config.lr_warmup_steps} is more than total_steps {config.total_steps}: "
+                f"the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps to reach it"
+            )
         if len(self.train_rows) < config.train_batch_size:
             print(f"train_file: {len(self.train_rows)} rows, fewer than train_batch_size: a step has copies")
         self.val_rows = []  # (row, samples of it)
@@ -98,7 +128,8 @@ class Run:
                       f" are taken; {path}:1 takes one")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
-        shape = AutoConfig.from_pretrained(self.base, **self.remote).get_text_config()
+        shape = self.shape.get_text_config()
+        self.check_tokens(rows, getattr(shape, "vocab_size", None) or math.inf)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length such models change every position, so that the log-probabilities of a sample
         # would depend on the longest sample of its micro-batch.
@@ -109,6 +140,16 @@ class Run:
             raise ValueError(
                 f"max_response_length: with the longest prompt {self.longest} tokens, the model takes "
                 f"{limit}; lower it, or max_prompt_length"
+            )
+
+    def check_tokens(self, rows, size):
+        """ValueError if a prompt has a token that the embedding, of this size, has no row for."""
+        highest = max(max(row["prompt_ids"]) for row in rows)
+        if highest >= size:
+            token = self.tokenizer.convert_ids_to_tokens(highest)
+            raise ValueError(
+                f"model: the tokenizer of {self.base} makes token {highest} ({token!r}) of a prompt, and the "
+                f"embedding has {size} rows; resize the embedding, or take the model's own tokenizer"
             )
 
     # ---- what a run starts
@@ -165,14 +206,15 @@ class Run:
                 "delete the checkpoint to go on from the one before"
             ) from error
         about = self.policy.about()
+        kinds = self.shape.model_type, about["config"].model_type
+        if kinds[0] != kinds[1]:
+            print(f"model: of {self.base} ({kinds[0]}) only the language model ({kinds[1]}) is trained and "
+                  "saved; its other parts, such as vision, are in no checkpoint", flush=True)  # fmt: skip
         if about["adapters"]:
             print(about["adapters"], flush=True)
         elif config.total_steps:  # an evaluation writes no checkpoint
             check_room(config, self.step, 12e-9 * about["numel"])  # adapters are small
-        eos_ids = about["eos_token_id"]
-        if not isinstance(eos_ids, list):
-            eos_ids = [eos_ids]
-        self.eos_ids = {*eos_ids, self.tokenizer.eos_token_id} - {None}
+        self.eos_ids = end_tokens(about["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
             raise ValueError(f"model: neither {self.base} nor its tokenizer has an end token; add eos_token")
         if config.rollout == "hf":
@@ -262,6 +304,18 @@ class Run:
             return
         self.updates = self.policy.num_updates
         self.log.rewind(self.saved)
+
+
+def check_model_folder(folder: Path) -> None:
+    """ValueError if a folder holds adapters, or a model without weights. Anything else may be a hub name."""
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model: {folder} is a folder of adapters; merge them first with python -m tools.merge_lora "
+            f"{folder} OUT, and give --model OUT"
+        )
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if (folder / "config.json").is_file() and not has_weights:
+        raise ValueError(f"model: {folder} has no weights (*.safetensors); was the download complete?")
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:

@@ -86,6 +86,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     try:
         policy.save(temporary)
         tokenizer.save_pretrained(temporary)
+        add_end_tokens(temporary / "generation_config.json", tokenizer)
         (temporary / "trainer_state.json").write_text(json.dumps(state))
         for path in temporary.rglob("*"):
             if path.is_file():
@@ -99,6 +100,21 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)  # a file may be open elsewhere, on NFS
     return target
+
+
+def add_end_tokens(file: Path, tokenizer) -> None:
+    """What generates from the checkpoint stops where the run's responses do. Adapters have no such file."""
+    if file.is_file():
+        settings = json.loads(file.read_text())
+        ids = sorted(end_tokens(settings.get("eos_token_id"), tokenizer))
+        file.write_text(json.dumps(settings | {"eos_token_id": ids}, indent=2) + "\n")
+
+
+def end_tokens(of_model: int | list[int] | None, tokenizer) -> set[int]:
+    """The tokens that end a response: the model's, one or several, and the tokenizer's."""
+    if not isinstance(of_model, list):
+        of_model = [of_model]
+    return {*of_model, tokenizer.eos_token_id} - {None}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 import grpo_trainer
 import run_folder
@@ -286,3 +287,108 @@ def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
     monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"--{name}: the package is not installed; run: pip install {name}"):
         config_of(**{name: True}).check()
+
+
+# ---- models that cannot be what the user means
+
+
+def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer, dry_run=True)
+    run.lock.close()
+    (tmp_path / "model/model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"model: {tmp_path}/model has no weights"):
+        grpo_trainer.train(run.config)
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_a_folder_of_adapters_is_no_model(tmp_path, model, tokenizer, with_config):
+    """transformers would load it without a word, and train the adapters and the base under odd names."""
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    adapters = write_checkpoint(tmp_path, model, tokenizer, lora_rank=2)
+    tokenizer.save_pretrained(adapters)
+    if with_config:
+        model.config.save_pretrained(adapters)
+    changed = dataclasses.replace(run.config, model=str(adapters), out_dir=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="is a folder of adapters; merge them first with python -m"):
+        grpo_trainer.Run(changed)
+
+
+def test_quantised_weights_are_refused_before_anything_starts(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    file = tmp_path / "model/config.json"
+    about = {"quantization_config": {"quant_method": "gptq"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | about))
+    with pytest.raises(ValueError, match=r"is quantised \(gptq\)"):
+        grpo_trainer.Run(run.config)
+
+
+def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path, model, tokenizer):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["<|sum|>"], special_tokens=True)
+    prepared(tmp_path, model, larger).lock.close()  # no prompt has it
+    file = tmp_path / "asked.jsonl"
+    row = {"data_source": "x", "extra_info": {}, "reward_model": {"ground_truth": "5"}}
+    file.write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "<|sum|>2+3?"}]}))
+    with pytest.raises(ValueError, match=r"makes token \d+ \('<\|sum\|>'\) of a prompt, and the embedding"):
+        prepared(tmp_path, model, larger, train_file=str(file))
+
+
+def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
+    for steps, said in ((5, 0), (4, 1)):
+        prepared(tmp_path, model, tokenizer, total_steps=steps, lr_warmup_steps=5).lock.close()
+        told = "lr_warmup_steps: 5 is more than total_steps 4: the learning rate never reaches"
+        assert capsys.readouterr().out.count(told) == said
+
+
+def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer, capsys):
+    """A model that sees, of which the language model alone is trained and saved."""
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    text = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                num_key_value_heads=2, intermediate_size=64, head_dim=8, pad_token_id=0, eos_token_id=1,
+                layer_types=["full_attention"])  # fmt: skip
+    sight = dict(hidden_size=32, intermediate_size=32, depth=1, num_heads=2, out_hidden_size=32)
+    whole = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
+    AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    load(run)
+    assert "/model (qwen3_5) only the language model (qwen3_5_text) is trained" not in capsys.readouterr().out
+    run = grpo_trainer.Run(run.config)
+    load(run)
+    assert "/model (qwen3_5) only the language model (qwen3_5_text) is trained" in capsys.readouterr().out
+
+
+def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, tokenizer):
+    """A base model whose tokenizer has the chat's end token: who generates from the checkpoint needs both."""
+    base = copy.deepcopy(model)
+    other = tokenizer.convert_tokens_to_ids("<|user|>")
+    base.generation_config.eos_token_id = base.config.eos_token_id = other
+    run = prepared(tmp_path, base, tokenizer)
+    load(run)
+    assert run.eos_ids == {other, tokenizer.eos_token_id}
+    saved = run_folder.save_checkpoint(run.policy, run.tokenizer, {"step": 1, "prompts_drawn": 4}, run.config)
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == sorted(run.eos_ids)
+
+
+@pytest.mark.parametrize(
+    "changes, use",
+    [(dict(kl_coef=0.1), "kl-coef compares with"), (dict(lora_rank=2), "adapters are added to"), ({}, "")],
+)
+def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
+    tmp_path, model, tokenizer, capsys, changes, use
+):
+    run = prepared(tmp_path, model, tokenizer, **changes)
+    run.lock.close()
+    write_checkpoint(tmp_path, model, tokenizer, **changes)
+    before = json.dumps({"model": run.config.model})
+    (tmp_path / "run/config.json").write_text(before)
+    prepared(tmp_path, model, tokenizer, resume="auto", **changes).lock.close()
+    assert "the run began from" not in capsys.readouterr().out
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    other = dataclasses.replace(run.config, model=str(tmp_path / "other"), resume="auto")
+    grpo_trainer.Run(other).lock.close()
+    said = capsys.readouterr().out
+    told = f"model: the run began from {run.config.model}, and {tmp_path}/other is now what"
+    assert said.count(told) == bool(use) and use in said
