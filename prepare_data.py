@@ -28,12 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from compute_score import format_critic_prompt, last_boxed_only_string, remove_boxed
+from compute_score import TAIL_CHARS, format_critic_prompt, last_boxed_only_string, remove_boxed
 
 # --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
-QUESTION = "problem|Problem|prompt|question"  # what the data sets call it
+QUESTION = "problem|Problem|prompt|question|Question"  # what the data sets call it
+ANSWER = "answer|Answer|expected_answer|final_answer"
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
 TEXT = pa.string()
@@ -74,8 +75,9 @@ def validate_row(row: dict, where: str) -> None:
 
 
 def read_rows(path: Path, needed=()) -> list[dict]:
-    """The rows of a parquet, JSONL, JSON (a list of objects) or CSV file, each with the columns `needed` and,
-    if there are such, a ground truth. ValueError naming the file, the row and what is wrong with it.
+    """The rows of a parquet, JSONL, JSON or CSV file, each with the columns `needed` and, if there are such,
+    a ground truth. ValueError naming the file, the row and what is wrong with it. JSON is a list of objects,
+    or objects one after another, which may be printed over several lines.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -94,6 +96,11 @@ def read_rows(path: Path, needed=()) -> list[dict]:
             text = path.read_text(encoding=WITH_MARK)
             if text.lstrip().startswith("["):
                 rows = list(map(dict, json.loads(text)))
+            elif re.match(r"\s*\{\s*\n", text):  # objects that are printed over several lines
+                for number, lines in enumerate(re.split(r"(?<=^\})\s*$", text, flags=re.MULTILINE)):
+                    place = f"{path}, object {number}"
+                    if lines.strip():
+                        rows.append(dict(json.loads(lines)))
             else:
                 for number, line in enumerate(text.split("\n"), 1):
                     place = f"{path}, line {number}"
@@ -118,8 +125,9 @@ def read_rows(path: Path, needed=()) -> list[dict]:
 def _pick(raw, columns: str):
     """The first of `columns` ("this|that") that is there and not empty. ValueError naming those there."""
     for column in columns.split("|"):
-        if raw.get(column) not in (None, ""):
-            return raw[column]
+        value = raw.get(column)
+        if value is not None and value == value and str(value).strip():  # a NaN does not equal itself
+            return value
     raise ValueError(f"no column {columns!r}, or it is empty; columns: {', '.join(map(str, raw))}")
 
 
@@ -133,19 +141,39 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
     }
 
 
+def _final_answer(raw, columns):
+    """The text of the column with the final answer. ValueError if that is not one text or number."""
+    if any(column in raw for column in ANSWER.split("|")):
+        columns = ANSWER  # then a column `solution` holds a worked one
+    answer = _pick(raw, columns)
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        raise ValueError(f"column {columns!r} is {answer!r:.80}; expected one text or one number")
+    answer = str(answer).strip()
+    if last_boxed_only_string(answer) not in (None, answer):
+        raise ValueError(f"column {columns!r} holds a worked solution: {answer[:60]!r}; expected an answer")
+    return answer
+
+
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
     """Problem and final answer, under the hub's column names or those of common copies."""
     question = _pick(raw, QUESTION)
-    answer = str(_pick(raw, source.answer)).strip()
+    answer = _final_answer(raw, source.answer)
     if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
         _, mark, answer = answer.rpartition("####")
         if not mark:
             raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
         answer = answer.strip().replace(",", "")
+        if not answer:
+            raise ValueError("column 'answer' has nothing after its last '####'")
     if source.data_source.startswith("aime"):  # integers 0-999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
             raise ValueError(f"column {source.answer!r} is {answer[:80]!r}; expected an integer 0 to 999")
         answer = str(int(answer))
+    if len(f"\\boxed{{{answer}}}") > TAIL_CHARS:
+        raise ValueError(
+            f"the answer {answer[:60]!r}... has {len(answer)} characters, but only the last {TAIL_CHARS} "
+            "of a solution are searched for it; give the final answer alone in a column 'answer'"
+        )
     return _row(source, question, PROMPT.format(question=question.strip(), what=""), answer)
 
 
@@ -211,19 +239,19 @@ class Source(NamedTuple):  # one output file and where its rows come from
     split: str
     repo: str  # on the Hugging Face hub
     files: str  # the hub's files, a glob pattern
-    answer: str = ""  # columns, the first that is there: the hub's name, then those of common copies
+    answer: str = ANSWER  # columns, the first that is there: the hub's name and those of common copies
     build: object = build_math  # raw row -> row
 
 
 SOURCES = [
     Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet",
-           "solution|answer"),
-    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet", "Answer|answer"),
-    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", "answer|solution"),
+           f"{ANSWER}|solution"),
+    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet"),
+    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", f"{ANSWER}|solution"),
     Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
-    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl", "answer"),
-    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet", "answer"),
-    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet", "answer"),
+    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl"),
+    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet"),
+    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet"),
     Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
     Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
     Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
@@ -236,12 +264,12 @@ HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # splits that no data 
 
 def serves(path: Path, source: Source) -> bool:
     """Whether a local file has this data set and split, by the rule of the module's docstring."""
-    name = re.split("[-_]", source.data_source)
     words = re.split("[^a-z0-9]+", path.stem.lower())
-    main_split = next(other.split for other in SOURCES if other.data_source == source.data_source)
-    split = next((word for word in words if word in ("train", "test")), main_split)
-    is_data = path.suffix.lower() in SUFFIXES and not HELD_OUT & set(words)
-    return is_data and words[: len(name)] == name and split == source.split
+    splits = [other.split for other in SOURCES if other.data_source == source.data_source]
+    splits = [word for word in words if word in ("train", "test")] + splits
+    is_data = path.suffix.lower() in SUFFIXES and HELD_OUT.isdisjoint(words)
+    name = re.split("[-_]", source.data_source)
+    return is_data and words[: len(name)] == name and splits[0] == source.split
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:

@@ -341,7 +341,7 @@ def test_hub(tmp_path, monkeypatch):
         (
             "math500.jsonl",
             {"problem": "?", "answer": ""},
-            r"math500.jsonl, row 0: no column 'answer', or it is empty",
+            r"math500.jsonl, row 0: no column 'answer.*', or it is empty; columns: problem, answer",
         ),
         (  # messages where a text is expected
             "math500.jsonl",
@@ -356,7 +356,7 @@ def test_hub(tmp_path, monkeypatch):
         (
             "aime24.jsonl",
             {"problem": "?", "answer": "1/2"},
-            r"aime24.jsonl, row 0: column 'Answer.answer' is '1/2'",
+            r"aime24.jsonl, row 0: column 'answer.*' is '1/2'",
         ),
         ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, r"no column 'Incorrect Answer 1'"),
         (
@@ -391,6 +391,65 @@ def test_bad_rows(tmp_path, file, row, message):
     with pytest.raises(ValueError, match=message):
         prepare(Config(tasks=["all"], source_dir=tmp_path, out_dir=tmp_path / "out"))
     assert list((tmp_path / "out").glob("*.parquet")) == []
+
+
+WORKED = "We add both numbers.\n\nSo it is \\boxed{2}. " * 20
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"problem": "1+1?", "answer": "2", "solution": WORKED},  # DeepScaleR, MinervaMath
+        {"question": "1+1?", "final_answer": 2, "solution": [WORKED]},  # OlympiadBench, its list unpacked
+        {"Question": "1+1?", "expected_answer": " 2 ", "generated_solution": WORKED},
+        {"problem": "1+1?", "Answer": 2, "solution": WORKED},
+        {"prompt": "1+1?", "solution": "2"},  # the hub's DAPO
+    ],
+)
+@pytest.mark.parametrize("over_lines", [None, 2])
+def test_the_answer_is_taken_and_not_the_worked_solution(tmp_path, columns, over_lines):
+    """Also from objects that are printed over several lines."""
+    text = "\n".join([json.dumps(columns, indent=over_lines)] * 3)
+    (tmp_path / "math-dapo.json").write_text(text)
+    rows = build(["dapo"], tmp_path, tmp_path / "out")["math-dapo_train.parquet"]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2"] * 3
+    assert {row["extra_info"]["question"] for row in rows} == {"1+1?"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"answer": ["2"]}, r"is \['2'\]; expected one text or one number"),
+        ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; expected one text or one number"),
+        ({"answer": {"value": 2}}, "expected one text or one number"),
+        ({"answer": True}, "is True; expected one text or one number"),
+        ({"answer": float("nan")}, "no column 'answer.*', or it is empty"),
+        ({"answer": " \n"}, "no column 'answer.*', or it is empty"),
+        ({"answer": None, "solution": "so 2"}, "no column 'answer.*', or it is empty"),
+        ({"answer": "9" * 293}, "has 293 characters, but only the last 300"),
+        ({"solution": WORKED}, "holds a worked solution"),
+        ({"solution": "So it is $\\boxed{2}$."}, "holds a worked solution"),
+        ({"solution": "We add. " * 40}, "characters, but only the last 300"),
+    ],
+)
+def test_a_truth_that_is_not_one_answer_is_named(tmp_path, columns, message):
+    rows = [{"problem": "1+1?", "answer": "9" * 292}, {"problem": "1+1?"} | columns]
+    write_jsonl(tmp_path / "math-dapo.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"math-dapo.jsonl, row 1: .*{message}"):
+        prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_nothing_after_the_mark_of_gsm8k_is_no_answer(tmp_path):
+    write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "It is two. #### "}])
+    with pytest.raises(ValueError, match="row 0: column 'answer' has nothing after its last '####'"):
+        prepare(Config(tasks=["gsm8k"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+
+
+def test_an_object_over_several_lines_that_is_torn_is_named(tmp_path):
+    (tmp_path / "a.json").write_text('{\n "a": 1\n}\n{\n "a": \n}\n')
+    with pytest.raises(ValueError, match="a.json, object 1: not a readable .json file"):
+        read_rows(tmp_path / "a.json")
 
 
 def test_files_that_are_not_what_they_say(tmp_path):
