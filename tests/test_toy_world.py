@@ -468,6 +468,25 @@ def test_report_puts_any_runs_side_by_side(tmp_path, monkeypatch, capsys):
     assert "nowhere/baseline is no finished run" in capsys.readouterr().err
 
 
+def test_report_rejects_runs_on_other_data(tmp_path, monkeypatch, capsys):
+    lines = [{"step": step, "val/gsm8k/mean@1": 0.5} for step in (0, 1)]
+    for name in ("own", "demo/baseline", "demo/fapo"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    monkeypatch.chdir(tmp_path)
+    for runs, named in (("own", "own"), ("demo", "rule only")):
+        monkeypatch.setattr(sys, "argv", ["report", "--runs", runs])
+        with pytest.raises(SystemExit) as ended:
+            report.main()
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        assert f"--runs: {named} was not evaluated" in said.err and "view_run.py" in said.err
+        assert "nan" not in said.out
+    with pytest.raises(ValueError, match="judge was not evaluated .*no val/fapo_critic/recall"):
+        report.judge_table(lines)
+    assert not (tmp_path / "demo/report.md").exists()
+
+
 def test_report_computes_its_numbers_from_the_runs(tmp_path):
     def run(name, *metrics):
         (tmp_path / name).mkdir()

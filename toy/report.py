@@ -56,8 +56,23 @@ def table(heads: list[str], *rows: list[str]) -> str:
     return text
 
 
+def check_evaluated(label: str, metrics: list[dict], key: str) -> None:
+    """ValueError if the evaluations at the start and the end of a run do not have this metric."""
+    for line in (metrics[0], metrics[-1]):
+        if f"val/{key}/mean@1" not in line:
+            raise ValueError(
+                f"--runs: {label} was not evaluated on the toy world's held-out data (no val/{key}/mean@1), "
+                "which the tables are about; tools/view_run.py shows runs on other data"
+            )
+
+
 def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
-    """Held-out numbers before and after each run; all begin with the same model."""
+    """Held-out numbers before and after each run; all begin with the same model.
+
+    ValueError if a run was not evaluated on the toy world's held-out problems.
+    """
+    for label, metrics in runs.items():
+        check_evaluated(label, metrics, COLUMNS["accuracy"])
     lines = {"before": next(iter(runs.values()))[0]}
     for label, metrics in runs.items():
         lines[f"{label}, step {metrics[-1]['step']}"] = metrics[-1]
@@ -72,6 +87,7 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
 
 def judge_table(metrics: list[dict]) -> str:
     """The judge on held-out critiques before and after its training. Half of the solutions are flawed."""
+    check_evaluated("judge", metrics, "fapo_critic/recall")
     rows = []
     for when, line in ("before", metrics[0]), ("after", metrics[-1]):
         shares = []
