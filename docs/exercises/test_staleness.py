@@ -28,3 +28,16 @@ def test_the_cap_bounds_what_one_sample_weighs():
 def test_fresh_samples_need_no_correction():
     """Green before and after: whatever the cap, as long as it is not below 1."""
     assert torch.allclose(gradient(NOW, NOW, REWARDS, 1.0), gradient(NOW, NOW, REWARDS, math.inf))
+
+
+def test_the_cap_bounds_each_weight_from_above_and_no_other_way():
+    """For any chances, rewards and caps: weights far below 1 stay as they are, and the cap does not ask
+    whether a token is better or worse than the average."""
+    torch.manual_seed(0)
+    for cap in (1.0, 1.5, 3.0, 10.0):
+        now, stale = (2 * torch.randn(2, 6)).log_softmax(-1)
+        rewards = torch.randn(6)
+        weights = (now - stale).exp().clamp(max=cap)
+        counted = stale.exp() * weights * (rewards - now.exp() @ rewards)  # chance x weight x advantage
+        expected = counted.sum() * now.exp() - counted
+        assert torch.allclose(gradient(now, stale, rewards, cap), expected, atol=1e-5)
