@@ -414,11 +414,8 @@ def _raise_if_failed(reply):
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
-    status = 502  # the gateway says that its server failed, and not how
-    if isinstance(error, dict):
-        for name in ("code", "status", "status_code"):
-            if re.fullmatch(r"[45]\d\d", str(error.get(name))):
-                status = int(error[name])
+    code = str(error.get("code")) if isinstance(error, dict) else ""
+    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502  # a gateway's word for: its server failed
     raise ReplyError(status, f"{error!s:.200}")
 
 
@@ -445,12 +442,9 @@ async def served_model(address: str, outdated=None) -> dict:
             once.answer = None
             limit = aiohttp.ClientTimeout(total=60)
             models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
-            try:
-                model = models["data"][0]
-                model["id"]
-            except (LookupError, TypeError) as error:
-                raise ValueError(f"http://{address}/v1/models names no model: {models!s:.200}") from error
-            once.answer = model
+            if not isinstance(models, dict) or not models.get("data"):
+                raise ValueError(f"http://{address}/v1/models names no model: {models!s:.200}")
+            once.answer = models["data"][0]
         return once.answer
 
 
@@ -550,18 +544,15 @@ def _read_reply(reply):
     """
     if not isinstance(reply, dict) or reply.get("choices") is None:
         raise ReplyError(502, f"no choices in the reply {reply!s:.200}")
-    if not reply["choices"] or not isinstance(reply["choices"][0], dict):
-        raise ValueError(f"the reply's choices are empty or have no message: {reply!s:.200}")
-    choice = reply["choices"][0]
-    _raise_if_failed(choice)
-    text = (choice.get("message") or {}).get("content")
-    if isinstance(text, list):  # content in parts
-        parts = [part.get("text") for part in text if isinstance(part, dict)]
-        text = "".join(part for part in parts if isinstance(part, str))
-    if text is None:  # a reasoning parser found no final part
-        text = ""
-    if not isinstance(text, str):
-        raise ValueError(f"the reply's content is no text: {text!r:.200}")
+    try:
+        choice = reply["choices"][0]
+        _raise_if_failed(choice)
+        text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+        if isinstance(text, list):  # content in parts
+            text = [part.get("text") or "" for part in text]
+        text = "".join(text)  # a TypeError if the content is no text
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the reply is no chat completion: {reply!s:.200}") from error
     end = choice.get("finish_reason")
     status = "truncated" if end in ("length", "abort") else "ok"
     usage = reply.get("usage") or {}
