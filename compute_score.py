@@ -455,7 +455,8 @@ async def chat(
 
     Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
     does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
-    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses.
+    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses, also
+    if a reply of status 200 reports such an error.
     Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
     (tokens: None), not its failure, unless that is the death of servers; while it hangs all wait.
     """
