@@ -120,6 +120,9 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
     assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4096
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [
+        tokenizer.eos_token_id
+    ]
     again = Policy(config_of(model=base, lora_rank=4), str(saved), CPU)
     again.load_optimizer(saved)
     for one in (policy, again):

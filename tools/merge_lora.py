@@ -5,7 +5,7 @@
 OUT is a Hugging Face folder that every server and script here takes, in the numbers (bf16, say) of the base
 model, whose folder is named in CHECKPOINT/adapter_config.json; --model names it where it has moved. It needs
 4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself.
-Needs none of our other files.
+Needs run_folder.py.
 """
 
 import json
@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from run_folder import add_end_tokens
 
 
 @dataclass
@@ -44,7 +46,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         whole.config.max_position_embeddings = max_positions
     whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
     whole.to(stored).save_pretrained(out)
-    AutoTokenizer.from_pretrained(checkpoint, **remote).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **remote)
+    tokenizer.save_pretrained(out)
+    add_end_tokens(out / "generation_config.json", tokenizer)
     print(f"merged: {out}")
 
 
