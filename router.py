@@ -9,6 +9,7 @@ A client that goes away stops its server's work. What is not among --forward is 
     DELETE /workers?url=U       which takes one out; what it is at goes on
 How an attempt is judged:
     no connection               no server has seen the request: this one leaves, the request goes on or waits
+    /health stays silent        the server leaves, its requests go on: that is no death
     500, 502-504, a cut         /health is asked:
     connection                  it is good: another server is asked; after --unhealthy-after such failures in
                                 a row one leaves, unless it is the last
@@ -17,6 +18,7 @@ How an attempt is judged:
                                 third one dies, is refused with 422: it is not to be sent again
     any other answer            is passed on; once a part of it is out, there is no retry
 None that lives is asked twice. One that leaves comes back when its /health answers.
+Requests with the same X-Session-Id header go to the same server while it is healthy, whatever --policy says.
 Left out: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (curl waits a second for
 it with bodies over 1 MB), caching, several processes, prefix-aware routing, systems other than Linux.
 Needs none of our other files.
@@ -24,7 +26,9 @@ Needs none of our other files.
 
 import asyncio
 import contextlib
+import errno
 import gc
+import hashlib
 import hmac
 import json
 import math
@@ -67,7 +71,8 @@ class Config:
     queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Seconds until a request must be answered, retries included; then 504.
     max_body_mib: int = 64  # Largest request body in MiB; above it 413.
-    api_key: str = ""  # Key that clients send as Bearer token. Empty: ROUTER_API_KEY, which ps does not show.
+    # Key that clients send as Bearer token; old,new accepts both. Empty: ROUTER_API_KEY, which ps does not show.
+    api_key: str = ""
     server_key: str = ""  # Key sent to servers. Empty: ROUTER_SERVER_KEY, else the client's goes on.
 
     def check(self) -> None:
@@ -85,15 +90,23 @@ class Config:
 
 
 def clean_url(text) -> str:
-    """A server's base URL without the slash at its end. ValueError if it is not one."""
+    """A server's base URL without the slash or /v1 at its end. ValueError if it is not one."""
     if not re.fullmatch(r"https?://[\w\[][\w.:/\[\]%~-]*", str(text), re.ASCII):
         raise ValueError(f"server URL {text!r}: write it as http://10.0.0.2:8000")
-    return str(URL(text)).rstrip("/")
+    return str(URL(text)).rstrip("/").removesuffix("/v1")  # requests bring their own /v1
 
 
 def read_key(given: str, variable: str) -> str:
-    """A key as given, or from the environment."""
-    return (given or os.environ.get(variable, "")).strip()  # a secret's file may end with a newline
+    """A key as given, or from the environment; of several the ones that are not empty."""
+    keys = (given or os.environ.get(variable, "")).split(",")
+    return ",".join(key.strip() for key in keys if key.strip())  # a secret's file may end with a newline
+
+
+def address_of(host: str, port) -> str:
+    """HOST:PORT as it stands in a URL."""
+    if ":" in host:  # IPv6
+        host = f"[{host}]"
+    return f"{host}:{port}"
 
 
 def warn_if_open(host: str, api_key: str, say) -> None:
@@ -103,6 +116,7 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 
 FAILED = {500, 502, 503, 504}
+NO_FILES = {errno.EMFILE, errno.ENFILE}  # the router's own lack, which is no server's fault
 BUFFERED = 1 << 20  # bytes; an answer that is longer, or of unknown length, is streamed and cannot be retried
 CONNECT_SECONDS = 5  # for a connection to a server; then another server is asked
 HEALTH_SECONDS = 10  # for a server to answer /health: a busy one is slow
@@ -121,6 +135,7 @@ class Worker:
     in_flight: int = 0
     failed_in_a_row: int = 0  # requests
     polls_failed: int = 0  # looks at /health, in a row
+    is_silent: bool = False  # /health gave no answer at the last look
     requests: int = 0
     failures: int = 0
     retries: int = 0  # requests that it got because another server had failed
@@ -146,6 +161,11 @@ def end_to_end(headers, dropped: set[str]) -> CIMultiDict:
     return kept
 
 
+def weight_of(session: str, url: str) -> bytes:
+    """Rendezvous hashing: a session belongs to the server with the largest of these."""
+    return hashlib.sha256(f"{session} {url}".encode("utf-8", "surrogateescape")).digest()
+
+
 def describe(error: Exception) -> str:
     return str(error) or repr(error)
 
@@ -162,6 +182,7 @@ class Router:
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.limits = defaultdict(set)  # worker -> time limits of what it is at
         self.waiting = 0
+        self.told_of_files = False
         self.suspects = asyncio.Lock()  # who has it may ask next
         self.news = asyncio.Event()
 
@@ -205,27 +226,39 @@ class Router:
     async def look_at_all(self) -> None:
         await asyncio.gather(*map(self.look_at, self.workers.values()))
 
-    async def ask_health(self, worker: Worker) -> str:
-        """What is wrong with a server; nothing if it is healthy."""
+    async def ask_health(self, worker: Worker) -> tuple[bool, str]:
+        """Whether a server is healthy, and what says so."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
-                    if answer.status < 500:
-                        return ""
-                    return f"/health answers {answer.status}"
+                    worker.is_silent = False
+                    if answer.status == 200:
+                        return True, "/health is good"
+                    return answer.status < 500, f"/health answers {answer.status}"
         except Exception as error:  # whatever it is, it is not health; and the poller must never die
-            return f"/health: {describe(error)}"
+            worker.is_silent = isinstance(error, TimeoutError)
+            known = worker.healthy and self.lacks_files(error)  # then the server stays as it was
+            return known, f"/health: {describe(error)}"
+
+    def lacks_files(self, error: Exception) -> bool:
+        """Whether the router could open no connection because it has no file descriptor left."""
+        if getattr(error, "errno", None) not in NO_FILES:
+            return False
+        if not self.told_of_files:
+            self.told_of_files = True
+            say("WARNING: no file descriptor is left, requests wait for one; raise the limit (ulimit -n)")
+        return True
 
     async def look_at(self, worker: Worker) -> None:
         """Asks one server for its health and draws the consequence."""
-        problem = await self.ask_health(worker)
-        if not problem:
+        healthy, why = await self.ask_health(worker)
+        if healthy:
             worker.polls_failed = 0
-            self.set_health(worker, True, "/health is good")
+            self.set_health(worker, True, why)
         else:
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
-                self.set_health(worker, False, problem)
+                self.set_health(worker, False, why)
                 for limit in self.limits.pop(worker, ()):  # what hangs there is asked elsewhere
                     with contextlib.suppress(RuntimeError):  # its own time ends just now
                         limit.reschedule(0)
@@ -246,7 +279,8 @@ class Router:
         response = await self.respond(request)
         if response.status >= 400 and request.path == "/generate":
             # Functions written for SGLang look for keys of a dict, whatever the status: this is none.
-            response.text = json.dumps(response.text)
+            response.text = json.dumps(response.body.decode("utf-8", "replace"))
+            response.headers.pop("Content-Encoding", None)
             response.content_type = "text/plain"
         return response
 
@@ -261,7 +295,8 @@ class Router:
         if path == "/workers" and request.method != "GET" and self.server_key:
             key = self.server_key  # who may name a server may have that key sent there
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if key and not hmac.compare_digest(given, b"Bearer " + key.encode()):
+        known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
+        if key and not any(known):
             return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'")
         if path == "/metrics":
             return web.Response(text=self.metrics())
@@ -286,12 +321,14 @@ class Router:
                 lines.append(f'router_{name}{{worker="{worker.url}"}} {value}')
         return "\n".join(lines) + "\n"
 
-    def take(self, tried) -> Worker | None:
-        """A place on the next healthy server that was not tried."""
+    def take(self, tried, session: str) -> Worker | None:
+        """A place on a healthy server that was not tried: the session's own, or the next one."""
         ready = [one for one in self.workers.values() if one.healthy and one not in tried]
         if not ready:
             return None
-        if self.config.policy == "least_loaded":
+        if session:  # when a server leaves or comes, only the sessions on that one move
+            worker = max(ready, key=lambda one: weight_of(session, one.url))
+        elif self.config.policy == "least_loaded":
             worker = min(ready, key=lambda one: (one.in_flight, one.turn))
         else:
             worker = min(ready, key=lambda one: one.turn)
@@ -299,7 +336,7 @@ class Router:
         worker.in_flight += 1
         return worker
 
-    async def choose(self, tried: list[Worker], suspect: bool, deadline: float) -> Worker | None:
+    async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
         """A place on a server. What no living one has seen may wait for it.
 
         Suspects, whose server has died, wait in a line that lets in one every ALONE_SECONDS."""
@@ -308,7 +345,7 @@ class Router:
         if suspect:
             line = self.suspects
         else:
-            worker = self.take(tried)
+            worker = self.take(tried, session)
             if worker or tried:
                 return worker
         self.waiting += 1
@@ -317,12 +354,12 @@ class Router:
                 if suspect:
                     await asyncio.sleep(ALONE_SECONDS)
                 while True:
-                    worker = self.take(tried)
+                    worker = self.take(tried, session)
                     if worker:
                         return worker
                     await self.news.wait()
         except TimeoutError:
-            return self.take(tried)
+            return self.take(tried, session)
         finally:
             self.waiting -= 1
 
@@ -337,13 +374,15 @@ class Router:
         deaths = 0  # of servers that had it
         attempts = 0
         answer, problem = None, "no healthy server"
+        session = request.headers.get("X-Session-Id", "")
         while attempts < config.max_attempts:
-            worker = await self.choose(tried, deaths > 0, deadline)
+            worker = await self.choose(tried, deaths > 0, deadline, session)
             if not worker:
                 break
             if attempts:
                 worker.retries += 1
             begun = time.monotonic()
+            expelled = broken = False
             try:
                 answer = await self.ask(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:
@@ -352,17 +391,26 @@ class Router:
                 problem = f"{worker.url} answers {answer.status}"
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{worker.url}: {describe(error)}"
+                if self.lacks_files(error):
+                    await asyncio.sleep(0.2)  # until earlier requests have returned theirs
+                    continue
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     worker.failures += 1
                     self.set_health(worker, False, problem)
                     continue  # no server has seen the request
+                expelled = isinstance(error, TimeoutError)  # or its time has ended, which is asked first
+                broken = not expelled
             ended = time.monotonic()
             if ended >= deadline - 0.01:  # clocks differ; nobody's fault: one that hangs leaves by its health
                 return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
             attempts += 1
             worker.failures += 1
-            if worker.polls_failed or await self.ask_health(worker):
+            if expelled and worker.is_silent:
+                continue  # its server has left because /health was silent: that is no death
+            if worker.polls_failed or not (await self.ask_health(worker))[0]:
                 self.set_health(worker, False, f"{problem}, and /health fails")
+                if worker.is_silent and not broken:
+                    continue
                 deaths += 1
                 if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
                     return error_response(422, f"{deaths} servers died of this request, the last: {problem}")
@@ -433,7 +481,7 @@ async def serve(config: Config) -> None:
     router = Router(config)
     try:
         port = await router.start()
-        print(f"router listening at http://{config.host}:{port} ({len(router.workers)} servers)", flush=True)
+        print(f"router listening at http://{address_of(config.host, port)} ({len(router.workers)} servers)", flush=True)
         gc.freeze()  # what is there stays: looking through it for cycles takes a fifth of the speed
         gc.set_threshold(50_000)
         await stop.wait()

@@ -752,6 +752,39 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
         await until(lambda: running.worker(upstream).healthy, 10)
 
 
+@in_a_loop
+async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
+    """A harmless request that three silent servers had in turn still gets its answer from the fourth."""
+    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.2)
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream(hang)) for _ in range(3)]
+        settings = dict(health_interval=0.05, unhealthy_after=1, max_attempts=4)
+        it = await stack.enter_async_context(Running(*ups, queue_timeout=60, **settings))
+        asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
+        silent = set()
+        for _ in range(3):
+            await until(lambda: any(up.seen for up in ups if up not in silent))
+            (up,) = [up for up in ups if up.seen and up not in silent]
+            up.health = None  # no answer
+            silent.add(up)
+        good = await stack.enter_async_context(Upstream())
+        await it.ask("POST", "/workers", json={"url": good.url})
+        assert (await asked)[:2] == (200, good.url.encode())
+
+
+@pytest.mark.parametrize("status", [500, 504])
+@in_a_loop
+async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, monkeypatch):
+    """As of a gateway before a server that hangs."""
+    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.2)
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream(answers(status))) for _ in range(3)]
+        it = await stack.enter_async_context(Running(*ups))
+        for up in ups:
+            up.health = None
+        assert (await it.ask("POST", "/", data=b"{}"))[0] == status
+
+
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """As any server that hangs does (above)."""
     config = Config()
@@ -793,6 +826,35 @@ def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
 
     assert run(test("round_robin")) == [5, 6]
     assert run(test("least_loaded")) == [1, 10]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@in_a_loop
+async def test_requests_of_a_session_go_to_one_server_while_it_is_up(policy):
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream()) for _ in range(4)]
+        it = await stack.enter_async_context(Running(*ups, policy=policy))
+
+        async def ask(session):
+            status, body, _ = await it.ask("POST", "/", data=b"{}", headers={"X-Session-Id": session})
+            assert status == 200
+            return body.decode()
+
+        sessions = [f"session {i}" for i in range(60)]
+        homes = {session: await ask(session) for session in sessions}
+        assert set(homes.values()) == {up.url for up in ups}
+        for _ in range(2):
+            assert {session: await ask(session) for session in sessions} == homes
+        await ups[0].die()  # its sessions go elsewhere, the others stay
+        for session in sessions:
+            home = await ask(session)
+            assert home != ups[0].url and homes[session] in (home, ups[0].url)
+        await ups[0].open(ups[0].port)
+        await it.router.look_at_all()
+        assert {session: await ask(session) for session in sessions} == homes
+        # without the header the policy decides
+        plain = [(await it.ask("POST", "/", data=b"{}"))[1].decode() for _ in range(8)]
+        assert sorted(plain) == sorted(2 * [up.url for up in ups])
 
 
 @in_a_loop
@@ -841,7 +903,17 @@ async def test_broken_input_to_the_own_endpoint_gives_400(body):
         assert not it.router.workers
 
 
+@in_a_loop
+async def test_a_base_url_that_ends_with_v1_reaches_the_same_paths_and_a_404_of_health_is_not_called_good(capfd):
+    async with Upstream(health=404) as up, Running(up.url + "/v1", policy="least_loaded") as it:
+        assert (await it.ask("POST", "/v1/chat/completions", json={}))[0] == 200
+        assert up.seen[0].raw_path == "/v1/chat/completions"
+        said = capfd.readouterr().err
+        assert f"{up.url} is in the rotation (/health answers 404)" in said and "good" not in said
+
+
 def test_urls_that_mean_the_same_are_the_same():
+    assert clean_url("https://HOST/v1/") == clean_url("https://host/v1") == "https://host"
     assert clean_url("http://LOCALHOST:80/") == clean_url("http://localhost") == "http://localhost"
     assert clean_url("https://a.b-c:1/x/") == "https://a.b-c:1/x"
 
@@ -884,6 +956,15 @@ async def test_api_key():
         assert (await it.ask("GET", "/workers", headers=right))[0] == 200
         assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
         assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may ask for it too
+
+
+@pytest.mark.parametrize("given", ["old,new", " old , new\n", "new,,old,"])
+@in_a_loop
+async def test_two_keys_are_both_accepted_while_one_replaces_the_other(given):
+    async with Upstream() as up, Running(up, api_key=given) as it:
+        for key, status in (("old", 200), ("new", 200), ("old,new", 401), ("", 401), ("other", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await it.ask("GET", "/v1/models", headers=headers))[0] == status, key
 
 
 @in_a_loop
@@ -950,6 +1031,21 @@ async def test_an_error_on_generate_is_no_answer_for_functions_that_ignore_the_s
         assert ("no server could answer" if status is None else '{"error"') in json.loads(body)
         # others get the error as it is
         assert "error" in json.loads((await it.ask("POST", "/v1/completions", json={}))[1])
+
+
+@pytest.mark.parametrize(
+    "body, headers",
+    [(b"\xff\xfebad", {}), (gzip.compress(b'{"error": "m"}'), {"Content-Encoding": "gzip"}), (b"", {})],
+)
+@in_a_loop
+async def test_an_error_on_generate_that_is_not_text_keeps_its_status(body, headers):
+    async def play(request, upstream):
+        await request.read()
+        return web.Response(status=400, body=body, headers=headers)
+
+    async with Upstream(play) as up, Running(up) as it:
+        status, said, got = await it.ask("POST", "/generate", json={})
+        assert status == 400 and isinstance(json.loads(said), str) and "Content-Encoding" not in got
 
 
 @pytest.mark.parametrize(
@@ -1169,6 +1265,45 @@ async def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
         await until(lambda: len(up.seen) == 100)
         release.set()
         assert [(await task).status for task in asked] == [200] * 100
+
+
+@in_a_loop
+async def test_a_router_without_file_descriptors_expels_no_server_and_loses_no_request():
+    """Fifty descriptors: enough for the clients, not for as many connections to servers at once."""
+
+    async def work(request, upstream):
+        await asyncio.sleep(0.3)
+        return web.Response()
+
+    few_files = ("sh", "-c", 'ulimit -n 50; exec "$@"', "sh")
+    async with (
+        Upstream(work) as up,
+        started("--workers", up.url, "--health-interval", "0.05", before=few_files, stderr=subprocess.PIPE) as (
+            process,
+            url,
+            client,
+        ),
+    ):
+        host, port = url.removeprefix("http://").split(":")
+        clients = []
+        for _ in range(24):
+            clients.append(await asyncio.open_connection(host, int(port)))
+
+        async def ask(line):
+            for _, writer in clients:
+                writer.write(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            for reader, _ in clients:
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 "), head
+                await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+
+        await ask(b"GET /health")  # every client has its connection
+        await ask(b"POST /v1/x")
+        for _, writer in clients:
+            writer.close()
+        process.terminate()
+        said = (await process.stderr.read()).decode()
+        assert "no file descriptor is left" in said and "not in the rotation" not in said
 
 
 @in_a_loop
