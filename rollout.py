@@ -217,7 +217,9 @@ def rollout_vllm(
 
 
 async def complete(session, address, request):
-    """The servers' answer to one request. RuntimeError where there is none after six attempts."""
+    """The servers' answer to one request. RuntimeError where there is none after six attempts, or where the
+    router's time limit, which may be hours, has passed twice."""
+    timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
         try:
@@ -229,6 +231,11 @@ async def complete(session, address, request):
             text = f"{type(error).__name__}: {error}"
         if status < 500 and status != 422:  # servers died, perhaps of something else
             break
+        if status == 504:
+            timeouts += 1
+            if timeouts > 1:
+                break
+            print(f"policy servers at {address}: {text[:300]}; the request is sent once more", flush=True)
     if status != 200:
         raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
     choice = msgspec.json.decode(text, type=Answer).choices[0]

@@ -9,8 +9,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -205,6 +207,29 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     finally:
         http.shutdown()
         http.server_close()
+
+
+def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monkeypatch, capfd):
+    """A limit may be hours: the router's 504 says that one has passed."""
+    asked = []
+
+    async def hang(request):
+        asked.append(request)
+        return web.json_response({"error": {"message": "no answer within --request-timeout 3600"}}, status=504)
+
+    async def ask():
+        runner = web.ServerRunner(web.Server(hang))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = "{}:{}".format(*runner.addresses[0])
+        async with aiohttp.ClientSession(f"http://{address}") as session:
+            with pytest.raises(RuntimeError, match="HTTP 504"):
+                await rollout.complete(session, address, {"prompt": [1]})
+        await runner.cleanup()
+
+    asyncio.run(ask())
+    said = capfd.readouterr().out
+    assert len(asked) == 2 and said.count("--request-timeout 3600") == 1 and "once more" in said
 
 
 @pytest.mark.parametrize("size, ports", [(3, 1000), (512, 6)])
