@@ -132,7 +132,7 @@ class RouterProcess(Process):
         except OSError as error:
             raise OSError(f"--host {config.host} --port {config.port}: cannot listen ({error})") from None
         port = str(self.reserved.getsockname()[1])
-        self.address = f"{config.host}:{port}"
+        self.address = router.address_of(config.host, port)
         command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
         command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
@@ -314,9 +314,12 @@ class ModelServers:
             error = answer.exception()
             if not error:
                 continue
-            if http("GET", slot.url + "/health")[0] == 200:
+            healthy = http("GET", slot.url + "/health")[0] == 200
+            if healthy and slot.joined:
                 raise error
             self.say(f"{error}; it is restarted")
+            if not slot.joined:  # its thread has seen it die: it may be back already
+                continue
             with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
                 self.call(slot, "stop")
             self.leave(slot)
@@ -346,7 +349,7 @@ def complete(config: Config) -> Config:
     config = replace(
         config,
         api_key=key,
-        server_key=key or config.server_key or secrets.token_urlsafe(32),
+        server_key=key.rpartition(",")[2] or config.server_key or secrets.token_urlsafe(32),
         log_dir=log_dir.expanduser().absolute(),
         served_model_name=config.served_model_name or config.model,
     )

@@ -32,7 +32,7 @@ def share(things: list, count: int) -> list[list]:
 def reserve(host: str, port: int = 0) -> socket.socket:
     """A port for a child: bound, never listening, kept for good. With SO_REUSEADDR the child can bind it, and
     hardly anybody else gets it, neither before that (vLLM takes 20 s) nor between restarts."""
-    sock = socket.socket()
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
     return sock
@@ -267,7 +267,8 @@ class VllmServer(Process):
             command += ["--max-model-len", str(config.max_model_len)]
         command += config.vllm_args
         log = config.log_dir / f"server_{index}.log"
-        super().__init__(log, command, env, f"http://{self.host}:{port}")
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        super().__init__(log, command, env, f"http://{host}:{port}")
 
     def node(self) -> str:
         """Where this actor is."""

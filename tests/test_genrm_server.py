@@ -49,6 +49,8 @@ if told("die_at_start"):
     sys.exit("ValueError: these weights do not fit")
 engine = subprocess.Popen(["sleep", "1000"])
 name = os.urandom(8).hex()  # a server that dies by itself leaves its files, and its number comes again
+with open(os.path.dirname(__file__) + "/names", "a") as names:  # by which the test removes them
+    names.write(name + "\\n")
 with open("/dev/shm/psm_" + name, "wb+") as memory:  # what vLLM leaves when it is killed
     memory.truncate(4096)
     mapped = mmap.mmap(memory.fileno(), 4096)
@@ -105,7 +107,11 @@ def stand_in(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return model
+    yield model
+    for names in tmp_path.glob("path/vllm/entrypoints/openai/names"):
+        for name in names.read_text().split():
+            for kind in ("psm_", "sem.mp-"):
+                Path("/dev/shm", kind + name).unlink(missing_ok=True)
 
 
 def settings(folder, **changes):
@@ -699,6 +705,49 @@ def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model
     with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
         (line,) = [line for line in capfd.readouterr().out.splitlines() if "/dev/shm" in line]
         assert "policy servers: " in line and str(servers.folder.path.parent) in line
+
+
+def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answer_ends_nothing(
+    stand_in, monkeypatch
+):
+    """A call of a weight sync; the other server answers once the first one is ready to join again."""
+    with running(settings(stand_in, num_servers=2)) as servers:
+        dying, other = servers.slots
+        ask = servers.ask
+
+        def ask_one(slot, path, body=None):
+            if slot is other:
+                until(lambda: dying.restarts == 1 and http("GET", dying.url + "/health")[0] == 200)
+                return ask(slot, path, body)
+            os.kill(told(servers)["pids"][0], signal.SIGKILL)
+            return ask(slot, path, body)
+
+        monkeypatch.setattr(servers, "ask", ask_one)
+        with servers.lock:
+            servers.ask_all("/collective_rpc", {"method": "reload_weights"})
+        until(lambda: dying.joined and other.joined)
+        assert dying.restarts == 1
+
+
+def test_a_service_on_ipv6_prints_an_address_that_can_be_used(stand_in):
+    with contextlib.closing(socket.socket(socket.AF_INET6)) as there:
+        try:
+            there.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    process = start_command(stand_in, "--host", "::1")
+    try:
+        router, _ = read_addresses(process)
+        assert router.startswith("http://[::1]:") and ask(router)["argv"]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_of_two_keys_the_servers_have_the_new_one(stand_in):
+    with running(settings(stand_in, api_key="old,new")) as servers:
+        for key in ("old", "new"):
+            assert ask(f"http://{servers.router_address}", api_key=key)["env"]["VLLM_API_KEY"] == "new"
 
 
 def test_sleep_and_wake(stand_in, monkeypatch):
