@@ -71,7 +71,7 @@ class Config:
     queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Seconds until a request must be answered, retries included; then 504.
     max_body_mib: int = 64  # Largest request body in MiB; above it 413.
-    # Key that clients send as Bearer token; old,new accepts both. Empty: ROUTER_API_KEY, which ps does not show.
+    # Key that clients send as Bearer token; old,new accepts both. Empty: ROUTER_API_KEY, which ps hides.
     api_key: str = ""
     server_key: str = ""  # Key sent to servers. Empty: ROUTER_SERVER_KEY, else the client's goes on.
 
@@ -481,7 +481,8 @@ async def serve(config: Config) -> None:
     router = Router(config)
     try:
         port = await router.start()
-        print(f"router listening at http://{address_of(config.host, port)} ({len(router.workers)} servers)", flush=True)
+        address = address_of(config.host, port)
+        print(f"router listening at http://{address} ({len(router.workers)} servers)", flush=True)
         gc.freeze()  # what is there stays: looking through it for cycles takes a fifth of the speed
         gc.set_threshold(50_000)
         await stop.wait()

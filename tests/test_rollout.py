@@ -215,7 +215,8 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
 
     async def hang(request):
         asked.append(request)
-        return web.json_response({"error": {"message": "no answer within --request-timeout 3600"}}, status=504)
+        error = {"message": "no answer within --request-timeout 3600"}
+        return web.json_response({"error": error}, status=504)
 
     async def ask():
         runner = web.ServerRunner(web.Server(hang))

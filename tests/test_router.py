@@ -904,7 +904,7 @@ async def test_broken_input_to_the_own_endpoint_gives_400(body):
 
 
 @in_a_loop
-async def test_a_base_url_that_ends_with_v1_reaches_the_same_paths_and_a_404_of_health_is_not_called_good(capfd):
+async def test_a_base_url_with_v1_reaches_the_same_paths_and_a_404_of_health_is_not_called_good(capfd):
     async with Upstream(health=404) as up, Running(up.url + "/v1", policy="least_loaded") as it:
         assert (await it.ask("POST", "/v1/chat/completions", json={}))[0] == 200
         assert up.seen[0].raw_path == "/v1/chat/completions"
@@ -1276,9 +1276,10 @@ async def test_a_router_without_file_descriptors_expels_no_server_and_loses_no_r
         return web.Response()
 
     few_files = ("sh", "-c", 'ulimit -n 50; exec "$@"', "sh")
+    options = dict(before=few_files, stderr=subprocess.PIPE)
     async with (
         Upstream(work) as up,
-        started("--workers", up.url, "--health-interval", "0.05", before=few_files, stderr=subprocess.PIPE) as (
+        started("--workers", up.url, "--health-interval", "0.05", **options) as (
             process,
             url,
             client,
