@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
-from cluster.weights import send
+from cluster.weights import send, served_weights
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)
@@ -94,7 +94,7 @@ class RankedPolicy(Policy):
     def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
         """From rank 0 to WeightFolders, {node: its actor}. Returns the nodes that are gone."""
         if self.is_first:
-            return send(self.weights(dtype), folders)
+            return send(served_weights(self, dtype), folders)
         for _ in self.weights(dtype):  # gathered by all ranks together
             pass
         return set()

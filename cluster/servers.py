@@ -22,7 +22,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.placement import Places, end_servers, part_of, start_servers
-from cluster.weights import WeightFolder, packs
+from cluster.weights import NO_HEAD, WeightFolder, packs, served_weights
 from genrm_server import Config, ModelServers, Watched, complete
 from policy import RanksLost
 
@@ -47,6 +47,7 @@ class PolicyServers:
         self.is_checked = False
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         about = policy.about()
+        check_servable(about, policy.device.type)
         path = folder_for(config.log_dir, self.dtype.itemsize * about["numel"])
         self.contents = path, model_files(about, tokenizer)  # of a WeightFolder
         # Log-probabilities after temperature; no top_k or penalty that the model's folder may suggest.
@@ -72,7 +73,7 @@ class PolicyServers:
         self.service = ModelServers(config, "policy", before_joining=self.make_current)
 
     def write_weights(self):
-        for number, pack in enumerate(packs(self.policy.weights(self.dtype))):
+        for number, pack in enumerate(packs(served_weights(self.policy, self.dtype))):
             self.folder.write(number, pack)
 
     def make_current(self, slot: Watched):
@@ -180,12 +181,26 @@ class ClusterServers(PolicyServers):
             ray.kill(folder)
 
 
+def check_servable(about: dict, device: str):
+    """ValueError for a policy whose new weights vLLM's servers would not, or wrongly, compute with."""
+    config = about["config"]
+    name = about["architecture"]
+    counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]
+    if device == "cpu" and max(counts, default=0) > 1:
+        raise ValueError(
+            f"--rollout vllm: after new weights vLLM's servers on CPU compute garbage with a {name}, "
+            "which is a mixture of experts; take --rollout hf, or a GPU"
+        )
+    if name in NO_HEAD and not config.tie_word_embeddings:
+        raise ValueError(f"--rollout vllm: vLLM's {name} has no head of its own; take --rollout hf")
+
+
 def folder_for(log_dir: Path | None, size: int) -> str:
     """For weights of so many bytes, the same on all nodes: in shared memory where that has room on this one.
 
     A run that was killed and goes on has the same one again.
     """
-    whose = f"{Path(log_dir or str(os.getpid())).absolute()} {size}"
+    whose = f"{os.getuid()} {Path(log_dir or str(os.getpid())).absolute()} {size}"
     name = f"fapo_policy_{hashlib.sha256(whose.encode()).hexdigest()[:12]}"
     base = "/dev/shm"
     shutil.rmtree(f"{base}/{name}", ignore_errors=True)
@@ -200,7 +215,8 @@ def folder_for(log_dir: Path | None, size: int) -> str:
 def model_files(about: dict, tokenizer) -> dict[str, bytes]:
     """What goes with the weights: {name: content}."""
     served = copy.deepcopy(about["config"])
-    served.tie_word_embeddings = False  # vLLM's reload leaves a tied head with its old weights, silently
+    # False: vLLM's reload leaves a tied head with its old weights, silently
+    served.tie_word_embeddings = about["architecture"] in NO_HEAD
     served.architectures = [about["architecture"]]
     served.head_dtype = "float32"  # as in training, where vLLM's release can do it; 0.24 says that it cannot
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,14 @@
 """The policy's new weights on their way to vLLM servers: files in a folder on each of their nodes.
 
-    gone = send(policy.weights(torch.bfloat16), {node: actor})     # actors of WeightFolder
+    gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # actors of WeightFolder
 
 Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
 """
 
 import json
+import os
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +16,16 @@ import ray
 import torch
 
 PACK = 2**29  # bytes of weights that travel together
+NO_HEAD = {"Gemma2ForCausalLM"}  # their classes in vLLM use the embedding as head and refuse another one
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in a safetensors header
+
+
+def served_weights(policy, dtype: torch.dtype):
+    """The policy's named tensors as vLLM's class of the model wants them."""
+    has_no_head = type(policy.model).__name__.removeprefix("FSDP") in NO_HEAD
+    for name, tensor in policy.weights(dtype):
+        if name != "lm_head.weight" or not has_no_head:
+            yield name, tensor
 
 
 def packs(weights):
@@ -105,12 +116,17 @@ class WeightFolder:
 
     files: what goes with the weights, {name: content}. New weights replace old ones file by file: a server
     that starts just then may fail, and starts again, or get some of each; it reads all of them once more
-    before it is asked anything. A folder that is there is taken over: its actor may have died.
+    before it is asked anything. A folder of this user that is there is taken over: its actor may have died.
+    PermissionError where another user has made it, who could read or replace the weights.
     """
 
     def __init__(self, path: str, files: dict[str, bytes]):
         self.path = Path(path)
         self.path.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(self.path)  # not where a link leads to
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"policy servers: {path} is not this user's folder; remove it")
+        os.chmod(self.path, 0o700)
         for name, content in files.items():
             (self.path / name).parent.mkdir(exist_ok=True)
             (self.path / name).write_bytes(content)

@@ -1,14 +1,20 @@
 """New weights on their way: files that safetensors reads, from node to node, and nodes that die."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import Qwen3MoeConfig
 
 from cluster import servers, weights
 from cluster.weights import WeightFolder, packs, send, to_all
+from tiny import policy_of
 
 
 def tensors(dtype):
@@ -47,6 +53,51 @@ def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another
     WeightFolder(path, {}).close()
     others = {servers.folder_for(tmp_path / "other", 100), servers.folder_for(tmp_path / "rollout_logs", 101)}
     assert len(others | {path}) == 3
+
+
+def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeypatch):
+    """Its name can be foretold, and everybody can write to /dev/shm."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    with pytest.raises(PermissionError, match="not this user's folder"):
+        WeightFolder(str(tmp_path / "link"), {"config.json": b"{}"})
+    monkeypatch.setattr(weights.os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="not this user's folder"):
+        WeightFolder(str(tmp_path / "theirs"), {"config.json": b"{}"})
+    assert not list((tmp_path / "theirs").iterdir())
+
+
+@pytest.mark.parametrize(
+    "config, device, problem",
+    [
+        (MixtralConfig(num_local_experts=4), "cpu", "mixture of experts; take --rollout hf"),
+        (Qwen3MoeConfig(num_experts=4), "cpu", "mixture of experts; take --rollout hf"),
+        (MixtralConfig(num_local_experts=4), "cuda", ""),
+        (LlamaConfig(), "cpu", ""),
+        (Gemma2Config(), "cpu", ""),
+        (Gemma2Config(tie_word_embeddings=False), "cpu", "no head of its own; take --rollout hf"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, problem):
+    kind = {"gemma2": "Gemma2ForCausalLM"}.get(config.model_type, config.model_type)
+    about = {"config": config, "architecture": kind}
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            servers.check_servable(about, device)
+    else:
+        servers.check_servable(about, device)
+
+
+@pytest.mark.parametrize("kind, has_head", [(Gemma2ForCausalLM, False), (LlamaForCausalLM, True)])
+def test_a_model_without_a_head_in_vllm_is_sent_none(kind, has_head):
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    config = kind.config_class(vocab_size=64, intermediate_size=8, tie_word_embeddings=True, **sizes)
+    policy = policy_of(kind(config))
+    names = [name for name, _ in weights.served_weights(policy, torch.float32)]
+    assert ("lm_head.weight" in names) == has_head and "model.embed_tokens.weight" in names
+    about = policy.about()
+    files = servers.model_files(about, SimpleNamespace(save_pretrained=lambda folder: None))
+    assert json.loads(files["config.json"])["tie_word_embeddings"] == (not has_head)
 
 
 class Told:
