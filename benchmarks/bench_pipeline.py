@@ -192,7 +192,7 @@ class PlayedRun(Run):
 def write_input(folder: Path) -> dict:
     """A model's shape, a tokenizer and 64 rows; returns the settings that name them."""
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
-    warm_start.new_model(len(tokenizer), seed=0).config.save_pretrained(folder / "model")
+    warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = [
