@@ -170,6 +170,20 @@ def describe(error: Exception) -> str:
     return str(error) or repr(error)
 
 
+class Connector(aiohttp.TCPConnector):
+    """Connections to servers. One that holds bytes that nobody asked for is not used again.
+
+    Such bytes, for example a late 408 for an idle connection, would become the answer to the next request.
+    """
+
+    async def connect(self, *arguments, **options):
+        while True:
+            connection = await super().connect(*arguments, **options)
+            if not connection.protocol.should_close:
+                return connection
+            connection.close()
+
+
 class Router:
     """The router as an object: `port = await router.start()`, in the end `await router.stop()`."""
 
@@ -191,7 +205,7 @@ class Router:
         config = self.config
         loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=1),  # uvicorn's is 5 s, and may be late
+            connector=Connector(limit=0, keepalive_timeout=1),  # uvicorn's is 5 s, and may be late
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=CONNECT_SECONDS),

@@ -715,6 +715,28 @@ async def test_a_connection_that_was_idle_is_not_used_again():
 
 
 @in_a_loop
+async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again():
+    """For example a 408 for an idle connection: it must not answer the next request."""
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nright")
+                await asyncio.sleep(0.02)
+                writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 5\r\n\r\nstale")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with Running(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as it:
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            assert (await it.ask("POST", "/"))[:2] == (200, b"right")
+        assert len(connections) == 4  # one for /health, and a new one for each request
+    server.close()
+
+
+@in_a_loop
 async def test_servers_that_refuse_use_up_no_attempt():
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream()) for _ in range(6)]
