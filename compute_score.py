@@ -56,122 +56,240 @@ def remove_boxed(boxed: str) -> str:
     return match[1]
 
 
-# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md):
-# a regular expression a line, and after the arrow what takes the place of what it finds, in this order.
-#   ~     white space between words
-#   TYPE  a command for type and its braces, such as \text{...}
-#   BARE  an argument without braces: one character or one command
-_RULES = r"""
-# Characters that LaTeX has a command for, and commands that mean the same
-[−–]                                → -
-π                                   → \\pi~
-∞                                   → \\infty~
-√                                   → \\sqrt~
-[·×]|\\times                        → \\cdot~
-\\[lc]?dots|\.\.\.                  → \\ldots~
-≤|<=|\\leq(slant)?                  → \\le~
-≥|>=|\\geq(slant)?                  → \\ge~
-≠|\\neq                             → \\ne~
-# White space of all kinds is ~; \! and {,} stand in large numbers, 10,\!000 and 10{,}000
-\\!                                 →
-\{,\}                               → ,
-(?<!\\)\\[\s,;:]|\s+|\\q?quad|\\displaystyle → ~
-# Brackets of any size, matrices with any brackets, the space after a row
-\\(left|right|[bB]igg?[lr]?)(?![a-zA-Z]) →
-bmatrix                             → pmatrix
-\\\\\[\w*\]                         → \\\\
-# An amount in dollars; signs of a formula: \(5\), $5$, "the answer is $5$"
-\\\$~*([\d.,]+)                     → \1~dollars
-(?<!\\)\\[()\[\]]                   → $
-^(?:[^$]*\b(?:is|are)[~}]*)?\$([^$]*)\$~*$ → \1
-\\?\$|"                             →
-# Units that have signs
-\\?%                                → ~percent
-\^(?:\\circ|\{\\circ\})|\\degree|°  → ~degrees
-# Type: bold, upright and so on; twice, as one may stand in another
-mbox|textrm                         → text
-\\(text|mathrm)\{~*m~*\}            → ~meters
-TYPE                                → ~\1~
-TYPE                                → ~\1~
-\\overline\{([A-Z]+)\}              → \1
-# Words: "1 and 2", "5 square cm", "a dozen"
-,?~*\band\b                         → ,
-\bsquare~([a-z]+)~*$                → \1^2
-\bcubic~([a-z]+)~*$                 → \1^3
-\ban~|\ba~(?=[A-Za-z]{2}|\d)        →
-# Fractions: \dfrac, 1/2
-\\[dtc]frac                         → \\frac
-(?<![\w^.])(\d+)/(\d+)(?![\w{.])    → \\frac{\1}{\2}
-# White space stays between words only
-(\\[a-zA-Z]+)~+                     → \1
-(?<![A-Za-z]{2})~+|~+(?![A-Za-z]{2}) →
-~+                                  → ~
-# Arguments without braces: \frac12, \sqrt2
-\\frac(BARE)                        → \\frac{\1}
-(\\frac\{[^{}]*\})(BARE)            → \1{\2}
-\\sqrt(BARE)                        → \\sqrt{\1}
-# The minus of a fraction goes before it, unless it is a factor: \frac{-1}{2}, but 2\frac{-1}{2}
-(^|[(\[{,=&\\]|matrix\})\\frac\{-([^{}+-]+)\} → \1-\\frac{\2}
-# Spellings of a number: x^{2}, +5, .5, 34.0, a full stop
-([\^_])\{(\w)\}                     → \1\2
-(^|[(\[,=])\+                       → \1
-(?<![\d.])\.(?=\d)                  → 0.
-(\.\d*?)0+(?![\d\\])                → \1
-\.(?!\d)                            →
+# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md).
+# LaTeX consists of tokens. The tokens of a line mean the same, and the first one stands for all of them.
+_SAME = r"""
+- − –
+\pi π
+\infty ∞
+\sqrt √
+\cdot \times · × *
+\ldots \dots \cdots ...
+\le ≤ <= \leq \leqslant
+\ge ≥ >= \geq \geqslant
+\ne ≠ \neq
+< \lt
+> \gt
+\{ \lbrace
+\} \rbrace
+| \vert \lvert \rvert
+\emptyset \varnothing
+\frac \dfrac \tfrac \cfrac
+\binom \dbinom \tbinom
+\begin{pmatrix} \begin{bmatrix}
+\end{pmatrix} \end{bmatrix}
+percent % \%
+degrees degree ° \degree ^\circ ^{\circ}
+meters \text{m} \mathrm{m}
+, and
 """
-_RULES = _RULES.replace("BARE", r"\\[a-zA-Z]+|[^{}\\\[]")
-_RULES = _RULES.replace(
-    "TYPE",
-    r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|boldsymbol|boxed)"
-    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
-_RULES = re.findall(r"^(\S+) +→ ?(\S*)$", _RULES, re.MULTILINE)
+_UNITS = """
+units unit
+dollars dollar
+cents cent
+percent
+degrees
+meters meter
+cm centimeter centimeters
+mm millimeter millimeters
+km kilometer kilometers
+kg kilogram kilograms
+grams gram g
+mph
+inches inch in
+feet foot ft
+yards yard
+miles mile
+seconds second
+minutes minute min
+hours hour hr hrs
+days day
+weeks week
+months month
+years year
+pounds pound lb lbs
+liters liter
+points
+digits
+ways
+integers
+meals
+edges
+students
+children
+people
+tickets
+multiples
+th
+"""
 
-# A name of an answer: x, a_{10}, f'(-2), (x,y), and m+n, which AIME asks for
-_NAME = r"(?!\d)(?:(?!RELATION)[\w\\'~]|_\{\w+\})*(?:\((?:[^()=<>+^-]|(?<=[(,])-)*\))?"
-_NAME += rf"(?:\+{_NAME})*"
-_VALUE = r"(?:(?!RELATION)\\[a-z]+|[^a-zA-Z\\=<>])+"  # without a variable: 2+3, \frac{4}{6}
-_UNIT = (
-    "units?|dollars?|cents?|percent|degrees?|(?:kilo|centi|milli)?(?:meters?|grams?)|[ckm]m|k?gm?|mph|m/s|"
-    "inch(?:es)?|in|feet|foot|ft|yards?|miles?|seconds?|min(?:utes?)?|hours?|hrs?|days?|weeks?|months?|"
-    "years?(?:~old)?|pounds?|lbs?|liters?|points|digits|ways|integers|meals|edges|students|children|people|"
-    "tickets|multiples|th"
+
+def _first_of_line(table):
+    return {token: line.split()[0] for line in table.splitlines() for token in line.split()}
+
+
+_SAME = _first_of_line(_SAME)
+_UNITS = _first_of_line(_UNITS)
+_TOKEN = re.compile(r"""
+    \\(?:text|mathrm)\s*\{\s*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
+    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\] | \ban?\s+(?=\d|[a-zA-Z]{2})
+        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|text[a-z]*|math(?:rm|bf|it|sf)
+            |boldsymbol|overline(?=\s*\{\s*[A-Z]+\s*\}))(?![a-zA-Z]) )
+    | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
+        (?:(?:,|\s*\{\s*,\s*\}\s*|\\,)(?:\\!\s*)?\d{3})+ (?!\d)(?:\.\d+)? )
+    | \d+(?:\.\d+)? | \.\d+ | [^\W\d_]+ | [<>]= | \.\.\.
+    | \\\\ | \\begin\s*\{\s*array\s*\}\s*\{[^{}]*\} | \\(?:begin|end)\s*\{\s*\w+\*?\s*\} | \\sqrt\s*\[[^\]]*\]
+    | \\[a-zA-Z]+ | \\. | .
+""", re.VERBOSE | re.DOTALL)  # fmt: skip
+_ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\binom": 2}
+
+
+def _tokens(answer):
+    """The tokens of `answer`, without white space and type, each in its first spelling."""
+    found = []
+    for match in _TOKEN.finditer(answer):
+        token = re.sub(r"\s", "", match[0])
+        if match["thousands"] and re.search(r"[{\\]", token):  # not so in "1,234", which may be a list
+            token = re.sub(r"[^\d.]+", "", token)
+        if not match["space"]:
+            found.append(_SAME.get(token, token))
+    return found
+
+
+def _members(answer):
+    """The normal forms of the members of a list, which top-level commas separate; mostly there is one.
+
+    Every argument is in braces, there are no other braces, and white space is left between words or numbers.
+    """
+    todo, found, wanted, groups, depth = _tokens(answer)[::-1], [], 0, [], 0
+    while todo:
+        token = todo.pop()
+        if token == "{":
+            groups.append(wanted)
+            token = token if wanted else ""
+            wanted = 0
+        elif token == "}":
+            wanted = groups.pop() if groups else 0
+            token = token if wanted else ""
+            wanted = max(0, wanted - 1)
+        elif wanted:  # an argument without braces: one character or one command
+            size = len(token) if token[0] == "\\" else 1
+            todo += [token[size:]] * (size < len(token)) + ["}", token[:size], "{"]
+            continue
+        else:
+            wanted = _ARGUMENTS.get(token.partition("[")[0], 0)
+        depth += (token in _OPENING) - (token in _CLOSING)
+        if depth == 0:
+            token = "\n" if token in (",", ";") else token.replace(",", "")
+        if token:
+            found.append(token)
+    text = " ".join(found)
+    for pattern, replacement in _SPELLINGS:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    return [member.replace("~", " ") for member in text.split("\n") if member]
+
+
+_OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
+# Spellings that concern several tokens: a regular expression a line, and after the arrow what takes the place
+# of what it finds, in this order. A member of the list is a line of the text; ~ is white space that counts.
+_SPELLINGS = r"""
+(\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
+(?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
+\x20                                        →
+# 1/2, \pi/2, and 1 1/2; the minus of a fraction goes before it, unless it is a factor as in 2\frac{-1}{2}
+START((?:[\w.]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
+(?<=\d)~(?=\\frac)                          →
+(^|[(\[{,\n=&\\]|matrix\})\\frac\{-((?:[^{}+-]|\{[^{}+-]*\})+)\} → \1-\\frac{\2}
+# x^{2}, +5, .5, 34.0, 025, a full stop, (A)
+([\^_])\{(\w)\}(?!\w)                       → \1\2
+(^|[(\[,=])\+                               → \1
+(?<![\d.])\.(?=\d)                          → 0.
+(\.\d*?)0+(?![\d\\])                        → \1
+\.(?!\d|\\overline|\\dot)                   →
+(^|=)(-?)0+(?=\d+(?![\d.]))                 → \1\2
+^\(?([A-J])\)?:?$                           → \1
+# The end of a row before nothing, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
+\\\\(?=\\end)                               →
+[(\[]\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
+\\\$(\d[\d.]*)                              → \1dollars
+square~([a-z]+)$                            → \1^2
+cubic~([a-z]+)$                             → \1^3
+~old$                                       →
+^(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
+"""
+_NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"
+for _short, _long in {
+    "LL": r"[^\W\d_]{2}",
+    "START": r"(?:^|(?<=[(\[{,\n=&+<>~-])|(?<=\\\\)|(?<=matrix\}))",
+    "END": r"(?=$|[)\]},\n=&+<>-]|\\\\|\\(?:end|cup|[lg]e)\b|[a-z]{2})",
+    "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
+    "NEGATION": _NEGATION,
+}.items():
+    _SPELLINGS = _SPELLINGS.replace(_short, _long)
+_SPELLINGS = re.findall(r"^(\S+) +→ ?(\S*)$", _SPELLINGS, re.MULTILINE)
+
+# A name of a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx; and m+n, which AIME asks for
+_LETTER = r"(?:(?:[a-zA-Z]|\\(?:angle|triangle|ell|sin|cos|tan|cot|sec|csc|GREEK)(?![a-zA-Z])) ?)"
+_GREEK = (
+    "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
+    "upsilon|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)"
 )
-_PARTS = (  # "x =" or "2 + 3 =" (as far as it goes: no split is tried twice), the answer itself, its unit
-    rf"((?>(?:{_VALUE}|{_NAME})(?:=|\\in(?=\W)))++(?=[^=]*$))?"
-    r"(.*?)"
-    rf"((?<=[\d}})i])~?(?:{_UNIT})(?:(?:~per~|/)\w+)?(?:\^[23])?)?"
-).replace("RELATION", r"\\[lgn]e|\\pm")
+_LETTER = _LETTER.replace("GREEK", _GREEK)
+_NAME = rf"{_LETTER}+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?(?:\((?:[^()=<>+^-]|(?<=[(,])-)*\))?"
+_NAME = (
+    rf"(?:{_NAME}|\((?:{_NAME},)+{_NAME}\)|\|[A-Z]{{2,}}\||\[[A-Z]{{3,}}\]|\\frac\{{d\w?\}}\{{d\w\}})"
+)
+_CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) ?|[^a-zA-Z\\=<>])+")
+_SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
+_NAME = re.compile(_NAME)
+_UNIT = "|".join(sorted(_UNITS, reverse=True))
+_UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT}|m/s)((?: ?per |/)\w+)?(\^[23])?")
+
+
+def _name_value_unit(text):
+    """The parts of one member; an equation that is more than a name with a value is a value as a whole."""
+    *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
+    value, unit, rate, power = (_UNIT.fullmatch(value) or re.fullmatch("(.*)()()()", value)).groups("")
+    names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
+    constants = [head for head in heads if _CONSTANT.fullmatch(head)]
+    name = names[0] if names else ""
+    if len(heads) == 1 and _SUM.fullmatch(heads[0]) and re.fullmatch(r"[1-9]\d*", value):
+        name = heads[0]
+    elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
+        return "", text, ""  # an equation
+    return name, value, _UNITS.get(unit, unit) + rate.replace(" ", "") + power
 
 
 @functools.lru_cache(4096)  # a truth is asked for by all samples of its group
 def _parts(answer):
-    """(name, normalised answer, unit)"""
-    for pattern, replacement in _RULES:
-        answer = re.sub(pattern, replacement, answer)
-    names, answer, unit = re.fullmatch(_PARTS, answer).groups("")
-    name = names.partition("=")[0]  # of a chain x = 10/2 = 5 the first
-    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
-        answer = answer.replace(",", "")
-    answer = re.sub(r"^(-?)0+(?=\d+$)", r"\1", answer)  # AIME's 025
-    answer = re.sub(r"^\(?([A-J])\)?:?$", r"\1", answer)  # (A), A. and A) are A
-    return name, answer.replace("~", " "), unit
+    """(name, normalised value, unit) of each member of the list that the answer is; mostly there is one."""
+    return [_name_value_unit(member) for member in _members(answer)]
 
 
 def normalize_final_answer(answer: str) -> str:
     """`answer` (the content of a box, or the ground truth) in normal form, without "x =" and unit."""
-    return _parts(answer)[1]
+    return ",".join(value for _, value, _ in _parts(answer))
+
+
+def _values(parts):
+    """The values of a list; if names differ, their order counts. "East" is "east", but A is not a."""
+    values = ", ".join(value for _, value, _ in parts)
+    values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
+    return f"({values})" if len({name for name, _, _ in parts if name}) > 1 else values
+
+
+def _agree(parts, true_parts):
+    """Whether names and units are the same; either may be missing on one side."""
+    for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
+        if name and true_name and name != true_name or unit and true_unit and unit != true_unit:
+            return False
+    return True
 
 
 def is_equal(answer: str, truth: str) -> bool:
     """Whether their normal forms are one; name or unit may be missing: 5 cm is 5, and x=5 is 5, not y=5."""
-    name, value, unit = _parts(answer)
-    true_name, true_value, true_unit = _parts(truth)
-    if name and true_name and name != true_name:
-        return False
-    if unit and true_unit and unit != true_unit:
-        return False
-    return value == true_value and value != ""
+    parts, true_parts = _parts(answer), _parts(truth)
+    return _agree(parts, true_parts) and _values(parts) == _values(true_parts) != ""
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
@@ -183,7 +301,8 @@ def compute_score(
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
     """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
 
-    verifier: "rule" compares normalised strings; "math_verify" asks that library (blocks; None: unfinished).
+    verifier: "rule" compares normal forms; "math_verify" lets that library compare the values. The library
+    blocks, and acc is None if it did not finish.
     Returns score, acc, pred. Raises ValueError for an unknown verifier, and where there is no usable truth.
     """
     if verifier not in ("rule", "math_verify"):
@@ -269,11 +388,24 @@ def _grade(pipe, parents_end):
             pipe.send(verdict)
 
 
+# What the library does not read, so that it takes 52_8 for 52, 1.4\ldots for 1.4, and an equation for a value
+_NOT_READ = re.compile(
+    r"=|_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
+    r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
+)
+
+
 def _math_verify(answer, truth):
     """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
     import math_verify  # noqa: F401  (before the fork, so that the children have it)
-    if answer == truth:
+    if answer == truth or is_equal(answer, truth):
         return True
+    parts, true_parts = _parts(answer), _parts(truth)
+    answer, truth = _values(parts), _values(true_parts)
+    if answer.isalpha() and truth.isalpha() or _NOT_READ.findall(answer) != _NOT_READ.findall(truth):
+        return False
+    if not _agree(parts, true_parts):
+        return False
     free, lock = _graders(os.getpid())
     with lock:  # a child with a copy of its sister's end would hide the sister's death
         grader = free.pop() if free else _start_grader()
