@@ -40,6 +40,7 @@ def line(
         "acc": True,
         "flawed_positive": False,
         "genrm_status": "ok",
+        "first_wrong": -1,
         "critique": "fine\n\\boxed{-1}",
     }
     info |= {"oracle_flawed_positive": False} | more.pop("info", {})
@@ -53,6 +54,7 @@ CAUGHT = dict(solution=FLAWED, reward=0.0, advantage=-1.5)
 CAUGHT |= {
     "info": {
         "flawed_positive": True,
+        "first_wrong": 0,
         "critique": "0:65+9=74?6 not\n\\boxed{0}",
         "oracle_flawed_positive": True,
     }
@@ -62,10 +64,10 @@ SILENT = dict(
     reward=None,
     advantage=None,
     status="no_verdict",
-    info={"flawed_positive": None, "genrm_status": "timeout"},
+    info={"flawed_positive": None, "first_wrong": None, "genrm_status": "timeout"},
 )
 CUT = dict(reward=-1.0, advantage=-1.0, clipped=True, info={"acc": False, "genrm_status": "skipped"})
-CUT["info"] |= {"genrm_error": "", "critique": ""}
+CUT["info"] |= {"genrm_error": "", "first_wrong": None, "critique": ""}
 
 
 METRICS = (
@@ -116,7 +118,8 @@ def page(tmp_path_factory):
     hostile = line(step=2, group=3, prompt=EVIL, solution=(EVIL,), info={"critique": EVIL, "pred": EVIL})
     before, after = (dict(split="val", advantage=None) | case for case in (CAUGHT, {}))
     held_out = [line(step=0, **before), line(step=5, **before), line(step=10, **after)]
-    write_run(folder / "fapo", everything + [hostile] + held_out)
+    fapo = write_run(folder / "fapo", everything + [hostile] + held_out)
+    (fapo / "config.json").write_text('{"reward_fn": "compute_score.py:compute_score_fapo"}')
     write_run(folder / "baseline", [line()] + [line(step=step, **before) for step in (0, 5, 10)])
     return view_run.write_page([folder])
 
@@ -327,7 +330,8 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     )
     assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
     rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
-    assert [rows[name] for name in ("rule", "judge", "length", "reward")] == ["+1", "−1", "0", "0"]
+    terms = ("rule", "flaw found by the judge", "length", "reward")
+    assert [rows[name] for name in terms] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
     assert "No judge was asked." in part(
         dom(page, view="groups", run="fapo", step=1, group=0, sample=4), "sample"
@@ -377,6 +381,7 @@ def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
     steps[3] |= AUDIT | {"reward/audit_flawed": 0.5}
     text = dom(view_run.write_page([write_run(tmp_path / "run", [line()], steps)]))
     assert part(text, "findings").count('class="box finding"') == 2
+    assert "Rest " in part(text, "findings") and "\\n" not in part(text, "findings")
     assert "<b>run: one-number</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
     (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
     assert len(re.findall(r'<path stroke="#d62728" opacity="0.5" d="M[\d.]+ [\d.]+V', chart)) == 1
@@ -432,12 +437,12 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         (
             dict(acc=True, flawed_positive=True, score=0.25),
             "right answer, flawed",
-            ["rule +1", "judge −0.75"],
+            ["rule +1", "flaw found by the judge −0.5", "other terms −0.25"],
         ),
         (
             dict(acc=True, flawed_positive=True, oracle_flawed_positive=True, score=0.0),
             "right answer, flawed",
-            ["rule +1", "oracle −1"],
+            ["rule +1", "flaw found by the oracle −0.5", "other terms −0.5"],
         ),
         (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
         (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),
@@ -454,14 +459,30 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         line(reward=info["score"] - 0.1) | {"reward_extra_info": info | {"overlong_penalty": -0.1}}
         for info, *_ in cases
     ]
-    page = view_run.write_page([write_run(tmp_path / "run", lines)])
+    run = write_run(tmp_path / "run", lines)
+    (run / "config.json").write_text(json.dumps({"reward_kwargs": '{"penalty": 0.5}'}))
+    page = view_run.write_page([run])
     samples = played(
         page,
         """const [group] = RUNS[0].groups, words = ([name, value]) => `${name} ${signed(value)}`;
         document.title = JSON.stringify(group.samples.map(sample =>
-        [sample.verdict, termsOf(sample, group).map(words)]))""",
+        [sample.verdict, termsOf(sample, group, RUNS[0]).map(words)]))""",
     )
     assert samples == [[verdict, [*terms, "length −0.1"]] for _, verdict, terms in cases]
+
+
+@in_browser
+def test_what_a_judge_costs_is_not_guessed_if_the_configuration_does_not_say_it(tmp_path):
+    """Neither is the paragraph that it names: without first_wrong, a box of its critique is only a box."""
+    info = {"acc": True, "flawed_positive": True, "score": 0.2}
+    info |= {"genrm_status": "ok", "critique": "\\boxed{1}"}
+    equal = [line(reward=0.2) | {"reward_extra_info": info} for _ in range(2)]
+    text = dom(view_run.write_page([write_run(tmp_path / "run", equal)]), view="groups")
+    sample = part(text, "sample")
+    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
+    assert rows["flaw found by the judge, and other terms"] == "−0.8"
+    assert "first wrong paragraph" not in sample and "\\boxed{1}" in sample
+    assert "All rewards are equal: no learning signal." in part(text, "group")
 
 
 GROUP = {"group_label": "4", "group_votes": 0.5, "group_critique": "0 beats 1\n\\boxed{1, 0}"}
@@ -487,7 +508,7 @@ def test_a_groups_verdict_is_at_its_head_and_its_score_is_the_groups(tmp_path):
     assert "<b>The group's verdict: </b>label 4 · votes 0.5</p>" in group
     assert f"<b>The group's critique</b><pre>{GROUP['group_critique']}</pre>" in group
     rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", part(text, "sample")))
-    assert rows["group"] == "+1" and not {"rule", "judge", "group_label"} & rows.keys()
+    assert rows["group"] == "+1" and not {"rule", "flaw found by the judge", "group_label"} & rows.keys()
 
 
 @in_browser

@@ -167,7 +167,8 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if samples:
-        text += f"; ...{samples[-1]['response'][-40:]!r}, truth {samples[-1]['ground_truth']!r}"
+        end = " ".join(samples[-1]["response"][-40:].split())  # the evidence is one line of text
+        text += f"; ...{end!r}, truth {samples[-1]['ground_truth']!r}"
     return text
 
 
