@@ -38,8 +38,9 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
     if divide_by_std:
-        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + 1e-6)
+        scale = centred.abs().amax(1, keepdim=True).clamp(min=1)  # squares of huge rewards would overflow
+        variance = (centred / scale).square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        centred = centred / (scale * variance.sqrt() + 1e-6)
     return torch.where(highest > lowest, centred, 0.0)
 
 
@@ -95,11 +96,13 @@ def papo(groups, options):
     Outcome: 1 where the answer is right, else -1, plus the length penalty, normalised over the whole group.
     Process: 1 sound, 0 flawed, normalised among the right answers only and 0 for the others: however good its
     steps look, a wrong answer gains nothing, and in a group that is all right the steps still tell the
-    samples apart. A right answer whose reasoning nobody judged has no verdict.
+    samples apart. A right answer whose reasoning nobody judged has no verdict. Nor does a sample without
+    `acc`.
     """
-    right_P_G = groups.number("acc") == 1
+    acc_P_G = groups.number("acc")
+    right_P_G = acc_P_G == 1
     sound_P_G = 1 - groups.number("flawed_positive")
-    unjudged_P_G = right_P_G & sound_P_G.isnan()
+    unjudged_P_G = acc_P_G.isnan() | (right_P_G & sound_P_G.isnan())
     outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + groups.penalties_P_G
     outcome_P_G = outcome_P_G.masked_fill(unjudged_P_G, math.nan)
     process_P_G = sound_P_G.masked_fill(~right_P_G, math.nan)
@@ -127,7 +130,8 @@ def vppo(groups, options):
     centred_P_G = outcome_P_G - values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
     is_paid_P_G_T = groups.tokens_T < paid_P_G[..., None]
     advantages_P_G_T = centred_P_G[..., None] + alpha_P_G[..., None] * is_paid_P_G_T
-    return torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
+    advantages_P_G_T = torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
+    return advantages_P_G_T.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
 
 
 def terms(groups, options):
@@ -137,11 +141,16 @@ def terms(groups, options):
     group's, is not subtracted.
     """
     total_P_G = 0.0
+    size_P_G = 0.0
     known_P_G = False
     for name, weight in parse_terms(options.reward_terms).items():
         term_P_G = groups.number(name)
-        total_P_G = total_P_G + weight * compute_advantages(term_P_G)
+        weighted_P_G = weight * compute_advantages(term_P_G)
+        total_P_G = total_P_G + weighted_P_G
+        size_P_G = size_P_G + weighted_P_G.abs()
         known_P_G = known_P_G | ~term_P_G.isnan()
+    # Terms that cancel leave rounding errors, which the division would blow up.
+    total_P_G = torch.where(total_P_G.abs() > 1e-4 * size_P_G, total_P_G, 0.0)
     std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
     return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)
 
@@ -188,6 +197,7 @@ def spare_good_prefix(advantages, groups):
     """--credit prefix: no token before the first wrong paragraph is blamed (VPPO, eq. 8). P x G x T."""
     if advantages.dim() == 2:
         advantages = advantages[..., None]
+    advantages = advantages.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
     is_good_P_G_T = groups.tokens_T < groups.prefixes_P_G[..., None]
     return torch.where(is_good_P_G_T, advantages.clamp(min=0), advantages)
 

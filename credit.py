@@ -24,13 +24,22 @@ def set_advantages(
 ) -> list[list[Sample]]:
     """Each sample's advantage within its group, or one for each token. Returns the groups to learn from.
 
-    A sample has None without a verdict, and has no verdict where the reward function does not say of it what
-    the advantage needs. decode(ids): the text of tokens. drop_useless: groups that teach nothing get no
-    advantages, either. is_first: RuntimeError where the function says what the advantage needs of no sample
-    at all.
+    A sample has None without a verdict. A sample loses its verdict, and leaves its group's means, if the
+    reward function does not say of it what the advantage needs, or says something that is not a number.
+    decode(ids): the text of tokens. drop_useless: groups that teach nothing get no advantages, either.
+    is_first: RuntimeError where the function says what the advantage needs of no sample at all.
     """
     tensors = Groups(groups, decode, is_first)
     advantages = by_formula(tensors, options)
+    known_B = advantages.float().isfinite().reshape(len(tensors.samples), -1).all(1)  # as policy.py has them
+    known_B &= ~tensors.rewards_P_G.isnan().flatten()
+    has_lost = False
+    for sample, is_known in zip(tensors.samples, known_B.tolist()):
+        if sample.result["reward_score"] is not None and not is_known:
+            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+            has_lost = True
+    if has_lost:  # the others are compared without them
+        return set_advantages(groups, options, decode, drop_useless)
     teaches_P = [True] * len(groups)
     if drop_useless:
         teaches_P = teaching(tensors, options)
@@ -39,13 +48,11 @@ def set_advantages(
         if teaches:
             kept.append(group)
         for sample, advantage in zip(group, advantages_G):
-            if sample.result["reward_score"] is None:
+            if sample.result["reward_score"] is None or not teaches:
                 continue
-            if advantage.isnan().any():
-                sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
-            elif teaches and advantage.dim() == 0:
+            if advantage.dim() == 0:
                 sample.advantage = advantage.item()
-            elif teaches:
+            else:
                 sample.token_advantages = advantage[: len(sample.response_ids)].tolist()
                 sample.advantage = sample.token_advantages[-1]
     return kept
@@ -98,7 +105,7 @@ class Groups:
         self.tokens_T = torch.arange(int(self.lengths_P_G.max()))  # the numbers of the longest one's tokens
 
     def tensor(self, values):
-        return torch.tensor(values).unflatten(0, self.shape)
+        return torch.tensor(values, dtype=torch.float64).unflatten(0, self.shape)
 
     def need(self, key):
         """RuntimeError where the function says this of none of the first samples (a text is nothing said)."""
@@ -118,14 +125,16 @@ class Groups:
 
     @cached_property
     def prefixes_P_G(self):
-        """Tokens before the first wrong paragraph; 0 where there is none."""
+        """Tokens before the first wrong paragraph; 0: there is none. NaN: `first_wrong` is not a number."""
         self.need("first_wrong")
         prefixes = []
         for sample, info in zip(self.samples, self.infos):
-            place = int(info.get("first_wrong") or 0)
-            prefix = 0
-            if place > 0:
-                prefix = self.tokens_before(place, sample)
+            place = number_of(info.get("first_wrong") or 0)
+            prefix = place  # NaN stays
+            if place <= 0:
+                prefix = 0
+            elif place > 0:
+                prefix = self.tokens_before(int(place), sample)
             prefixes.append(prefix)
         return self.tensor(prefixes)
 
@@ -142,14 +151,15 @@ class Groups:
             starts = []  # of the paragraphs with a score, and of the first one without
             for place in range(min(len(scores) + 1, len(paragraph_starts(sample.text)))):
                 starts.append(self.tokens_before(place, sample))
-            steps.append(torch.tensor([*map(number_of, scores[: len(starts)]), math.nan]))
+            numbers = [*map(number_of, scores[: len(starts)]), math.nan]
+            steps.append(torch.tensor(numbers, dtype=torch.float64))
             paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
         steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
         return steps_B_S.unflatten(0, self.shape), torch.stack(paragraphs).unflatten(0, self.shape)
 
 
 def number_of(value):
-    """NaN for what is none."""
-    if isinstance(value, (int, float)):
+    """NaN for what is not a number, is infinite, or is too large to compute with."""
+    if isinstance(value, (int, float)) and abs(value) <= 1e300:
         return float(value)
     return math.nan

@@ -311,6 +311,8 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
         check_verdicts(run, step, "train", groups)
         if len(kept) == config.train_batch_size:
             break
+    if config.dynamic_sampling and kept:  # `terms` is divided by the deviation of what is learnt from
+        set_advantages(kept, config, run.decode)
     if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
         kept = groups[-1:]
     num_teaching = 0

@@ -684,13 +684,16 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
 
 @pytest.mark.parametrize(
     "acc, right",
-    [(True, True), (1, True), (1.0, True), (0.5, False), ("yes", False), (0, False), (None, False)],
+    [(True, True), (1, True), (1.0, True), (0.5, False), ("yes", None), (0, False), (None, None)],
 )
 def test_what_counts_as_right(acc, right):
-    """PAPO takes its outcome from `acc`; the sample beside it is wrong."""
+    """PAPO takes its outcome from `acc` (None: no verdict); the sample beside it is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
     credit.set_advantages([group], config_of(advantage="papo"), decode)
-    assert (group[0].advantage > 0) == right
+    if right is None:
+        assert group[0].advantage is None
+    else:
+        assert (group[0].advantage > 0) == right
 
 
 @pytest.mark.slow

@@ -1,0 +1,129 @@
+"""How samples get their advantages from what a reward function says: odd numbers, rounding, rounds."""
+
+import copy
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import grpo_trainer
+from credit import set_advantages
+from policy import Sample
+from tiny import config_of
+
+HALF = math.sqrt(0.5)  # the normalised rewards of two samples: their deviation is sqrt(2) times the distance
+RIGHT = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0])
+WRONG = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=0, step_scores=[0.0])
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def sample_of(info, text="ab", prompt_length=2):
+    result = {"reward_score": info["score"], "reward_extra_info": info, "status": "ok"}
+    ids = [ord(letter) for letter in text]
+    return Sample({}, [1] * prompt_length, ids, [-0.5] * len(ids), text, result=result)
+
+
+def group_of(*infos):
+    return [sample_of(info) for info in infos]
+
+
+def advantages(group, **options):
+    set_advantages([group], config_of(**options), decode)
+    return [sample.advantage for sample in group]
+
+
+@pytest.mark.parametrize("odd", [10**400, -(10**400), math.inf, math.nan, "second", [1], {"at": 1}])
+@pytest.mark.parametrize(
+    "key, options",
+    [
+        ("first_wrong", dict(credit="prefix")),
+        ("first_wrong", dict(advantage="vppo")),
+        ("acc", dict(advantage="papo")),
+        ("acc", dict(advantage="terms", reward_terms=("acc=1",))),
+        ("step_scores", dict(advantage="steps")),
+    ],
+)
+def test_an_odd_number_costs_its_sample_the_verdict_and_no_other_sample(key, options, odd):
+    said = [odd] if key == "step_scores" else odd
+    group = group_of(RIGHT, WRONG | {key: said}, WRONG)
+    got = advantages(group, **options)
+    assert got[1] is None and group[1].result["status"] == "no_verdict"
+    assert group[1].result["reward_score"] is None
+    # The others are compared as if the sample had never been there.
+    assert got[0] > 0 > got[2] and [got[0], got[2]] == advantages(group_of(RIGHT, WRONG), **options)
+
+
+@pytest.mark.parametrize("options", [dict(credit="prefix"), dict(advantage="vppo")])
+def test_nothing_said_of_the_first_wrong_paragraph_costs_no_verdict(options):
+    group = group_of(RIGHT, WRONG | {"first_wrong": None})
+    assert None not in advantages(group, **options)
+
+
+def test_papo_has_no_verdict_on_a_sample_without_acc():
+    without = {key: value for key, value in WRONG.items() if key != "acc"}
+    group = group_of(RIGHT, WRONG, without, WRONG | {"acc": None})
+    assert advantages(group, advantage="papo") == [pytest.approx(HALF), pytest.approx(-HALF), None, None]
+
+
+@pytest.mark.parametrize("high, low", [(1e30, 0.0), (1e39, 0.0), (1e300, -1e300), (2.0**24 + 1, 2.0**24)])
+def test_large_scores_that_differ_are_told_apart(high, low):
+    got = advantages(group_of(RIGHT | {"score": high}, WRONG | {"score": low}))
+    assert got == pytest.approx([HALF, -HALF], rel=1e-5)
+
+
+def test_an_advantage_that_a_policy_cannot_compute_with_is_no_verdict():
+    """Dr. GRPO divides by no deviation, and 5e299 is infinite in float32."""
+    group = group_of(RIGHT | {"score": 1e300}, WRONG)
+    assert advantages(group, advantage="dr_grpo") == [None, None]
+
+
+TERMS = dict(advantage="terms", reward_terms=("acc=1", "score=-1"))
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_terms_that_cancel_teach_nothing(size):
+    """acc and score say the same in other units, so that only rounding and the 1e-6 differ."""
+    group = group_of(RIGHT, *[WRONG] * (size - 1))
+    assert set(advantages(group, **TERMS)) == {0}
+    assert set_advantages([group], config_of(**TERMS), decode, drop_useless=True) == []
+
+
+def test_terms_that_cancel_in_one_group_leave_the_others_as_they_are():
+    cancelling = group_of(RIGHT, WRONG)
+    useful = group_of(RIGHT | {"score": 1.0}, WRONG | {"score": 1.0})
+    set_advantages([cancelling, useful], config_of(**TERMS), decode)
+    assert [sample.advantage for sample in cancelling] == [0, 0]
+    std = math.sqrt(2 * HALF**2 / 3)  # of HALF, -HALF, 0 and 0
+    assert [sample.advantage for sample in useful] == pytest.approx([HALF / std, -HALF / std], rel=1e-5)
+
+
+@pytest.mark.parametrize("useless", [(), (0,), (0, 1, 2), (0, 1, 2, 4, 5)])
+def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(useless, monkeypatch):
+    """--dynamic-sampling with --advantage terms: the divisor is the deviation in all groups to learn from."""
+    options = dict(advantage="terms", reward_terms=("acc=1",), overlong_buffer=0, dynamic_sampling=True)
+    config = config_of(**options)
+    drawn = []
+
+    def roll_out(run, groups, *_):
+        for group in groups:
+            number_right = 4 if len(drawn) in useless else 2
+            drawn.append(group)
+            for number, sample in enumerate(group):
+                said = copy.deepcopy(RIGHT if number < number_right else WRONG)
+                vars(sample).update(vars(sample_of(said)) | {"row": sample.row})
+        return 0.0
+
+    monkeypatch.setattr(grpo_trainer, "roll_out", roll_out)
+    monkeypatch.setattr(grpo_trainer, "await_verdicts", lambda *_: 0.0)
+    rows = [{"prompt_ids": [1], "data_source": "d"} for _ in range(100)]
+    run = SimpleNamespace(config=config, train_rows=rows, drawn=0, decode=decode, eos_ids={98})
+    batch = grpo_trainer.draw_and_score(run, 1, threading.Event())
+    assert len(batch.kept) == config.train_batch_size and len(drawn) == 4 + len(useless)
+    got = [sample.advantage for group in batch.kept for sample in group]
+    alone = math.sqrt(0.75)  # of 1, 1, 0, 0 with deviation sqrt(1/3); 16 of them have deviation sqrt(12/15)
+    expected = alone / math.sqrt(12 / 15)
+    assert got == pytest.approx([expected, expected, -expected, -expected] * 4, rel=1e-5)
