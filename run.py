@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import re
+import shlex
 import shutil
 import threading
 from dataclasses import asdict, replace
@@ -31,6 +32,7 @@ from run_folder import (
     check_room,
     checkpoints_in,
     end_tokens,
+    note_start,
     save_checkpoint,
 )
 
@@ -166,7 +168,10 @@ class Run:
             self.places = placement.Places(placement.parts_of(config))
             stack.callback(self.places.close)
         Path(config.out_dir, "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        note_start(config, self.step)
         self.log = Log(config, self.step)
+        folder = shlex.quote(str(config.out_dir))
+        print(f"page that follows this run: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
         if shares_gpus:  # first the judge, which takes its share of the memory and sleeps

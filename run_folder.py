@@ -10,10 +10,16 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 ON_SCREEN = (
@@ -353,6 +359,28 @@ def draw_curves(history: list[dict], path: Path) -> None:
         if axis.lines:
             axis.legend()
     figure.savefig(path)
+
+
+def note_start(config, step: int) -> None:
+    """Adds a line to starts.jsonl: when and how the run started, or went on after this step."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "ray", "vllm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a copy without git
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    line = {
+        "time": time.time(),
+        "step": step,
+        "command": shlex.join(sys.orig_argv),
+        "commit": commit,
+        "versions": versions,
+        "machine": f"{platform.node()}: {os.cpu_count()} cores, device {config.device}",
+    }
+    with open(Path(config.out_dir, "starts.jsonl"), "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Interrupts:

@@ -2,13 +2,19 @@
 
 import html
 import json
+import platform
 import re
 import shutil
 import subprocess
+import threading
+import types
+import urllib.error
 import urllib.parse
+import urllib.request
 
 import pytest
 
+from run_folder import note_start
 from tools import view_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -604,3 +610,75 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
     assert text.count(">step</text>") == len(charts) and text.count(">share</text>") == 3
     group = part(dom(page, view="groups", run="policy"), "group")
     assert "Advantage = reward − mean" in group and "standard deviation:" not in group
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A run in progress, and the address of a server that shows it."""
+    run = write_run(tmp_path / "run", [line(prompt="the first prompt")])
+    with view_run.start_server([run]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield run, f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def fetched(address, **headers):
+    request = urllib.request.Request(address, headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
+    run, address = served
+    before = fetched(address + "version")
+    assert "the first prompt" in fetched(address) and before in fetched(address)
+    with open(run / "samples.jsonl", "a") as file:
+        file.write(json.dumps(line(step=2, prompt="the second prompt")) + "\n")
+    assert fetched(address + "version") != before
+    assert "the second prompt" in fetched(address)
+    for path, headers, code in (("", {"Host": "evil.example:80"}, 403), ("../config.json", {}, 404)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            fetched(address + path, **headers)
+        assert refused.value.code == code
+    with pytest.raises(ValueError, match="holds no run"):
+        view_run.start_server([run / "checkpoints"])
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_browser_shows_what_a_run_writes_while_its_page_is_open(served, monkeypatch):
+    """The run writes only after the browser has got its first page, so that the page must follow."""
+    run, address = served
+    pages = []
+    page_of = view_run.page_of
+
+    def page_and_then_more(*arguments, **options):
+        page = page_of(*arguments, **options)
+        pages.append(page)
+        if len(pages) == 1:
+            with open(run / "samples.jsonl", "a") as file:
+                file.write(json.dumps(line(group=1, prompt="the second prompt")) + "\n")
+        return page
+
+    monkeypatch.setattr(view_run, "page_of", page_and_then_more)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--virtual-time-budget=10000", f"{address}#view=groups"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert len(pages) == 2 and "the second prompt" not in pages[0]
+    assert "the second prompt" in part(text, "list")
+
+
+@in_browser
+def test_the_page_tells_each_start_of_a_run(tmp_path):
+    run = write_run(tmp_path / "run", [line()])
+    config = types.SimpleNamespace(out_dir=str(run), device="cpu")
+    note_start(config, 0)
+    note_start(config, 20)
+    starts = part(dom(view_run.write_page([run])), "starts")
+    assert starts.count(", started") == 1 and starts.count(", resumed after step 20") == 1
+    assert starts.count("pytest") == 2 and f"python {platform.python_version()}" in starts
+    assert re.search("torch [0-9.]+", starts) and "device cpu" in starts

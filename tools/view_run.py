@@ -1,6 +1,7 @@
 """A run, or several side by side, as one web page: curves, groups of samples, one sample, what changed.
 
     python -m tools.view_run outputs/demo_seed0    # writes outputs/demo_seed0/report.html, to open from disk
+    python -m tools.view_run outputs/demo_seed0 --serve    # serves the page and follows runs in progress
 
 Give the folder of a run (--out-dir of grpo_trainer.py), or one that holds runs; runs in progress, too. The
 page is view_run.html beside this file with the data of the runs put into it: what it holds is chosen here,
@@ -10,7 +11,7 @@ What models wrote stays data: JSON that cannot end its script element, of which 
 Needs view_run.html, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the toy
 world's oracle.
 
-Left out: comparing runs statistically, live updates (write it again), all turns of a prompt but the last.
+Left out: comparing runs statistically, all turns of a prompt but the last.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from pathlib import Path
 
@@ -52,6 +54,8 @@ class Config:
     # Folders of runs, or folders that hold such folders.
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("outputs"),)
     out: Path | None = None  # The page; default: report.html in the first folder.
+    serve: bool = False  # Serve the page to browsers on this machine, and follow the runs, until Ctrl-C.
+    port: int = 8123  # The port for --serve; 0 takes a free one.
     max_mb: float = 4.0  # Where the samples take more, those of every second, third ... step are there.
 
 
@@ -154,30 +158,94 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         "metrics": curves_of(metrics),
         "findings": [asdict(finding) for finding in diagnose(metrics, samples)],
         "audit": bars,
+        "starts": read_lines(folder / "starts.jsonl")[0],
         "groups": groups,
     }
 
 
-def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
-    """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
+def page_of(folders, max_mb: float, live: str = "") -> str:
+    """The page about the runs in `folders`. `live` is the version of the data if the page is served."""
     runs = find_runs(folders)
     data = []
     for name, folder in runs.items():
         data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
-    text = json.dumps({"title": ", ".join(map(str, folders)), "runs": data})
+    text = json.dumps({"title": ", ".join(map(str, folders)), "live": live, "runs": data})
     valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
-    page = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text.replace("<", "\\u003c"))
+    template = TEMPLATE.read_text(encoding="utf-8")
+    if live:  # a page from disk may not connect to anything
+        template = template.replace("default-src 'none';", "default-src 'none'; connect-src 'self';")
+    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+
+
+def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
+    """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
+    page = page_of(folders, max_mb)
     out = out or Path(folders[0], "report.html")
     out.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair becomes "?"
     return out
 
 
+def version_of(folders) -> str:
+    """Changes whenever a run in `folders` has written something that the page shows."""
+    parts = []
+    for folder in find_runs(folders).values():
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = folder / name
+            if path.is_file():
+                about = path.stat()
+                parts += [about.st_size, about.st_mtime_ns]
+    return "-".join(map(str, parts))
+
+
+def start_server(folders, port: int = 0, max_mb: float = 4.0) -> ThreadingHTTPServer:
+    """A server of the page at / and of the data's version at /version; `serve_forever` runs it.
+
+    Only this machine can reach the server, and it answers only requests that name this machine as the host:
+    a web page of somebody else, whose name was pointed at 127.0.0.1, gets nothing. Raises OSError.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            if host not in ("127.0.0.1", "localhost"):
+                return self.send_error(403)
+            try:
+                body = version_of(folders)
+                kind = "text/plain"
+                if self.path == "/":
+                    body = page_of(folders, max_mb, live=body)
+                    kind = "text/html"
+                elif self.path != "/version":
+                    return self.send_error(404)
+            except (OSError, ValueError) as error:
+                return self.send_error(500, "the run cannot be read", str(error))
+            content = body.encode("utf-8", errors="replace")
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass  # one line for every poll would bury everything else
+
+    find_runs(folders)  # a folder without runs is rejected at the start
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     try:
+        if config.serve:
+            with start_server(config.folders, config.port, config.max_mb) as server:
+                print(f"page: http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+                server.serve_forever()
         out = write_page(config.folders, config.out, config.max_mb)
         print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB)")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
