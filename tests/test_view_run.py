@@ -96,7 +96,7 @@ def data_of(page):
     )
 
 
-def dom(page, **state):
+def dom(page, /, **state):
     """The page's HTML as a browser has drawn it for this state."""
     address = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
     command = [
@@ -682,3 +682,37 @@ def test_the_page_tells_each_start_of_a_run(tmp_path):
     assert starts.count(", started") == 1 and starts.count(", resumed after step 20") == 1
     assert starts.count("pytest") == 2 and f"python {platform.python_version()}" in starts
     assert re.search("torch [0-9.]+", starts) and "device cpu" in starts
+
+
+@in_browser
+@pytest.mark.slow
+def test_the_samples_of_all_steps_are_one_list_that_keys_lead_along(page):
+    text = dom(page, view="samples", run="fapo", sort="low")
+    assert "6 samples, page 1 of 1" in part(text, "found")
+    rows = part(text, "rows")
+    cells = re.findall(r"<tr><td><a href=\"[^\"]*\">(.*?)</a></td>.*?</td><td>(.*?)</td>", rows)
+    # by reward, the one without a verdict last; the hostile text stays text
+    assert [reward for _, reward in cells] == ["−1", "0", "1", "1", "1", "–"]
+    assert cells[0][0] == "1, sample 4" and "<img" not in rows and "&lt;/script&gt;" in rows
+    plays = """
+      const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+      const seen = [];
+      const note = () => seen.push(`${current.group.step} ${current.chosen}`);
+      const steps = [  // each when the page has drawn what the one before asked for
+        () => { note(); press("j"); }, () => { note(); press("j"); }, () => { note(); press("k"); },
+        () => { note(); document.title = JSON.stringify(seen); }];
+      addEventListener("hashchange", () => steps.shift()());
+      location.hash = "view=groups&run=fapo&split=train&step=1&group=0&sample=3";
+    """
+    assert played(page, plays) == ["1 3", "1 4", "2 0", "1 4"]
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_long_list_is_paged_and_a_wrong_answer_with_a_reward_is_found(tmp_path):
+    samples = [line(step=step) for step in range(1, 151)] + [line(step=151, info={"acc": False})]
+    page = view_run.write_page([write_run(tmp_path / "run", samples)])
+    text = dom(page, view="samples", page=1)
+    assert "151 samples, page 2 of 2" in text and part(text, "rows").count("<tr>") == 51
+    text = dom(page, view="samples", filter="odd")
+    assert part(text, "rows").count("<tr>") == 1 and ">151, sample 0<" in part(text, "rows")
