@@ -36,7 +36,10 @@ def advantages(group, **options):
     return [sample.advantage for sample in group]
 
 
-@pytest.mark.parametrize("odd", [10**400, -(10**400), math.inf, math.nan, "second", [1], {"at": 1}])
+ODD = [10**400, -(10**400), math.inf, math.nan, "second", [1], {"at": 1}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:6])
 @pytest.mark.parametrize(
     "key, options",
     [
@@ -127,3 +130,42 @@ def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(usel
     alone = math.sqrt(0.75)  # of 1, 1, 0, 0 with deviation sqrt(1/3); 16 of them have deviation sqrt(12/15)
     expected = alone / math.sqrt(12 / 15)
     assert got == pytest.approx([expected, expected, -expected, -expected] * 4, rel=1e-5)
+
+
+def test_a_samples_token_advantages_end_with_its_response():
+    group = [sample_of(RIGHT, "abcde"), sample_of(WRONG | {"first_wrong": 1}, "a\n\nb")]
+    set_advantages([group], config_of(credit="prefix"), decode)
+    assert group[0].token_advantages == pytest.approx([HALF] * 5, rel=1e-5)
+    assert group[1].token_advantages == pytest.approx([0, 0, 0, -HALF], rel=1e-5)
+    assert group[1].advantage == group[1].token_advantages[-1]
+
+
+def test_vppo_rewards_no_prefix_of_a_right_answer():
+    """A right answer has value 1 on all tokens, whatever paragraph of it somebody calls wrong."""
+    group = [sample_of(RIGHT | {"first_wrong": 1}, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
+    set_advantages([group], config_of(advantage="vppo", prefix_cut=0.0), decode)
+    assert group[0].token_advantages == [0.5] * 4 and group[1].token_advantages == [-0.5] * 4
+
+
+@pytest.mark.parametrize("prompt_length, rewarded", [(1, 5), (3, 3), (5, 3), (7, 1)])
+def test_the_unrewarded_part_of_a_prefix_is_rounded(prompt_length, rewarded):
+    """Half of 1, 3, 5 and 7 prompt tokens is 0, 2, 2 and 4 of the prefix's 5 tokens (to even numbers)."""
+    group = []
+    for info in (RIGHT, WRONG | {"first_wrong": 1}):
+        group.append(sample_of(info, "abc\n\nd", prompt_length))
+    options = dict(advantage="vppo", prefix_cut=0.5, prefix_reward=0.6)
+    set_advantages([group], config_of(**options), decode)
+    mean = (1 + 0.6 * rewarded / 6) / 2
+    expected = [0.6 - mean] * rewarded + [-mean] * (6 - rewarded)
+    assert group[1].token_advantages == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "papo", "vppo"])
+def test_dynamic_sampling_drops_groups_that_differ_in_the_length_penalty_alone(advantage):
+    group = group_of(RIGHT, RIGHT | {"overlong_penalty": -0.5})
+    group[1].result["reward_score"] = 0.5
+    options = config_of(advantage=advantage)
+    assert set_advantages([group], options, decode, drop_useless=True) == []
+    assert [sample.advantage for sample in group] == [None, None]
+    assert set_advantages([group], options, decode) == [group]  # otherwise the length is learnt
+    assert group[0].advantage > 0.2 and group[1].advantage < -0.2

@@ -117,6 +117,20 @@ def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
     assert constant.abs().max() > 1e-5
 
 
+def test_dr_grpo_counts_every_sample_with_a_verdict(model):
+    """Samples with advantage 0 have no gradient, but the divisor counts them; it counts no sample without a
+    verdict."""
+
+    def norm(*advantages):
+        samples = roll_out(model, [[5, 6, 7]], group_size=4, length=6)
+        for sample, advantage in zip(samples, advantages):
+            sample.advantage = advantage
+        return updated(model, samples, advantage="dr_grpo", max_response_length=20)[1]["actor/grad_norm"]
+
+    of_four, of_two = norm(1.0, -1.0, 0.0, 0.0), norm(1.0, -1.0, None, None)
+    assert of_four > 1e-3 and of_two == pytest.approx(2 * of_four, rel=1e-4)
+
+
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
     """No advantage, so the bonus alone moves the policy: as much with Dr. GRPO's constant length."""
     samples = a_step(model)
@@ -649,6 +663,61 @@ def test_entropy_is_estimated_from_all_samples_as_they_were_sampled(model):
     metrics = policy_of(model).update([samples], lr=0.0)
     assert metrics["actor/updates"] == 1
     assert metrics["actor/entropy"] == pytest.approx(entropy.item(), rel=0.05) and entropy > 1
+
+
+def two_mini_batches(model, number_of_tokens):
+    """Two groups of one sample of different lengths, each a mini-batch."""
+    samples = roll_out(model, [[5, 6, 7], [8, 9]], group_size=1, length=9, eos_ids=())
+    for sample, count in zip(samples, number_of_tokens, strict=True):
+        sample.response_ids = sample.response_ids[:count]
+        sample.rollout_logprobs = sample.rollout_logprobs[:count]
+    return samples
+
+
+def test_the_logged_loss_is_the_mean_over_mini_batches(model):
+    """With lr 0 every ratio is 1, so that a mini-batch of one sample has the loss -advantage."""
+    samples = two_mini_batches(model, (2, 8))
+    samples[0].advantage, samples[1].advantage = 3.0, -1.0
+    policy = with_sgd(policy_of(model, mini_batch_size=1))
+    metrics = policy.update([[sample] for sample in samples], lr=0.0)
+    assert metrics["actor/updates"] == 2
+    assert metrics["actor/loss"] == pytest.approx((-3.0 + 1.0) / 2, rel=1e-4)
+
+
+def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_path):
+    """Against exp(d) - d - 1 of the two models' own log-probabilities, over 2 + 8 tokens."""
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    samples = two_mini_batches(moved, (2, 8))
+    kl = 0.0
+    for sample in samples:
+        sample.advantage = 0.0
+        of_models = []
+        for a_model in (model, moved):
+            ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+            logits = a_model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+            chosen = torch.tensor(sample.response_ids)[:, None]
+            of_models.append(logits.log_softmax(-1).gather(-1, chosen).detach())
+        difference = of_models[0] - of_models[1]
+        kl += (difference.exp() - difference - 1).sum().item()
+    model.save_pretrained(tmp_path)  # the reference
+    policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, mini_batch_size=1))
+    metrics = policy.update([[sample] for sample in samples], lr=0.0)
+    assert kl > 0.01 and metrics["actor/kl_to_reference"] == pytest.approx(kl / 10, rel=1e-3)
+
+
+def test_entropy_is_a_mean_over_tokens(model):
+    """Not over samples, in which a short one would count as much as a long one."""
+    samples = two_mini_batches(model, (2, 8))
+    total = -sum(sum(sample.rollout_logprobs) for sample in samples)
+    per_sample = -sum(sum(sample.rollout_logprobs) / len(sample.response_ids) for sample in samples) / 2
+    for sample in samples:
+        sample.advantage = 0.0
+    metrics = with_sgd(policy_of(model)).update([[sample] for sample in samples], lr=0.0)
+    assert metrics["actor/entropy"] == pytest.approx(total / 10, rel=1e-5)
+    assert abs(per_sample - total / 10) > 1e-3
 
 
 def count_passes(policy):
