@@ -367,7 +367,7 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
     )
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
-    assert "fill:#2ca02c" in text and 'stroke="#d62728"' in text  # of the second run, and of the first
+    assert "fill:#1f83c4" in text and 'stroke="#d55e00"' in text  # of the second run, and of the first
     assert dom(page, hide="baseline").count("<polyline") == 2
     answers = part(dom(page, view="changed"), "answers")
     rows = [
@@ -390,7 +390,7 @@ def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
     assert "Rest " in part(text, "findings") and "\\n" not in part(text, "findings")
     assert "<b>run: one-number</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
     (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
-    assert len(re.findall(r'<path stroke="#d62728" opacity="0.5" d="M[\d.]+ [\d.]+V', chart)) == 1
+    assert len(re.findall(r'<path stroke="#d55e00" opacity="0.5" d="M[\d.]+ [\d.]+V', chart)) == 1
 
 
 @in_browser
@@ -716,3 +716,25 @@ def test_a_long_list_is_paged_and_a_wrong_answer_with_a_reward_is_found(tmp_path
     assert "151 samples, page 2 of 2" in text and part(text, "rows").count("<tr>") == 51
     text = dom(page, view="samples", filter="odd")
     assert part(text, "rows").count("<tr>") == 1 and ">151, sample 0<" in part(text, "rows")
+
+
+@in_browser
+def test_turns_are_told_apart_and_the_first_wrong_one_is_marked(tmp_path):
+    turns = [{"who": "policy", "text": "look up 2+2"}, {"who": "tool", "text": EVIL},
+             {"who": "policy", "text": "It is 5."}]  # fmt: skip
+    page = view_run.write_page([write_run(tmp_path / "run", [line(turns=turns, info={"first_wrong": 2})])])
+    sample = part(dom(page, view="groups"), "sample")
+    items = re.findall('<li class="([a-z ]*)">(.*?)</li>', sample, re.S)
+    assert [kind for kind, _ in items] == ["", "observation", "named"]
+    assert "first wrong turn" in items[2][1] and "<img" not in sample and "&lt;/script&gt;" in items[1][1]
+
+
+@in_browser
+def test_a_run_that_ended_earlier_keeps_its_last_value_and_the_mean_can_be_longer(tmp_path):
+    for name, steps in (("long", 9), ("short", 3)):
+        metrics = [{"step": step, "reward/acc": step / 10} for step in range(1, steps + 1)]
+        write_run(tmp_path / name, [], metrics)
+    page = view_run.write_page([tmp_path])
+    assert "<b>0.3</b> (step 3)" in dom(page)
+    thick = r'stroke-width="2" opacity="1" points="([^"]*)"'
+    assert re.findall(thick, dom(page, window=1)) != re.findall(thick, dom(page, window=20))
