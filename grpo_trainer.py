@@ -193,6 +193,7 @@ def train(config: Config) -> Path | None:
     run = Run(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.lock)
+        run.check_weights()
         if config.dry_run:
             print(json.dumps(asdict(config), indent=2))
             return None

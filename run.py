@@ -94,7 +94,11 @@ class Run:
     def read_tokenizer(self):
         config = self.config
         self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
-        check_model_folder(Path(self.base))
+        if Path(self.base, "adapter_config.json").is_file():
+            raise ValueError(
+                f"model: {self.base} is a folder of adapters; merge them first with python -m "
+                f"tools.merge_lora {self.base} OUT, and give --model OUT"
+            )
         replace(config.policy_servers(), model=self.base).check()
         self.remote = dict(trust_remote_code=config.trust_remote_code)
         self.shape = config_of(self.base, config.trust_remote_code)
@@ -153,6 +157,12 @@ class Run:
                 f"model: the tokenizer of {self.base} makes token {highest} ({token!r}) of a prompt, and the "
                 f"embedding has {size} rows; resize the embedding, or take the model's own tokenizer"
             )
+
+    def check_weights(self):
+        """ValueError if the model's folder has none; a plan needs no more than its shape."""
+        folder = Path(self.base)
+        if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
+            raise ValueError(f"model: {folder} has no weights (*.safetensors); was the download complete?")
 
     # ---- what a run starts
 
@@ -309,18 +319,6 @@ class Run:
             return
         self.updates = self.policy.num_updates
         self.log.rewind(self.saved)
-
-
-def check_model_folder(folder: Path) -> None:
-    """ValueError if a folder holds adapters, or a model without weights. Anything else may be a hub name."""
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model: {folder} is a folder of adapters; merge them first with python -m tools.merge_lora "
-            f"{folder} OUT, and give --model OUT"
-        )
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    if (folder / "config.json").is_file() and not has_weights:
-        raise ValueError(f"model: {folder} has no weights (*.safetensors); was the download complete?")
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
