@@ -1,0 +1,171 @@
+"""The guarantees of docs/guarantees.md and the tests that keep them.
+
+A guarantee and its tests go together: a test that is named here may only be deleted together with the
+sentence in docs/guarantees.md, and a new sentence there needs a test here. A guard against mixed-up rewards
+was once deleted with its test, and nobody noticed that the sentence had become untrue.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+KEPT_BY = {
+    "No sample ever gets another sample's reward, even if a reward function forks, hangs, dies or writes to "
+    "every open file.": (
+        "test_promises.test_every_row_of_a_file_gets_its_own_score",
+        "test_reward_loop.test_forks_and_noise_of_the_function_give_no_other_sample_a_score",
+        "test_reward_loop.test_outcomes_become_statuses_in_order",
+        "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
+    ),
+    "A failure is a status, never a number: a sample without a verdict has no reward, no part in its group's "
+    "statistics and none in the loss.": (
+        "test_compute_score.test_no_broken_server_raises",
+        "test_reward_loop.test_outcomes_become_statuses_in_order",
+        "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
+    ),
+    "A run that gets too few verdicts stops and says why.": (
+        "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
+        "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
+    ),
+    "A run scores all its samples with one version of the reward function.": (),
+    "A worker, a grading process or a node that dies costs no sample.": (
+        "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
+        "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",
+        "test_reward_loop.test_a_node_goes_away",
+    ),
+    "Functions written for verl's Reward Loop run unchanged.": (
+        "test_reward_loop.test_functions_in_verls_style_run_unchanged",
+        "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
+    ),
+    "A run that was stopped, at whatever moment, resumes as the same run.": (
+        "test_grpo_trainer.test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run",
+        "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
+        "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
+    ),
+    "The weights that sample are the weights that learn; a run whose servers have other weights stops.": (
+        "test_grpo_trainer.test_stale_weights_stop_the_run",
+        "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
+        "test_rollout.test_rollout_logprobs_are_the_trainers",
+        "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
+    ),
+    "The loss is the same for any split of a step into micro-batches or ranks.": (
+        "test_policy.test_update_does_not_depend_on_micro_batches",
+        "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
+    ),
+    "A checkpoint appears whole or not at all, and a full disk costs no earlier one.": (
+        "test_grpo_trainer.test_a_full_disk_costs_no_earlier_checkpoint",
+        "test_run_folder.test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones",
+        "test_run_folder.test_old_checkpoints_are_deleted_and_half_written_ones_ignored",
+    ),
+    "Two runs never write to the same output directory.": (
+        "test_run_folder.test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing",
+        "test_grpo_trainer.test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing",
+    ),
+    "Ctrl-C, SIGTERM and a closed terminal end a run after its step, with everything that it has learnt "
+    "saved.": (
+        "test_grpo_trainer.test_ctrl_c_saves_and_leaves_cleanly",
+        "test_grpo_trainer.test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not",
+        "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
+        "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
+    ),
+    "No request is lost while a server lives.": (
+        "test_router.test_one_bad_server_of_two_loses_nothing_and_leaves",
+        "test_router.test_requests_in_flight_survive_the_death_of_their_server",
+        "test_genrm_server.test_a_killed_server_loses_no_request_and_comes_back",
+        "test_genrm_server.test_vllm_two_servers_one_killed_with_32_requests_in_flight",
+    ),
+    "An answer goes to the request that asked for it, and to no other one.": (
+        "test_router.test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again",
+        "test_router.test_method_path_query_headers_and_body_arrive_unchanged",
+        "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
+    ),
+    "A request that crashes servers is rejected instead of being sent to all of them.": (
+        "test_router.test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one",
+        "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",
+        "test_compute_score.test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again",
+    ),
+    "Keys never appear in logs, in command lines or in the files of a run.": (
+        "test_genrm_server.test_the_servers_have_a_key_that_nobody_sees",
+        "test_router.test_the_key_can_come_from_the_environment",
+    ),
+    "Nothing outlives the process that started it, however that process ends.": (
+        "test_genrm_server.test_however_it_ends_nothing_is_left",
+        "test_genrm_server.test_a_fork_of_the_program_keeps_no_server_alive",
+        "test_reward_loop.test_nothing_is_left_running",
+        "test_compute_score.test_the_child_processes_end_with_a_parent_that_is_killed",
+    ),
+    "Wrong settings and wrong data are rejected in one line, before anything expensive starts.": (
+        "test_grpo_trainer.test_wrong_settings_are_refused_in_one_line",
+        "test_run.test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected",
+        "test_run.test_an_option_names_the_package_that_it_lacks",
+        "test_reward_loop.test_wrong_settings_are_told_at_start",
+    ),
+    "Nothing asks a model or data hub unless you give a hub name.": (
+        "test_grpo_trainer.test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already",
+    ),
+}  # fmt: skip
+
+
+def test_every_guarantee_of_the_page_has_tests_and_every_tested_one_is_on_the_page():
+    page = (ROOT / "docs/guarantees.md").read_text()
+    bullets = re.findall(r"^- (.*?)(?=\n-|\n\n|\Z)", page, re.M | re.S)
+    assert sorted(" ".join(bullet.split()) for bullet in bullets) == sorted(KEPT_BY)
+    assert "docs/guarantees.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("sentence", KEPT_BY)
+def test_the_tests_of_a_guarantee_exist(sentence):
+    assert KEPT_BY[sentence], "no test keeps this guarantee"
+    for name in KEPT_BY[sentence]:
+        file, _, test = name.partition(".")
+        text = (ROOT / f"tests/{file}.py").read_text()
+        assert re.search(rf"^(async )?def {test}\(", text, re.M), f"{name} is gone; see this file's header"
+
+
+CHAOS = '''
+import os, random, sys, time
+
+def by_index(data_source, solution_str, ground_truth, extra_info):
+    """The score is the sample's own number, whatever else happens in the meantime."""
+    index = extra_info["index"]
+    if index % 7 == 1 and os.fork() == 0:
+        return 1000.0  # the child comes back as well
+    if index % 7 == 2:
+        print("a line", index)
+        os.write(1, b"0 [[[1000.0, {}, 'ok']], false]\\n")
+    if index % 31 == 3 and not os.path.exists(f"{ground_truth}/{index}"):
+        open(f"{ground_truth}/{index}", "w").close()
+        os._exit(1)  # the grading process dies, once
+    if index % 7 == 4:
+        time.sleep(random.random() / 50)
+    return {"score": float(index), "index": index}
+'''
+
+
+@pytest.mark.slow
+def test_every_row_of_a_file_gets_its_own_score(tmp_path):
+    """Children that come back, noise, deaths and random pauses move no score to another row."""
+    (tmp_path / "chaos.py").write_text(CHAOS)
+    rows = []
+    for index in range(300):
+        rows.append({
+            "data_source": "x",
+            "prompt": [{"role": "user", "content": f"question {index}"}],
+            "response": "answer",
+            "reward_model": {"style": "rule", "ground_truth": str(tmp_path)},
+            "extra_info": {"index": index, "split": "train"},
+        })  # fmt: skip
+    (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "score_file.py", "--data", tmp_path / "responses.jsonl"]
+    command += ["--out", tmp_path / "scored.jsonl", "--reward-fn", f"{tmp_path}/chaos.py:by_index"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
+    assert [row["reward_score"] for row in scored] == [float(index) for index in range(300)]
+    assert [json.loads(row["reward_extra_info"])["index"] for row in scored] == list(range(300))
