@@ -40,16 +40,18 @@ import random
 import re
 import shlex
 import sys
+import sysconfig
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 import reward_worker
-from reward_worker import ALONE_AFTER, HERE, START_S, Job, describe, failure, load_function
+from reward_worker import ALONE_AFTER, HERE, START_S, Job, describe, failure, fingerprints, load_function
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
@@ -57,6 +59,7 @@ BLOCKED_S = 5.0  # a worker silent for so long is worth a warning
 WEDGED_S = 20.0  # ... and for timeout + this it is taken for dead
 GIVE_UP_AFTER = 5  # a sample that was lost more often has the status "error"
 BLOCKED = "a reward worker is silent: an async function that blocks must `await`, or be written with `def`"
+STDLIB = sysconfig.get_paths()["stdlib"]
 FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
@@ -183,9 +186,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
-    import_path = sys.path.copy()
-    function = load_function(f"{path}:{name}")
-    sys.path[:] = import_path  # the driver has modules of its own to import
+    files = fingerprints(str(path))
+    with modules_of_the_user(path.parent):
+        function = load_function(f"{path}:{name}")
     signature = inspect.signature(function)
     takes = signature.parameters
     required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
@@ -219,7 +222,41 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         is_async=inspect.iscoroutinefunction(function),
         sees_group=sees_group,
         timeout=options.timeout,
+        files=files,
     )
+
+
+@contextlib.contextmanager
+def modules_of_the_user(folder: Path):
+    """In this block no module of ours is loaded, after it none of the user's: both may have a metrics.py."""
+    import_path = sys.path.copy()
+    before = sys.modules.copy()
+    for name in local_modules(HERE):
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in local_modules(HERE, folder):
+            del sys.modules[name]
+        for name in before.keys() - sys.modules.keys():
+            sys.modules[name] = before[name]
+        sys.path[:] = import_path
+
+
+def local_modules(*folders: Path) -> list[str]:
+    """Names of the loaded modules in these folders, without Python's own and installed ones."""
+    names = []
+    for name, module in sys.modules.copy().items():
+        spec = getattr(module, "__spec__", None)
+        if name == "__main__" or not isinstance(spec, ModuleSpec):
+            continue
+        places = [spec.origin, *(spec.submodule_search_locations or [])]
+        file = Path(next((place for place in places if place), "/"))
+        if "site-packages" in file.parts or file.is_relative_to(STDLIB):
+            continue
+        if any(file.is_relative_to(folder) for folder in folders):
+            names.append(name)
+    return names
 
 
 @dataclasses.dataclass(eq=False)
@@ -315,6 +352,8 @@ class RewardLoopManager:
             info = dict(row.get("extra_info") or {})
             if "step" in row:
                 info["step"] = row["step"]
+            info.setdefault("num_turns", row.get("num_turns", 2))  # verl sets both for every sample
+            info.setdefault("rollout_reward_scores", {})
             arguments = {
                 "data_source": row["data_source"],
                 "ground_truth": row["reward_model"]["ground_truth"],
@@ -582,7 +621,9 @@ def connect_ray() -> bool:
     if address == "local":
         where = "started a cluster for this run"
     have = ray.cluster_resources()
-    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs)", flush=True)
+    logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "worker-*")
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs); what reward functions "
+          f"print goes to {logs}", flush=True)  # fmt: skip
     return address == "local"
 
 

@@ -10,9 +10,11 @@ have loaded it, with one sample at a time, killed when overdue. Its samples pass
 Needs none of our other files. It is sent to workers by value: its imports are Python's own.
 """
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -49,7 +51,63 @@ class Job:
     is_async: bool
     sees_group: bool  # it takes solution_strs: a call has all responses to a prompt
     timeout: float
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # see `fingerprints`
     sync_processes: int = 1
+
+
+class FileChanged(ValueError):
+    """A file of the reward function is no longer what it was when the run began."""
+
+
+def fingerprints(function_file: str) -> dict[str, str]:
+    """{path: SHA-256} of the function's file and of the files of its folder or ours that it imports,
+    also in its functions, and that those import."""
+    folders = [Path(function_file).parent, HERE]
+    found = {}
+    waiting = [Path(function_file)]
+    while waiting:
+        path = waiting.pop()
+        if str(path) in found or not path.is_file():
+            continue
+        text = path.read_bytes()
+        found[str(path)] = hashlib.sha256(text).hexdigest()
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError):
+            continue  # loading the file says what is wrong with it
+        for node in nodes:
+            names, places = [], folders
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+                if node.level:
+                    places = [path.parents[node.level - 1]]
+            for name in names:
+                waiting += module_files(name.split("."), places)
+    return found
+
+
+def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
+    """The files that `import a.b.c` may execute, from the first of the folders that has `a`."""
+    for folder in folders:
+        if folder.joinpath(parts[0]).is_dir() or folder.joinpath(parts[0] + ".py").is_file():
+            files = []
+            for count in range(1, len(parts) + 1):
+                path = folder.joinpath(*parts[:count])
+                files += [path / "__init__.py", path.with_name(path.name + ".py")]
+            return files
+    return []
+
+
+def check_files(job: Job):
+    """FileChanged if a file of the function differs from what the run began with."""
+    for file, digest in job.files.items():
+        path = Path(file)
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise FileChanged(f"{file} has changed since the run began, which scores with one version of its "
+                              "reward function only: restore the file, or start the run again")  # fmt: skip
 
 
 def load_function(spec: str):
@@ -84,7 +142,9 @@ class Scorer:
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
+        check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
+        check_files(job)  # loading may have taken long
         if job.tokenizer:
             from transformers import AutoTokenizer
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
@@ -173,7 +233,8 @@ def may_pass(error: BaseException) -> bool:
 
 
 def grade(fd: int):
-    """Main of a grading process. Pipe `fd` brings a job, then samples; back go its error or null, results."""
+    """Main of a grading process. Pipe `fd` brings a job, then numbered samples; back go lines: a number and
+    JSON, which is the job's error or null, then results."""
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
         os.close(fd)
@@ -181,15 +242,27 @@ def grade(fd: int):
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
+    os.register_at_fork(after_in_child=pipe.close)  # no child of the function's can read or write it
+    answers = open(fd, "wb", closefd=False)
+    pid = os.getpid()
+
+    def answer(number: bytes, result: bytes):
+        if os.getpid() != pid:  # a child has come back from the function: it must not answer for us
+            os._exit(0)
+        answers.write(number + b" " + result + b"\n")
+        answers.flush()
+
     complaint = None
+    number, _, job = pipe.recv_bytes().partition(b" ")
     try:
-        scorer = Scorer(Job(**json.loads(pipe.recv_bytes())))
+        scorer = Scorer(Job(**json.loads(job)))
     except Exception as error:
         complaint = " ".join(str(error).split())
-    pipe.send_bytes(json.dumps(complaint).encode())
+    answer(number, json.dumps(complaint).encode())
     with asyncio.Runner() as runner, contextlib.suppress(EOFError):
         while True:
-            pipe.send_bytes(scorer.score_sync(pipe.recv_bytes(), runner))
+            number, _, payload = pipe.recv_bytes().partition(b" ")
+            answer(number, scorer.score_sync(payload, runner))
 
 
 class Grader(threading.Thread):
@@ -208,7 +281,7 @@ class Grader(threading.Thread):
                 if not self.process:
                     self.open()
                     started = time.monotonic()
-                result = self.ask(payload, self.worker.job.timeout)
+                result = self.ask(number, payload, self.worker.job.timeout)
             except Exception as error:
                 self.close()
                 result = None  # it died: lost
@@ -221,26 +294,38 @@ class Grader(threading.Thread):
     def open(self):
         """Starts the process, which has loaded the function then. ValueError where it cannot; see `ask`."""
         self.pipe, its = Pipe()
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); "
-        code += f"import reward_worker; reward_worker.grade({its.fileno()})"
+        code = f"import sys; sys.path[0] = {str(HERE)!r}; from reward_worker import grade; "
+        code += f"del sys.modules['reward_worker']; grade({its.fileno()})"  # the user may have another one
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-u", "-c", code],
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # prints: to our log
             start_new_session=True,
         )
         its.close()
-        complaint = json.loads(self.ask(json.dumps(vars(self.worker.job)).encode(), START_S))
+        complaint = json.loads(self.ask(-1, json.dumps(vars(self.worker.job)).encode(), START_S))
         if complaint:
+            check_files(self.worker.job)
             raise ValueError(complaint)
 
-    def ask(self, message: bytes, timeout: float) -> bytes:
-        """The answer to a message. OSError or EOFError when the process dies, TimeoutError when overdue."""
-        self.pipe.send_bytes(message)
-        if not self.pipe.poll(min(timeout, 1e6)):  # it takes no infinity
-            raise TimeoutError(f"no result within {timeout:g} s")
-        return self.pipe.recv_bytes()
+    def ask(self, number: int, message: bytes, timeout: float) -> bytes:
+        """The answer to a message. OSError or EOFError when the process dies or answers anything but this
+        number, TimeoutError when overdue."""
+        due = time.monotonic() + min(timeout, 1e6)  # `poll` takes no infinity
+        self.pipe.send_bytes(b"%d " % number + message)
+        chunks = []
+        while not chunks or b"\n" not in chunks[-1]:
+            if not self.pipe.poll(max(0.0, due - time.monotonic())):
+                raise TimeoutError(f"no result within {timeout:g} s")
+            chunks.append(os.read(self.pipe.fileno(), 1 << 20))
+            if not chunks[-1]:
+                raise EOFError
+        line, _, rest = b"".join(chunks).partition(b"\n")
+        answered, _, result = line.partition(b" ")
+        if answered != b"%d" % number or rest:  # whatever has written here, it is not this sample's result
+            raise OSError("the grading process did not answer with the number of its sample")
+        return result
 
     def close(self):
         """Ends the process and whatever the function has started in it."""
@@ -265,10 +350,16 @@ class RewardLoopWorker:
         self.running = {}  # number -> (task, the timer that cuts it off), of an async function
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
         graders = [Grader(self) for _ in range(job.sync_processes)]  # their processes start when needed
-        if job.is_async:
-            self.scorer = Scorer(job)
-        else:
-            graders[0].open()  # shows whether the function can be loaded here
+        self.pid = os.getpid()
+        self.changed = None  # why an async function does not run here
+        try:
+            if job.is_async:
+                self.scorer = Scorer(job)
+            else:
+                graders[0].open()  # shows whether the function can be loaded here
+        except FileChanged as error:  # Ray has started this worker again during the run
+            graders[0].close()
+            self.changed = failure("error", str(error))
         for grader in graders:
             grader.start()
 
@@ -304,7 +395,9 @@ class RewardLoopWorker:
 
     async def _run(self, number, payload):
         started = time.monotonic()
-        result = await self.scorer.score(payload)
+        result = self.changed or await self.scorer.score(payload)
+        if os.getpid() != self.pid:  # a child has come back from the function: the loop is its parent's
+            os._exit(0)
         if number in self.running:  # else it came too late: the timeout has been reported
             _, timer = self.running.pop(number)
             timer.cancel()

@@ -20,6 +20,7 @@ KEPT_BY = {
     "every open file.": (
         "test_promises.test_every_row_of_a_file_gets_its_own_score",
         "test_reward_loop.test_forks_and_noise_of_the_function_give_no_other_sample_a_score",
+        "test_reward_loop.test_an_async_function_that_forks_gives_no_other_sample_a_score",
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
     ),
@@ -33,7 +34,9 @@ KEPT_BY = {
         "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
         "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
     ),
-    "A run scores all its samples with one version of the reward function.": (),
+    "A run scores all its samples with one version of the reward function.": (
+        "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
+    ),
     "A worker, a grading process or a node that dies costs no sample.": (
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
         "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -542,7 +543,8 @@ def test_what_a_function_of_groups_is_given(start):
     rows.insert(1, sample("ccc", response_length=20, prompt=other))
     rows.append(sample("dd", response_length=30, ground_truth="2"))  # of another task with the same prompt
     results = manager.score_batch(rows)
-    prompt, info = rows[0]["prompt"], rows[0]["extra_info"]
+    prompt = rows[0]["prompt"]
+    info = rows[0]["extra_info"] | {"num_turns": 2, "rollout_reward_scores": {}}
     assert [result["reward_extra_info"]["seen"] for result in results] == [
         ["test", ["a", "bb"], "1", info | {"step": 3}, prompt, [90, 10], 3],
         ["test", ["ccc"], "1", info, other, [20], None],
@@ -550,7 +552,7 @@ def test_what_a_function_of_groups_is_given(start):
         ["test", ["dd"], "2", info, prompt, [30], None],
     ]
     assert [result["reward_score"] for result in results] == [1 - 0.5, 3.0, 2.0, 2.0]  # each its own penalty
-    assert "changed" not in info
+    assert "changed" not in rows[0]["extra_info"]
     together = [future.result(30) for future in manager.submit_group(rows[:2])]  # whoever calls knows best
     assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
     assert manager.submit(rows[0]).result(30)["reward_extra_info"]["seen"][1] == ["a"]
@@ -759,6 +761,103 @@ def test_wrong_settings_are_told_at_start(local_ray, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_manager(**{"num_workers": 1} | options)
     assert "\n" not in str(caught.value)
+
+
+CHILDREN = ["child returns", "child raises", "child exits", "child ends"]
+
+
+def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
+    """A child that comes back from the function would answer for the next sample, and so on for ever."""
+    responses = [*CHILDREN, "child writes", "", "noise", "noise1 [[]]\n", "noise\0\0\0\5", ""] * 2
+    samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
+    results = shared("forks").score_batch(samples)
+    for index, (response, result) in enumerate(zip(responses, results)):
+        if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # such a sample loses its own answer only
+            assert result["status"] == "error" and result["reward_score"] is None
+            assert "no result, 6 times" in result["reward_extra_info"]["error"]
+        else:
+            assert result["reward_score"] == float(index)
+
+
+def test_an_async_function_that_forks_gives_no_other_sample_a_score(shared):
+    responses = [*CHILDREN, ""] * 4
+    samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
+    results = shared("forks_async").score_batch(samples)
+    assert [result["reward_score"] for result in results] == [float(index) for index in range(len(samples))]
+
+
+EDITED = """
+import os, weight_of_a_rule
+{kind}def rule(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "die" and not os.path.exists({mark!r}):
+        open({mark!r}, "w").close()
+        os._exit(1)
+    from parts_of_a_rule import later
+    return weight_of_a_rule.WEIGHT + later.WEIGHT
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "async "])
+@pytest.mark.parametrize("edited", ["rule.py", "weight_of_a_rule.py", "parts_of_a_rule/later.py"])
+def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, kind, edited):
+    """Whatever loads the function again after an edit, such as a new process, scores nothing with it."""
+    (tmp_path / "parts_of_a_rule").mkdir()
+    (tmp_path / "weight_of_a_rule.py").write_text("WEIGHT = 1.0\n")
+    (tmp_path / "parts_of_a_rule" / "later.py").write_text("WEIGHT = 1.0\n")
+    (tmp_path / "rule.py").write_text(EDITED.format(kind=kind, mark=str(tmp_path / "mark")))
+    manager = start(f"{tmp_path}/rule.py:rule")
+    assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
+    original = (tmp_path / edited).read_text()
+    (tmp_path / edited).write_text(original.replace("1.0", "100.0") + "def unfinished(:\n")
+    results = manager.score_batch([sample("die"), *[sample("one")] * 4])
+    assert {result["reward_score"] for result in results} <= {2.0, None}
+    (last,) = manager.score_batch([sample("one")])
+    assert last["status"] == "error" and f"{tmp_path / edited} has changed" in caplog.text
+    (tmp_path / edited).write_text(original)  # the remedy that the message names
+    if not kind:
+        assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
+
+
+NAMESAKES = """
+import compute_score, metrics
+from cluster import servers
+from toy import mine
+{kind}def rule(data_source, solution_str, ground_truth, extra_info):
+    import reward_worker
+    from tools import later
+    return metrics.WEIGHT + servers.WEIGHT + mine.WEIGHT + later.WEIGHT + reward_worker.WEIGHT
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
+    import metrics
+    import toy
+
+    weights = ["metrics", "cluster/servers", "toy/mine", "tools/later", "reward_worker"]
+    for place, name in enumerate(weights):
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        if file.parent != tmp_path:  # a folder without it gives way to a package of the same name
+            (file.parent / "__init__.py").touch()
+        file.write_text(f"WEIGHT = {10**place}\n")
+    (tmp_path / "rewards.py").write_text(NAMESAKES.format(kind=kind))
+    path = sys.path.copy()
+    (result,) = start(f"{tmp_path}/rewards.py:rule").score_batch([sample("one")])
+    assert result["reward_score"] == 11111.0, result
+    assert sys.modules["metrics"] is metrics and sys.modules["toy"] is toy and sys.path == path
+    assert importlib.import_module("tools.view_run") and importlib.import_module("cluster.placement")
+
+
+def test_what_verl_always_sets_is_there(start, tmp_path):
+    file = tmp_path / "turns.py"
+    file.write_text("def rule(data_source, solution_str, ground_truth, extra_info):\n"
+                    "    rewards = extra_info['rollout_reward_scores']\n"
+                    "    return float(extra_info['num_turns'] + len(rewards))\n")  # fmt: skip
+    manager = start(f"{file}:rule")
+    results = manager.score_batch([sample("one"), sample("one", num_turns=6)])
+    assert [result["reward_score"] for result in results] == [2.0, 6.0]
 
 
 def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):

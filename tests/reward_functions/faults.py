@@ -2,6 +2,7 @@
 
 import asyncio
 import collections.abc
+import contextlib
 import json
 import os
 import re
@@ -97,14 +98,35 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
 
 
 def forks(data_source, solution_str, ground_truth, extra_info):
-    """A child of its own comes back from the function, too; "noise" writes to all its sockets."""
-    if solution_str == "fork" and os.fork() == 0:
+    """Its children come back, raise or exit as the response says; "noise" writes to all open files."""
+    if solution_str.startswith("child") and os.fork() == 0:
+        leave(solution_str)
         return 99.0
-    if solution_str == "noise":
+    if solution_str.startswith("noise"):
         for fd in map(int, os.listdir("/proc/self/fd")):
-            if os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2].startswith("socket:"):
-                os.write(fd, b"\0\0\0\x05noise")
+            with contextlib.suppress(OSError):
+                os.write(fd, solution_str.removeprefix("noise").encode())
     return float(ground_truth)
+
+
+async def forks_async(data_source, solution_str, ground_truth, extra_info):
+    if solution_str.startswith("child") and os.fork() == 0:
+        leave(solution_str)
+        return 99.0
+    return float(ground_truth)
+
+
+def leave(response):
+    if response == "child raises":
+        raise RuntimeError("in a child")
+    if response == "child exits":
+        sys.exit(0)
+    if response == "child ends":
+        os._exit(0)
+    if response == "child writes":
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"0 [[[99.0, {}, \"ok\"]], false]\n")
 
 
 def names_columns(data_source, solution_str, ground_truth, extra_info, prompt, response_length=None):
