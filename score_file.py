@@ -12,8 +12,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pyarrow
@@ -22,7 +24,7 @@ import tyro
 
 from metrics import averages, no_verdict_rate
 from prepare_data import read_rows
-from reward_loop import STATUSES, RewardOptions, by_group, start_rewards
+from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
 
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # also where all are None
@@ -39,20 +41,48 @@ class Config(RewardOptions):
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
 
 
-def scored_before(partial: Path, header: str, resume: bool) -> dict[int, dict]:
-    """{row: result} of an interrupted run, from the file `partial`, whose first line says of what."""
+def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
+    """What the server at each address says of its model; None if it does not answer yet."""
+    headers = {"Authorization": "Bearer " + os.environ.get("ROUTER_API_KEY", "").strip()}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy may not reach the judge
+    models = {}
+    for name, address in addresses.items():
+        request = urllib.request.Request(f"http://{address}/v1/models", headers=headers)
+        models[name] = None
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            with opener.open(request, timeout=10) as answer:
+                card = json.load(answer)["data"][0]
+            models[name] = f"{card['id']} {card.get('root')}"  # two models may be served under one name
+    return models
+
+
+def is_same_run(before, header: dict) -> bool:
+    """Whether the results below one header may be continued below another one."""
+    if not isinstance(before, dict) or before.keys() != header.keys():
+        return False
+    for name, model in before["models"].items():
+        if model and header["models"].get(name) not in (None, model):
+            return False
+    return before | {"models": None} == header | {"models": None}
+
+
+def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
+    """{row: result} of an interrupted run, from the file `partial`, in which each start wrote its header."""
     if not partial.exists():
         return {}
     if not resume:
         raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
-    first, *lines = partial.read_text(encoding="utf-8").split("\n")
-    if first != header:
-        raise ValueError(f"{partial} belongs to another run, other data or another version of the reward "
-                         "function: delete it")  # fmt: skip
     done = {}
-    for line in lines:
-        with contextlib.suppress(ValueError):  # one may have been cut off
-            row, result = json.loads(line)
+    for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
+        entry = None
+        with contextlib.suppress(ValueError):  # a line may have been cut off
+            entry = json.loads(line)
+        if number == 0 or isinstance(entry, dict):
+            if not is_same_run(entry, header):
+                raise ValueError(f"{partial} belongs to another run, other data, another judge or another "
+                                 "version of the reward function: delete it")  # fmt: skip
+        elif entry:
+            row, result = entry
             done[row] = result
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
@@ -64,7 +94,8 @@ def score_the_rest(options, samples, done, partial: Path, header, on_result=lamb
         manager = start_rewards(options, stack)
         partial.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once
-        file.write("\n" if file.tell() else header + "\n")  # the last line may have been cut off
+        file.write("\n" if file.tell() else "")  # the last line may have been cut off
+        file.write(json.dumps(header) + "\n")
 
         def note(position, result):
             key = left[position]
@@ -127,14 +158,14 @@ def run(config: Config):
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
 
-    header = [  # what --resume may not change; the judge may have moved
-        config.reward_fn,
-        config.reward_kwargs,
-        config.genrm,
-    ]
-    for file in (config.data, job.function.rpartition(":")[0]):
-        header.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
-    header = json.dumps(header)
+    header = {  # what --resume may not change; the judge may have moved to another address
+        "reward_fn": config.reward_fn,
+        "reward_kwargs": config.reward_kwargs,
+        "genrm": list(config.genrm),
+        "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
+        "files": job.files,
+        "models": served_models(named("router_address", config.router_address)),
+    }
     done = scored_before(partial, header, config.resume)
     if job.sees_group:
         for group in by_group(rows):

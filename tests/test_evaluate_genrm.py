@@ -146,7 +146,7 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
     # a run killed before its first answer can go on, too
     assert progress[0].startswith("{") and progress[0].endswith("}\n")
-    assert len(judge.requests) == 18 and judge.model_lookups == 1
+    assert len(judge.requests) == 18 and judge.model_lookups == 2  # for the requests, and for --resume
     sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
     assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]

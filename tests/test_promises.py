@@ -36,6 +36,8 @@ KEPT_BY = {
     ),
     "A run scores all its samples with one version of the reward function.": (
         "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
+        "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",
+        "test_score_file.test_resume_notices_another_judge_behind_the_address",
     ),
     "A worker, a grading process or a node that dies costs no sample.": (
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",

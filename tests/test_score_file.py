@@ -1,6 +1,7 @@
 """Scoring a file: the command line, its errors, and runs that are stopped, killed and resumed."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -181,6 +182,36 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
 
 
+def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # noqa: F811
+    """Its scores would be mixed with those of the first one; a judge that did not answer yet is no other."""
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
+    partial = tmp_path / "scored.jsonl.partial.jsonl"
+    port = free_port()
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.jsonl", reward_fn="compute_score.py:compute_score_fapo",
+        router_address=(f"127.0.0.1:{port}",), num_workers=1, resume=True,
+        reward_kwargs='{"genrm_timeout_s": 2}')  # fmt: skip
+    with pytest.raises(RuntimeError, match="1 samples have no score"):
+        score_file.run(config)
+    serve(critic, port)
+    score_file.run(config)  # the first start did not know the judge
+    assert json.loads(config.out.read_text())["reward_score"] == 1.0
+
+    config.out.unlink()
+    header = {"reward_fn": config.reward_fn, "reward_kwargs": config.reward_kwargs, "genrm": []}
+    header["data"] = hashlib.sha256(data.read_bytes()).hexdigest()
+    header["files"] = config.check_rewards().files
+    for model, is_other in (("judge None", False), ("another-judge None", True), ("judge /models/b", True)):
+        header["models"] = {"genrm": model}
+        partial.write_text(json.dumps(header) + "\n")
+        config.out.unlink(missing_ok=True)
+        if is_other:
+            with pytest.raises(ValueError, match="another judge"):
+                score_file.run(config)
+        else:
+            score_file.run(config)
+
+
 def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path):
     prompts = [[{"role": "user", "content": text}] for text in "xyzx" * 2]
     rows = [sample(text, prompt=prompt) for text, prompt in zip(["a", "raise", "none", "b"] * 2, prompts)]
@@ -248,7 +279,7 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130 and "interrupted; --resume goes on" in said and "Traceback" not in said
     running = subprocess.Popen([*command, "--resume"], start_new_session=True)
-    until(lambda: partial.read_text().count("\n") > 31, 60)  # with two headers
+    until(lambda: partial.read_text().count("\n") > 32, 60)  # with the headers of both starts
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     with partial.open("a") as file:

@@ -34,7 +34,7 @@ import tyro
 import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, json_object
-from score_file import score_the_rest, scored_before
+from score_file import score_the_rest, scored_before, served_models
 
 
 @dataclass
@@ -194,7 +194,8 @@ async def chat_settings(config: Config) -> dict:
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config))
-    header = json.dumps(chat)  # what an answer depends on, beside its row's prompt and label
+    # What an answer depends on, besides the prompt and the label of its row.
+    header = chat | {"models": served_models({"genrm": config.router_address})}
     progress = Path(f"{config.out}.jsonl")
     done = scored_before(progress, header, resume=True)  # {name of a critique: result}
     samples = {}
