@@ -34,14 +34,15 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     count = known.sum(1, keepdim=True)
     mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known, rewards_P_G - mean, 0.0)
-    # A group without spread can have a std of rounding errors, which the division would blow up.
+    # The std of a group without spread can consist of rounding errors, which the division would blow up.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
+    has_spread = highest - lowest > 1e-9 * torch.maximum(highest.abs(), lowest.abs())
     if divide_by_std:
         scale = centred.abs().amax(1, keepdim=True).clamp(min=1)  # squares of huge rewards would overflow
         variance = (centred / scale).square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (scale * variance.sqrt() + 1e-6)
-    return torch.where(highest > lowest, centred, 0.0)
+    return torch.where(has_spread, centred, 0.0)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:

@@ -23,6 +23,11 @@ def mean(values) -> float | None:
     return sum(known) / len(known)
 
 
+def is_bounded(value) -> bool:
+    """Whether a value of the user's function can be averaged: no NaN, and no number whose sum overflows."""
+    return isinstance(value, (int, float)) and abs(value) <= 1e300
+
+
 def averages(infos: list[dict]) -> dict:
     """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
 
@@ -31,8 +36,7 @@ def averages(infos: list[dict]) -> dict:
     numbers = {}
     for info in infos:
         for key, value in info.items():
-            # No NaN, and no integer too large for a float, which a model may write out.
-            is_number = isinstance(value, (int, float)) and abs(value) <= 1e308
+            is_number = is_bounded(value)
             if key.endswith("flawed_positive"):
                 key = f"{key}_rate"
                 is_number = is_number and info.get("acc") == 1
@@ -55,10 +59,11 @@ def reward_metrics(samples: list) -> dict:
     statuses = Counter()
     shared = []
     for info in infos:
-        status = info.get("genrm_status", "skipped")
+        status = str(info.get("genrm_status", "skipped"))  # a function may return anything
         if status != "skipped":
             statuses[status] += 1
-            shared.append(info.get("genrm_shared"))
+            if is_bounded(info.get("genrm_shared")):
+                shared.append(info["genrm_shared"])
     asked = statuses.total()
     if asked:
         metrics["genrm/asked"] = asked

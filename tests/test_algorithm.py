@@ -483,3 +483,11 @@ def test_half_a_character_is_not_taken_for_the_next_paragraph(first):
     text, decode = tokenizer.decode(ids), decoding(tokenizer)
     assert ids[: len(before)] == before and len(decode(before[:-3])) > len(decode(before))
     assert count_tokens_before(1, text, ids, decode) == len(before)
+
+
+def test_scores_that_differ_by_rounding_alone_are_equal():
+    """0.1 + 0.2 is not 0.3 for a computer; a group of such scores has no learning signal."""
+    close = torch.tensor([[0.1 + 0.2, 0.3], [2.0**24 + 1, 2.0**24]], dtype=torch.float64)
+    advantages = compute_advantages(close)
+    assert advantages[0].tolist() == [0.0, 0.0]
+    assert advantages[1].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)

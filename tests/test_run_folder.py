@@ -95,6 +95,19 @@ def test_reward_metrics_by_hand():
     }  # fmt: skip
 
 
+def test_odd_values_of_a_reward_function_end_no_run():
+    """Whatever a function returns as a further key, it is left out of the metrics if it has no mean."""
+    odd = ["text", 10**400, ["list"], {"a": 1}, None, math.nan, 1e308, 1e308]
+    samples = []
+    for value in odd:
+        info = {"acc": True, "extra": value, "genrm_status": value, "genrm_shared": value}
+        samples.append(Sample({}, [1], result={"reward_score": 1.0, "reward_extra_info": info}))
+    metrics = reward_metrics(samples)
+    assert metrics["genrm/asked"] == len(odd) and metrics["genrm/error_rate"] == 1.0
+    assert metrics["genrm/shared"] is None and "reward/extra" not in metrics
+    json.dumps(metrics, allow_nan=False)
+
+
 def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew'
