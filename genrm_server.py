@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -357,9 +358,21 @@ def complete(config: Config) -> Config:
     if path.exists():
         config.model = str(path.absolute())  # not resolved: a link may lead elsewhere on each node
     if config.device == "auto":
-        import torch  # only here: it takes seconds to import
-        config.device = "cuda" if torch.cuda.is_available() else "cpu"
+        config.device = choose_device()
     return config
+
+
+def choose_device() -> str:
+    """cuda if PyTorch can use a GPU, else cpu. ValueError if there is a GPU that PyTorch cannot use."""
+    import torch  # only here: it takes seconds to import
+    if torch.cuda.is_available():
+        return "cuda"
+    with contextlib.suppress(OSError):  # there is no such program
+        if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
+            raise ValueError(
+                f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
+                "the vllm that fits the driver (see requirements.txt), or pass --device cpu")
+    return "cpu"
 
 
 def deal_gpus(config: Config, part: int) -> str:

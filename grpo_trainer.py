@@ -460,8 +460,8 @@ def evaluate(run: Run) -> None:
     metrics = validation_metrics(groups)
     if config.val_greedy:
         metrics |= validation_metrics(answers(run, 0.0, 1), "greedy")
-    log.metrics({"step": step} | metrics)
     log.samples(step, "val", groups, run.eos_ids, run.decode)
+    log.metrics({"step": step} | metrics)  # last: a step with these metrics counts as evaluated
 
 
 def answers(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:

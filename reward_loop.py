@@ -319,8 +319,12 @@ class RewardLoopManager:
         connect_ray()
         import ray
         self._ray = ray
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        num_workers = self.options.num_workers or max(2, nodes)
+        nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+        for address in addresses.values():
+            if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
+                raise ValueError(f"--router-address {address}: workers on other nodes cannot reach it; start "
+                                 "the router with --host 0.0.0.0 and a key")  # fmt: skip
+        num_workers = self.options.num_workers or max(2, len(nodes))
         processes = self.options.sync_processes
         if not processes:
             processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)

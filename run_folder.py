@@ -191,8 +191,13 @@ class Log:
 
     def rewind(self, step: int):
         """Drops the lines of later steps."""
-        self.recent = lines_until(step, self.folder / "samples.jsonl")  # soon those of the last steps only
         self.history = lines_until(step, self.folder / "metrics.jsonl")
+        evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self.recent = []  # soon the samples of the last steps only
+        for line in lines_until(step, self.folder / "samples.jsonl"):
+            if line["split"] != "val" or line["step"] in evaluated:  # else the evaluation is repeated
+                self.recent.append(line)
+        write_lines(self.folder / "samples.jsonl", self.recent)
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line, without what is None, and prints a part of it. What comes later for that

@@ -53,6 +53,22 @@ def test_a_change_applies_to_todays_files(diff, copy):
         compile(path.read_text(), str(path), "exec")
 
 
+def test_the_page_names_the_pairs_of_changes_that_do_not_apply_together(copy):
+    text = (FOLDER / "README.md").read_text()
+    sentence = re.search(r"These pairs change the same lines.*?: (.*?)\.\n", text, re.S)[1]
+    named = {frozenset(re.findall(r"`(\w+)`", pair)) for pair in sentence.split(";")}
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
+    clashing = set()
+    for first in DIFFS:
+        apply(first, copy)
+        for second in DIFFS[DIFFS.index(first) + 1 :]:
+            check = ["git", "apply", "--check", str(second)]
+            if subprocess.run(check, cwd=copy, env=outside, capture_output=True).returncode:
+                clashing.add(frozenset((first.stem, second.stem)))
+        subprocess.run(["git", "apply", "--reverse", str(first)], cwd=copy, env=outside, check=True)
+    assert clashing == named
+
+
 @pytest.mark.slow
 @each_change
 def test_a_change_does_what_it_says(diff, copy):

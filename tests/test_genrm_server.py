@@ -286,6 +286,17 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
         assert told(servers)["argv"][-2:] == ["--gpu-memory-utilization", "0.2"]  # vLLM takes the last one
 
 
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
+    program = stand_in.parent / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
+    program.chmod(0o755)
+    assert complete(settings(stand_in, device="auto")).device == "cpu"
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU.*, or pass --device cpu"):
+        complete(settings(stand_in, device="auto"))
+    assert complete(settings(stand_in)).device == "cpu"
+
+
 @pytest.mark.parametrize(
     "changes, expected",
     [

@@ -66,7 +66,8 @@ def start(local_ray):
 def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch, nodes, num_workers, expected):
     import ray
 
-    there = [{"Alive": True}] * nodes + [{"Alive": False}]
+    alive = [{"Alive": True, "NodeManagerAddress": f"10.0.0.{node}"} for node in range(nodes)]
+    there = [*alive, {"Alive": False}]
     monkeypatch.setattr(ray, "nodes", lambda: there)
     manager = start(f"{FAULTS}:sync_fault", num_workers=num_workers)
     assert len(manager._workers) == expected
@@ -858,6 +859,14 @@ def test_what_verl_always_sets_is_there(start, tmp_path):
     manager = start(f"{file}:rule")
     results = manager.score_batch([sample("one"), sample("one", num_turns=6)])
     assert [result["reward_score"] for result in results] == [2.0, 6.0]
+
+
+def test_a_loopback_address_is_rejected_if_workers_are_on_other_machines(start, local_ray, monkeypatch):
+    node = {"Alive": True, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 1.0}}
+    nodes = local_ray.nodes()
+    monkeypatch.setattr(local_ray, "nodes", lambda: [*nodes, node])
+    with pytest.raises(ValueError, match="--router-address 127.0.0.1:1: workers on other nodes cannot reach"):
+        start(f"{FAULTS}:sync_fault", router_address=("127.0.0.1:1",))
 
 
 def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):

@@ -108,6 +108,16 @@ def test_odd_values_of_a_reward_function_end_no_run():
     json.dumps(metrics, allow_nan=False)
 
 
+def test_samples_of_an_evaluation_that_was_cut_short_are_dropped_on_resume(tmp_path):
+    """Their step has no metrics of an evaluation, so that the evaluation is repeated."""
+    metrics = '{"step": 0, "val/a/mean@1": 0.5}\n{"step": 2, "reward/mean": 0}\n'
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    lines = [f'{{"step": {step}, "split": "{split}"}}\n' for step in (0, 2) for split in ("train", "val")]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=2)
+    assert (tmp_path / "samples.jsonl").read_text() == "".join(lines[:3])
+
+
 def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew'
