@@ -127,6 +127,31 @@ def shapes(tmp_path_factory):
     return folder
 
 
+def plan_of(shapes, *more):
+    arguments = ["--model", str(shapes / "7b"), "--train-file", "t", "--out-dir", "o", *more]
+    arguments += ["--gpu-gb", "80"]
+    config = parse("tools.plan_run", arguments)
+    return plan_run.report(config.settled(sum(config.gpus)), num_rows=1)
+
+
+def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):
+    more = ["--policy-ranks", "2", "--rollout-servers", "2", "--rollout-tensor-parallel"]
+    text = plan_of(shapes, *more, "2", "--gpus", "4", "4")
+    on = dict(re.findall(r"^(node \d, 4 GPUs): (.*)", text, re.M))
+    held = sorted(", ".join(on.values()).split(", "))
+    assert held == ["policy server 0 (2 GPUs)", "policy server 1 (2 GPUs)", "rank 0", "rank 1"]
+    with pytest.raises(ValueError, match="--gpus 3 3 2: no node has 4 GPUs left"):
+        plan_of(shapes, "--rollout-tensor-parallel", "4", "--gpus", "3", "3", "2")
+
+
+@pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 of keys
+def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits):
+    text = plan_of(shapes, "--rollout-tensor-parallel", str(gpus), "--gpus", str(gpus + 1))
+    (line,) = re.findall("policy server: .*", text)
+    assert line.endswith("it fits") == fits
+    assert (f"vLLM cannot split its 28 attention heads over {gpus} GPUs; take fewer" in line) != fits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_GPU)
 def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):

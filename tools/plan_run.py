@@ -2,6 +2,7 @@
 
     python -m tools.plan_run --model PATH ...                          # the trainer's flags
     python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that is not here
+    python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
 Checks everything that the trainer checks, then prints an estimate from the models' config.json alone. With
 GPUs it also reserves all of the run in Ray, says which node got what, and gives it back (with --gpus: says
@@ -40,7 +41,8 @@ SAMPLER_COPIES = 6  # of the logits, float32, as it sorts them for top-p
 class Config(grpo_trainer.Config):
     """The run that is planned, by the trainer's flags, and the GPUs for it."""
 
-    gpus: int = 0  # Plan for so many GPUs, which need not be here; 0: for the machines of the Ray cluster.
+    # GPUs of each planned node: 8, or 4 4 for two nodes. They need not be here; default: the Ray cluster's.
+    gpus: tuple[int, ...] = ()
     gpu_gb: float = 0.0  # Memory of a GPU; 0: that of the cluster's, or 80 where it cannot be asked for.
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
@@ -227,11 +229,20 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         return f"{have:9.2f} GB  {name}: what it takes is unknown"
     room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
+    if not splits_heads(text, gpus):
+        heads = text.num_attention_heads
+        fits = f"vLLM cannot split its {heads} attention heads over {gpus} GPUs; take fewer"
     line = f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
     if server.gpu_share < 1:
         fixed = f"{1000 * cache:.0f}000000"
         line += f"\n              vLLM measures no neighbour with --kv-cache-memory-bytes {fixed}"
     return line
+
+
+def splits_heads(text, gpus: int) -> bool:
+    """Whether vLLM takes so many GPUs: each has the same number of heads, and of grouped keys or copies."""
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return text.num_attention_heads % gpus == 0 and (groups % gpus == 0 or gpus % groups == 0)
 
 
 def told(server, flag: str, default: float) -> float:
@@ -247,9 +258,10 @@ def placement(config) -> dict[str, list[str]]:
     parts = parts_of(config)
     bundles = defaultdict(list)  # (node, number) -> who is in it
     if config.gpus:
-        _, where = layout(parts, config.gpus)
+        needed, where = layout(parts, sum(config.gpus))
+        nodes = nodes_of([bundle.get("GPU", 0) for bundle in needed], config.gpus)
         for (name, number), (bundle, share) in where.items():
-            bundles[f"{config.gpus} GPUs", bundle].append(described(name, number, share))
+            bundles[nodes[bundle], bundle].append(described(name, number, share))
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         places = Places(parts)
@@ -262,6 +274,30 @@ def placement(config) -> dict[str, list[str]]:
     for node, bundle in sorted(bundles):
         held[node].append(" + ".join(bundles[node, bundle]))
     return held
+
+
+def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
+    """The node of each bundle, which needs this many whole GPUs: the first node that has them left.
+
+    ValueError if a bundle fits on no node: a server or a rank cannot have GPUs of several nodes.
+    """
+    free = list(gpus)
+    nodes = []
+    for count in needed:
+        fitting = [node for node, left in enumerate(free) if left >= count]
+        if not fitting:
+            here = " ".join(map(str, gpus))
+            raise ValueError(
+                f"--gpus {here}: no node has {count:g} GPUs left for a server that needs them together; add "
+                "GPUs, or lower the tensor parallelism"
+            )
+        node = fitting[0]
+        free[node] -= count
+        name = f"{gpus[node]} GPUs"
+        if len(gpus) > 1:
+            name = f"node {node}, {name}"
+        nodes.append(name)
+    return nodes
 
 
 def described(name: str, number: int, gpus: float) -> str:
@@ -292,7 +328,7 @@ def main() -> None:
         run = grpo_trainer.Run(tyro.cli(Config, description=__doc__))
         config = run.config
         started = not config.gpus and reward_loop.connect_ray()
-        gpus = config.gpus or ray.cluster_resources().get("GPU", 0)
+        gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
         print(report(config.settled(gpus), len(run.train_rows)))
         if started:
             ray.shutdown()
