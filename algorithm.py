@@ -218,23 +218,60 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
     """How many tokens of a response come before one of its paragraphs.
 
     paragraph: counted from 0, as compute_score.split_paragraphs does; one that is missing begins with the
-    last token, by which the response ended. text: what decode(ids) gives. A token across the boundary belongs
-    to the later paragraph. Nothing is encoded again, which could give other tokens: bisection finds the first
-    token up to which the decoded text is all that precedes the paragraph, and more.
+    last token, by which the response ended. The rest as in tokens_before.
     """
     starts = paragraph_starts(text)
-    low, high = 0, len(ids) - 1
     if paragraph >= len(starts):
-        return high
-    before = text[: starts[paragraph]]
-    while low < high:
-        middle = (low + high) // 2
-        decoded = decode(ids[: middle + 1])
-        if decoded.startswith(before) and decoded != before:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+        return len(ids) - 1
+    return tokens_before([starts[paragraph]], text, ids, decode)[0]
+
+
+def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
+    """How many tokens of a response come before each of these places in its text, which ascend.
+
+    text: what decode(ids) gives. A token across a place belongs to what follows. Nothing is encoded again,
+    which could give other tokens: the search is for the first token up to which the decoded text is all that
+    precedes the place, and more. It goes on from place to place and decodes only what is near.
+    """
+    counts = []
+    low, last = 0, len(ids) - 1
+    first, offset = 0, 0  # decoding begins with this token, whose text begins here
+    for place in places:
+        before = text[offset:place]
+        reach = 8
+        high = min(low + reach, last)
+        while high < last and not goes_beyond(before, decode(ids[first : high + 1])):
+            low = high + 1
+            reach *= 2
+            high = min(low + reach, last)
+        while low < high:
+            middle = (low + high) // 2
+            if goes_beyond(before, decode(ids[first : middle + 1])):
+                high = middle
+            else:
+                low = middle + 1
+        counts.append(low)
+        first, offset = later_start(first, offset, low, text, ids, decode)
+    return counts
+
+
+def goes_beyond(before: str, decoded: str) -> bool:
+    return decoded.startswith(before) and decoded != before
+
+
+def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
+    """A token a little before `end` to begin decoding with, and where its text begins.
+
+    Decoders drop a space at the start, and join the bytes of a character. So the tokens between the new start
+    and `end` must decode to what stands there in the text; else the old start remains.
+    """
+    decoded = decode(ids[first:end])
+    for context in (8, 32):
+        near = decode(ids[end - context : end])
+        fits = near.strip() and near[0] != "\ufffd" and decoded.endswith(near)
+        if end - context > first and fits and text.startswith(decoded, offset):
+            return end - context, offset + len(decoded) - len(near)
+    return first, offset
 
 
 # ---- losses: one function and one line in the table for each

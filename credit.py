@@ -15,7 +15,13 @@ from itertools import chain
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from algorithm import ADVANTAGES, count_tokens_before, paragraph_starts, spare_good_prefix
+from algorithm import (
+    ADVANTAGES,
+    count_tokens_before,
+    paragraph_starts,
+    spare_good_prefix,
+    tokens_before,
+)
 from policy import PolicyOptions, Sample
 
 
@@ -120,9 +126,6 @@ class Groups:
         self.need(key)
         return self.tensor([number_of(info.get(key)) for info in self.infos])
 
-    def tokens_before(self, place, sample):
-        return count_tokens_before(place, sample.text, sample.response_ids, self.decode)
-
     @cached_property
     def prefixes_P_G(self):
         """Tokens before the first wrong paragraph; 0: there is none. NaN: `first_wrong` is not a number."""
@@ -134,7 +137,7 @@ class Groups:
             if place <= 0:
                 prefix = 0
             elif place > 0:
-                prefix = self.tokens_before(int(place), sample)
+                prefix = count_tokens_before(int(place), sample.text, sample.response_ids, self.decode)
             prefixes.append(prefix)
         return self.tensor(prefixes)
 
@@ -148,9 +151,8 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            starts = []  # of the paragraphs with a score, and of the first one without
-            for place in range(min(len(scores) + 1, len(paragraph_starts(sample.text)))):
-                starts.append(self.tokens_before(place, sample))
+            places = paragraph_starts(sample.text)[: len(scores) + 1]  # with a score, and the first without
+            starts = tokens_before(places, sample.text, sample.response_ids, self.decode)
             numbers = [*map(number_of, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
             paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))

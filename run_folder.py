@@ -311,13 +311,11 @@ def line_of(sample, eos_ids, decode) -> dict:
 
 def paragraph_advantages(sample, decode) -> list[float]:
     """That of each paragraph's first token."""
-    from algorithm import count_tokens_before, paragraph_starts
+    from algorithm import paragraph_starts, tokens_before
 
-    advantages = []
-    for place in range(len(paragraph_starts(sample.text))):
-        start = count_tokens_before(place, sample.text, sample.response_ids, decode)
-        advantages.append(sample.token_advantages[start])
-    return advantages
+    places = paragraph_starts(sample.text)
+    starts = tokens_before(places, sample.text, sample.response_ids, decode)
+    return [sample.token_advantages[start] for start in starts]
 
 
 def accuracies(line: dict) -> list[str]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import algorithm
@@ -20,6 +20,8 @@ from algorithm import (
     compute_policy_loss,
     count_tokens_before,
     overlong_penalty,
+    paragraph_starts,
+    tokens_before,
 )
 from compute_score import split_paragraphs
 from policy import PolicyOptions, Sample
@@ -491,3 +493,32 @@ def test_scores_that_differ_by_rounding_alone_are_equal():
     advantages = compute_advantages(close)
     assert advantages[0].tolist() == [0.0, 0.0]
     assert advantages[1].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+
+
+def first_token_beyond(start, text, ids, decode):
+    """The definition: the first token up to which the text is what comes before, and more."""
+    for count in range(len(ids) - 1):
+        decoded = decode(ids[: count + 1])
+        if decoded.startswith(text[:start]) and decoded != text[:start]:
+            return count
+    return len(ids) - 1
+
+
+@pytest.mark.slow
+def test_tokens_before_places_are_those_of_the_definition_for_any_tokens():
+    """Bytes of one character in several tokens, tokens across a boundary, many line breaks."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = byte_level, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=byte_level.alphabet())
+    bpe.train_from_iterator(["So x=3.\n\n Then \u00dcber 4.\n\n\U0001f600 end\n\n\n\n"] * 3, trainer)
+    breaks = [number for number in range(bpe.get_vocab_size()) if "\n" in bpe.decode([number])]
+    rng = random.Random(0)
+    for _ in range(500):
+        ids = []
+        for _ in range(rng.randint(1, 60)):
+            ids.append(rng.choice(breaks) if rng.random() < 0.3 else rng.randrange(bpe.get_vocab_size()))
+        text = bpe.decode(ids)
+        places = paragraph_starts(text)
+        expected = [first_token_beyond(place, text, ids, bpe.decode) for place in places]
+        assert tokens_before(places, text, ids, bpe.decode) == expected, (text, ids)
