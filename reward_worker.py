@@ -142,6 +142,7 @@ class Scorer:
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
+        self.is_spent = False  # its event loop must not be used again
         check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
         check_files(job)  # loading may have taken long
@@ -166,7 +167,11 @@ class Scorer:
             arguments = pickle.loads(payload)
             value = self.function(**arguments)
             if inspect.isawaitable(value):
-                value = runner.run(asyncio.wait_for(value, None))
+                try:
+                    value = runner.run(asyncio.wait_for(value, None))
+                except (SystemExit, KeyboardInterrupt):
+                    self.is_spent = True  # the event loop would raise it again for the next sample
+                    raise
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", describe(error, self.file), may_pass(error))
@@ -260,7 +265,7 @@ def grade(fd: int):
         complaint = " ".join(str(error).split())
     answer(number, json.dumps(complaint).encode())
     with asyncio.Runner() as runner, contextlib.suppress(EOFError):
-        while True:
+        while not scorer.is_spent:
             number, _, payload = pipe.recv_bytes().partition(b" ")
             answer(number, scorer.score_sync(payload, runner))
 

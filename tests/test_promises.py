@@ -21,6 +21,7 @@ KEPT_BY = {
         "test_promises.test_every_row_of_a_file_gets_its_own_score",
         "test_reward_loop.test_forks_and_noise_of_the_function_give_no_other_sample_a_score",
         "test_reward_loop.test_an_async_function_that_forks_gives_no_other_sample_a_score",
+        "test_reward_loop.test_sys_exit_in_a_task_costs_its_own_sample",
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
     ),

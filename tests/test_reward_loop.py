@@ -467,6 +467,14 @@ def test_async_function_that_ends_its_worker(shared):
     assert "no result, 6 times" in results[30]["reward_extra_info"]["error"]
 
 
+def test_sys_exit_in_a_task_costs_its_own_sample(shared):
+    """A SystemExit in a task leaves an event loop that would raise it again for the next sample."""
+    texts = ["one"] * 9 + ["exit_in_a_task"] + ["one"] * 9
+    results = shared("async_fault").score_batch([sample(text) for text in texts])
+    assert [result["status"] for result in results] == ["ok"] * 9 + ["error"] + ["ok"] * 9
+    assert results[9]["reward_score"] is None
+
+
 def test_each_sample_has_its_own_extra_info(start):
     manager = start(f"{FAULTS}:mutates")
     shared = {"list": ["a"]}

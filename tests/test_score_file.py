@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
@@ -245,6 +247,19 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     write_jsonl(data, [{name: row[name] for name in row if name != "prompt"} for row in rows])
     with pytest.raises(ValueError, match="row 0: no 'prompt'"):
         score_file.run(config)
+
+
+def test_rows_without_some_columns_become_parquet(tmp_path):
+    rows = [sample("one"), sample("none", extra="x")]
+    data = tmp_path / "responses.parquet"
+    pq.write_table(pa.Table.from_pylist([rows[0] | {"extra": None}, rows[1]]), data)
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.parquet", reward_fn=f"{FAULTS}:sync_fault", num_workers=1,
+        max_no_verdict_rate=1.0)  # fmt: skip
+    score_file.run(config)
+    written = pq.read_table(config.out).to_pylist()
+    assert [row["reward_score"] for row in written] == [1.0, None]
+    assert [row["extra"] for row in written] == [None, "x"]
 
 
 def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
