@@ -210,9 +210,9 @@ START((?:[\w.]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\
 ^\(?([A-J])\)?:?$                           → \1
 # The end of a row before nothing, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
-[(\[]\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
+[(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
 \\\$(\d[\d.]*)                              → \1dollars
-square~([a-z]+)$                            → \1^2
+sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
 ^(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
@@ -229,15 +229,17 @@ for _short, _long in {
 _SPELLINGS = re.findall(r"^(\S+) +→ ?(\S*)$", _SPELLINGS, re.MULTILINE)
 
 # A name of a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx; and m+n, which AIME asks for
-_LETTER = r"(?:(?:[a-zA-Z]|\\(?:angle|triangle|ell|sin|cos|tan|cot|sec|csc|GREEK)(?![a-zA-Z])) ?)"
+_TRIG = "sin|cos|tan|cot|sec|csc"
 _GREEK = (
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
     "upsilon|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)"
 )
-_LETTER = _LETTER.replace("GREEK", _GREEK)
+_LETTER = rf"angle|triangle|ell|vec|overrightarrow|bar|hat|det|gcd|{_TRIG}|{_GREEK}"
+_LETTER = rf"(?:(?:[a-zA-Z]|\\(?:{_LETTER})(?![a-zA-Z])) ?)"
 _NAME = rf"{_LETTER}+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?(?:\((?:[^()=<>+^-]|(?<=[(,])-)*\))?"
 _NAME = (
-    rf"(?:{_NAME}|\((?:{_NAME},)+{_NAME}\)|\|[A-Z]{{2,}}\||\[[A-Z]{{3,}}\]|\\frac\{{d\w?\}}\{{d\w\}})"
+    rf"(?:{_NAME}|\((?:{_NAME},)+{_NAME}\)|\|[A-Z]{{2,}}\||\[[A-Z]{{3,}}\]|\\frac\{{d\w?\}}\{{d\w\}}"
+    rf"|\\(?:{_TRIG}) ?(?:\d+{_LETTER}|\\frac\{{\d*{_LETTER}\}}\{{\d+\}}))"
 )
 _CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) ?|[^a-zA-Z\\=<>])+")
 _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")

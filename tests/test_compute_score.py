@@ -272,6 +272,8 @@ the answer is not 7 | 7
 x=7 \lor x=8 | 8
 x<2 \text{ or } x>5 | x<2 \text{ and } x>5
 |\theta|=3 | 3
+\sin 2\theta = \frac12 | \sin\theta = \frac12
+\det A=5 | \det B=5
 \ln x=2 | 2
 x_1=2,x_2=3 | x_1=3,x_2=2
 x=2,y=3 | x=3,y=2
@@ -305,6 +307,12 @@ e^\pi | e^{\pi}
 \sqrt [ 3 ] { 2 } | \sqrt[3]{2}
 \begin { pmatrix } 1 \\ 2 \end { pmatrix } | \begin{pmatrix}1\\2\end{pmatrix}
 \left(\begin{array}{c} 1 \\ 2 \end{array}\right) | \begin{pmatrix}1\\2\end{pmatrix}
+\gcd(12,18)=6 | 6
+\sin 2\theta = \frac12 | \frac{1}{2}
+\tan\frac{\alpha}{2} = 2 | 2
+\vec{v} = (1,2) | (1,2)
+7\text{ sq ft} | 7\text{ ft}^2
+\left[\begin{matrix} 1 \\ 2 \end{matrix}\right] | \begin{pmatrix}1\\2\end{pmatrix}
 x=2, x=3 | 2,3
 \mu=40, \sigma^2=800 | \mu = 40,\ \sigma^{2} = 800
 \{1,2\} | \lbrace 1,2 \rbrace
