@@ -12,6 +12,7 @@ import shlex
 import shutil
 import threading
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import ray
@@ -181,7 +182,8 @@ class Run:
         note_start(config, self.step)
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
-        print(f"page that follows this run: python -m tools.view_run {folder} --serve", flush=True)
+        if find_spec("tools"):  # a copy of the top level has no page
+            print(f"page that follows this run: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
         if shares_gpus:  # first the judge, which takes its share of the memory and sleeps

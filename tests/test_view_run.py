@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import types
 import urllib.error
@@ -673,14 +674,15 @@ def test_a_browser_shows_what_a_run_writes_while_its_page_is_open(served, monkey
 
 
 @in_browser
-def test_the_page_tells_each_start_of_a_run(tmp_path):
+def test_the_page_tells_each_start_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "grpo_trainer.py", "--lr", "3e-5"])
     run = write_run(tmp_path / "run", [line()])
     config = types.SimpleNamespace(out_dir=str(run), device="cpu")
     note_start(config, 0)
     note_start(config, 20)
     starts = part(dom(view_run.write_page([run])), "starts")
     assert starts.count(", started") == 1 and starts.count(", resumed after step 20") == 1
-    assert starts.count("pytest") == 2 and f"python {platform.python_version()}" in starts
+    assert starts.count("--lr 3e-5") == 2 and f"python {platform.python_version()}" in starts
     assert re.search("torch [0-9.]+", starts) and "device cpu" in starts
 
 
