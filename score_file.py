@@ -158,6 +158,12 @@ def run(config: Config):
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
 
+    for row in rows:
+        theirs = COLUMNS.keys() & row.keys()
+        if theirs and len(theirs) < len(COLUMNS):  # with all of them it was scored before
+            raise ValueError(f"--data {config.data}: the column {min(theirs)!r} would be overwritten by a "
+                             "column of the result: rename it")  # fmt: skip
+
     header = {  # what --resume may not change; the judge may have moved to another address
         "reward_fn": config.reward_fn,
         "reward_kwargs": config.reward_kwargs,

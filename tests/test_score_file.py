@@ -52,6 +52,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     no_truth = row | {"response": "r", "reward_model": {"ground_truth": None}}
     write_jsonl(tmp_path / "no_truth.jsonl", [no_truth])
     (tmp_path / "fake.parquet").write_text("PAR?")
+    write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
@@ -60,6 +61,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
+        (dict(data=tmp_path / "status.jsonl", out=out), "the column 'status' would be overwritten"),
         (dict(data=good, out=tmp_path / "out.csv"), "must end with .jsonl"),
         (dict(data=good, out=tmp_path / "out.parquet"), "or as data with .parquet"),
         (dict(data=good, out=out, reward_kwargs="{"), "no JSON object"),
@@ -85,7 +87,8 @@ def test_command_line_scores_a_file(tmp_path):
     import pyarrow.parquet
 
     responses = ["acc", "other_keys", "raise", "none"] * 5
-    rows = [sample(response, score=1, status="old") for response in responses]
+    scored_before = {"reward_score": 7.0, "status": "old", "reward_extra_info": "{}"}
+    rows = [sample(response, score=1, **scored_before) for response in responses]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "responses.parquet")
     arguments = ["--data", tmp_path / "responses.parquet", "--reward-fn", f"{FAULTS}:sync_fault"]
     arguments += ["--max-no-verdict-rate", "0.5"]
@@ -97,7 +100,7 @@ def test_command_line_scores_a_file(tmp_path):
         assert "mean reward: 0.75" in ended.stdout and "acc: 1.0000" in ended.stdout
         assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name]
     table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
-    assert table.column_names == [*list(rows[0])[:-1], "reward_score", "status", "reward_extra_info"]
+    assert table.column_names == list(rows[0])  # the columns of the earlier scores were replaced
     assert table.schema.field("reward_score").type == pyarrow.float64()
     assert table["reward_score"].null_count == 10
     written = table.to_pylist()
