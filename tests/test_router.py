@@ -1058,6 +1058,7 @@ async def test_an_error_on_generate_is_no_answer_for_functions_that_ignore_the_s
 @pytest.mark.parametrize(
     "body, headers",
     [(b"\xff\xfebad", {}), (gzip.compress(b'{"error": "m"}'), {"Content-Encoding": "gzip"}), (b"", {})],
+    ids=["not-utf8", "gzip", "empty"],  # gzip writes the time, and each worker must collect the same names
 )
 @in_a_loop
 async def test_an_error_on_generate_that_is_not_text_keeps_its_status(body, headers):
