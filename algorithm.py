@@ -150,7 +150,7 @@ def terms(groups, options):
         total_P_G = total_P_G + weighted_P_G
         size_P_G = size_P_G + weighted_P_G.abs()
         known_P_G = known_P_G | ~term_P_G.isnan()
-    # Terms that cancel leave rounding errors, which the division would blow up.
+    # Terms that cancel leave a small rest, from rounding and from the 1e-6 in their divisors.
     total_P_G = torch.where(total_P_G.abs() > 1e-4 * size_P_G, total_P_G, 0.0)
     std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
     return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)

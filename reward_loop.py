@@ -228,7 +228,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """In this block no module of ours is loaded, after it none of the user's: both may have a metrics.py."""
+    """Hides our modules inside this block, and removes the user's after it: both may have a metrics.py."""
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):

@@ -51,7 +51,7 @@ class Job:
     is_async: bool
     sees_group: bool  # it takes solution_strs: a call has all responses to a prompt
     timeout: float
-    files: dict[str, str] = dataclasses.field(default_factory=dict)  # see `fingerprints`
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # {path: SHA-256}, from `fingerprints`
     sync_processes: int = 1
 
 
@@ -60,8 +60,10 @@ class FileChanged(ValueError):
 
 
 def fingerprints(function_file: str) -> dict[str, str]:
-    """{path: SHA-256} of the function's file and of the files of its folder or ours that it imports,
-    also in its functions, and that those import."""
+    """{path: SHA-256} of the function's file and of every local file that it imports, directly or not.
+
+    Local files are those in its folder and those of this repository. Imports inside functions count as well.
+    """
     folders = [Path(function_file).parent, HERE]
     found = {}
     waiting = [Path(function_file)]
@@ -142,7 +144,7 @@ class Scorer:
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
-        self.is_spent = False  # its event loop must not be used again
+        self.is_spent = False  # a SystemExit has left the event loop unusable
         check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
         check_files(job)  # loading may have taken long
@@ -170,7 +172,7 @@ class Scorer:
                 try:
                     value = runner.run(asyncio.wait_for(value, None))
                 except (SystemExit, KeyboardInterrupt):
-                    self.is_spent = True  # the event loop would raise it again for the next sample
+                    self.is_spent = True  # the loop would raise the error again for the next sample
                     raise
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
@@ -238,8 +240,10 @@ def may_pass(error: BaseException) -> bool:
 
 
 def grade(fd: int):
-    """Main of a grading process. Pipe `fd` brings a job, then numbered samples; back go lines: a number and
-    JSON, which is the job's error or null, then results."""
+    """The main function of a grading process, which reads a job and then numbered samples from pipe `fd`.
+
+    Each answer is a line with the number and JSON: for the job its error or null, for a sample its result.
+    """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
         os.close(fd)
@@ -247,12 +251,12 @@ def grade(fd: int):
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
-    os.register_at_fork(after_in_child=pipe.close)  # no child of the function's can read or write it
+    os.register_at_fork(after_in_child=pipe.close)  # a child that the function forks has no pipe
     answers = open(fd, "wb", closefd=False)
     pid = os.getpid()
 
     def answer(number: bytes, result: bytes):
-        if os.getpid() != pid:  # a child has come back from the function: it must not answer for us
+        if os.getpid() != pid:  # a forked child has returned from the function and must not answer
             os._exit(0)
         answers.write(number + b" " + result + b"\n")
         answers.flush()
@@ -315,8 +319,11 @@ class Grader(threading.Thread):
             raise ValueError(complaint)
 
     def ask(self, number: int, message: bytes, timeout: float) -> bytes:
-        """The answer to a message. OSError or EOFError when the process dies or answers anything but this
-        number, TimeoutError when overdue."""
+        """The answer to a message.
+
+        Raises OSError or EOFError if the process dies or answers with another number, TimeoutError if it is
+        overdue.
+        """
         due = time.monotonic() + min(timeout, 1e6)  # `poll` takes no infinity
         self.pipe.send_bytes(b"%d " % number + message)
         chunks = []
@@ -401,7 +408,7 @@ class RewardLoopWorker:
     async def _run(self, number, payload):
         started = time.monotonic()
         result = self.changed or await self.scorer.score(payload)
-        if os.getpid() != self.pid:  # a child has come back from the function: the loop is its parent's
+        if os.getpid() != self.pid:  # a forked child has returned, whose event loop is its parent's
             os._exit(0)
         if number in self.running:  # else it came too late: the timeout has been reported
             _, timer = self.running.pop(number)

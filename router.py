@@ -377,13 +377,17 @@ class Router:
         finally:
             self.waiting -= 1
 
+    def headers_for_servers(self, request) -> CIMultiDict:
+        headers = end_to_end(request.headers, NEW_BODY)
+        if self.server_key:
+            headers["Authorization"] = f"Bearer {self.server_key}"
+        return headers
+
     async def forward(self, request, body: bytes) -> web.StreamResponse:
         """Asks servers until one answers."""
         config = self.config
         deadline = time.monotonic() + config.request_timeout
-        headers = end_to_end(request.headers, NEW_BODY)
-        if self.server_key:
-            headers["Authorization"] = f"Bearer {self.server_key}"
+        headers = self.headers_for_servers(request)
         tried = []  # living servers that have seen the request
         deaths = 0  # of servers that had it
         attempts = 0

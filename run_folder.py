@@ -159,10 +159,10 @@ def write_lines(path: Path, lines: list[dict]) -> None:
     temporary.replace(path)
 
 
-def lines_until(step: int, path: Path) -> list[dict]:
-    """The lines of a JSONL file up to this step. Those of later steps are dropped from the file, too."""
+def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]:
+    """The valid lines of a JSONL file up to this step. All other lines are dropped from the file, too."""
     lines, _ = read_lines(path)
-    kept = [line for line in lines if line["step"] <= step]
+    kept = [line for line in lines if line["step"] <= step and is_valid(line)]
     write_lines(path, kept)
     return kept
 
@@ -193,11 +193,11 @@ class Log:
         """Drops the lines of later steps."""
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
-        self.recent = []  # soon the samples of the last steps only
-        for line in lines_until(step, self.folder / "samples.jsonl"):
-            if line["split"] != "val" or line["step"] in evaluated:  # else the evaluation is repeated
-                self.recent.append(line)
-        write_lines(self.folder / "samples.jsonl", self.recent)
+
+        def is_valid(line):  # an evaluation without metrics was cut short, and is repeated
+            return line["split"] != "val" or line["step"] in evaluated
+
+        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # soon the last steps only
 
     def metrics(self, values: dict) -> None:
         """Writes a step's line, without what is None, and prints a part of it. What comes later for that

@@ -7,21 +7,21 @@ goes on with --resume and keeps what has a score. Left out: files larger than me
 prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and metrics.py.
 """
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as pq
 import tyro
 
+import compute_score
 from metrics import averages, no_verdict_rate
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
@@ -41,18 +41,15 @@ class Config(RewardOptions):
     resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
 
 
-def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
+async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
     """What the server at each address says of its model; None if it does not answer yet."""
-    headers = {"Authorization": "Bearer " + os.environ.get("ROUTER_API_KEY", "").strip()}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy may not reach the judge
     models = {}
     for name, address in addresses.items():
-        request = urllib.request.Request(f"http://{address}/v1/models", headers=headers)
         models[name] = None
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            with opener.open(request, timeout=10) as answer:
-                card = json.load(answer)["data"][0]
+        with contextlib.suppress(Exception):  # whatever answers there, it names no model
+            card = await compute_score.served_model(address)
             models[name] = f"{card['id']} {card.get('root')}"  # two models may be served under one name
+    await compute_score.close_session()
     return models
 
 
@@ -170,7 +167,7 @@ def run(config: Config):
         "genrm": list(config.genrm),
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
         "files": job.files,
-        "models": served_models(named("router_address", config.router_address)),
+        "models": asyncio.run(served_models(named("router_address", config.router_address))),
     }
     done = scored_before(partial, header, config.resume)
     if job.sees_group:

@@ -182,7 +182,7 @@ class ClusterServers(PolicyServers):
 
 
 def check_servable(about: dict, device: str):
-    """ValueError for a policy whose new weights vLLM's servers would not, or wrongly, compute with."""
+    """ValueError if vLLM cannot load new weights of this policy, or computes garbage with them."""
     config = about["config"]
     name = about["architecture"]
     counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]

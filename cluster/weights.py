@@ -16,7 +16,8 @@ import ray
 import torch
 
 PACK = 2**29  # bytes of weights that travel together
-NO_HEAD = {"Gemma2ForCausalLM"}  # their classes in vLLM use the embedding as head and refuse another one
+# vLLM's classes of these models use the embedding as head and reject a separate one.
+NO_HEAD = {"Gemma2ForCausalLM"}
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in a safetensors header
 
 

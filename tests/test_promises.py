@@ -49,7 +49,8 @@ KEPT_BY = {
         "test_reward_loop.test_functions_in_verls_style_run_unchanged",
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
     ),
-    "A run that was stopped, at whatever moment, resumes as the same run.": (
+    "A run that was stopped, at whatever moment, resumes from its newest checkpoint; on CPU with `--rollout "
+    "hf` it is exactly the uninterrupted run.": (
         "test_grpo_trainer.test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run",
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",

@@ -195,7 +195,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config))
     # What an answer depends on, besides the prompt and the label of its row.
-    header = chat | {"models": served_models({"genrm": config.router_address})}
+    header = chat | {"models": asyncio.run(served_models({"genrm": config.router_address}))}
     progress = Path(f"{config.out}.jsonl")
     done = scored_before(progress, header, resume=True)  # {name of a critique: result}
     samples = {}
