@@ -711,7 +711,8 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
         verdict |= {"genrm_error": text, "critique": ""}
     elif status == "ok":
         # In a raw prompt the judge counts steps of its own, so that no index is too large.
-        count = None if prompt_style == "raw" else len(split_paragraphs(solution))
+        paragraphs = split_paragraphs(solution) if isinstance(solution, str) else solution
+        count = None if prompt_style == "raw" else len(paragraphs)
         verdict["first_wrong"] = parse_critique(text, count)
         if verdict["first_wrong"] is None:
             verdict["genrm_status"] = "unparsable"
@@ -741,12 +742,14 @@ async def compute_score_discriminative(
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
 async def compute_score_fapo(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
+    reward_model_tokenizer=None, turns=(), *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
     judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
     verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
     genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
     """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
 
+    turns: of a rollout function, if there are several: the judge reads them, each with who wrote it, instead
+    of paragraphs, and first_wrong counts them.
     penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
     and may be missing. judge_test: ask about the test split, too; its score is the rule's all the same.
     judge_wrong: ask about wrong answers, too, for first_wrong; their score is the rule's, verdict or not.
@@ -776,8 +779,11 @@ async def compute_score_fapo(
             raise ValueError("reward_router_address: missing; start a GenRM (--genrm or --router-address)")
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question']: missing; the judge needs the problem's text")
+        solution = solution_str
+        if len(turns) > 1:  # the writer comes first, so that nobody can speak in another one's name
+            solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
-            extra_info["question"], str(ground_truth), solution_str, reward_router_address, prompt_style,
+            extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
             model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
             timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
     first_wrong = verdict["first_wrong"]

@@ -10,7 +10,7 @@ Left out: credit for less than a paragraph. Shapes as in algorithm.py.
 import copy
 import math
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -108,7 +108,7 @@ class Groups:
         self.penalties_P_G = self.tensor(penalties) + 0 * self.rewards_P_G  # for length, at most 0
         self.lengths_P_G = self.tensor([len(sample.response_ids) for sample in self.samples])
         self.prompt_lengths_P_G = self.tensor([len(sample.prompt_ids) for sample in self.samples])
-        self.tokens_T = torch.arange(int(self.lengths_P_G.max()))  # the numbers of the longest one's tokens
+        self.tokens_T = torch.arange(max(1, int(self.lengths_P_G.max())))  # the longest one's tokens
 
     def tensor(self, values):
         return torch.tensor(values, dtype=torch.float64).unflatten(0, self.shape)
@@ -128,7 +128,7 @@ class Groups:
 
     @cached_property
     def prefixes_P_G(self):
-        """Tokens before the first wrong paragraph; 0: there is none. NaN: `first_wrong` is not a number."""
+        """Tokens before the first wrong paragraph (or turn); 0: there is none. NaN: no number says so."""
         self.need("first_wrong")
         prefixes = []
         for sample, info in zip(self.samples, self.infos):
@@ -136,6 +136,9 @@ class Groups:
             prefix = place  # NaN stays
             if place <= 0:
                 prefix = 0
+            elif place > 0 and sample.has_turns:
+                starts = [*starts_of(sample, int(place) + 1, self.decode), len(sample.response_ids) - 1]
+                prefix = starts[min(int(place), len(starts) - 1)]
             elif place > 0:
                 prefix = count_tokens_before(int(place), sample.text, sample.response_ids, self.decode)
             prefixes.append(prefix)
@@ -143,7 +146,7 @@ class Groups:
 
     @cached_property
     def steps(self):
-        """One score a paragraph, P x G x S, NaN where there is none; each token's paragraph, P x G x T."""
+        """One score a paragraph (or turn), P x G x S, else NaN; the paragraph of each token, P x G x T."""
         self.need("step_scores")
         steps = []
         paragraphs = []
@@ -151,13 +154,21 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            places = paragraph_starts(sample.text)[: len(scores) + 1]  # with a score, and the first without
-            starts = tokens_before(places, sample.text, sample.response_ids, self.decode)
+            starts = starts_of(sample, len(scores) + 1, self.decode)  # with a score, and the first without
             numbers = [*map(number_of, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
             paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
         steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
         return steps_B_S.unflatten(0, self.shape), torch.stack(paragraphs).unflatten(0, self.shape)
+
+
+def starts_of(sample: Sample, count: int, decode) -> list[int]:
+    """With which tokens the first `count` of a sample's turns begin, or of its paragraphs without turns."""
+    if sample.has_turns:
+        lengths = [turn["tokens"] for turn in sample.turns]
+        return list(accumulate(lengths[:-1], initial=0))[:count]
+    places = paragraph_starts(sample.text)[:count]
+    return tokens_before(places, sample.text, sample.response_ids, decode)
 
 
 def number_of(value):

@@ -8,13 +8,13 @@
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, how samples come by their
-advantages in credit.py, the model and its update in policy.py, sampling in rollout.py, scoring in
-reward_loop.py, what a run writes in run_folder.py.
+advantages in credit.py, the model and its update in policy.py, sampling in rollout.py, turns and tools in
+trajectory.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process, unless --policy-ranks splits it. On GPUs Ray places everything: its
 ranks (cluster/), its servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the
 same flags says what a run will need.
-Left out: a critic model, prompts with images, several turns, tools.
+Left out: a critic model, prompts with images.
 Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
@@ -41,7 +41,7 @@ import genrm_server
 import reward_loop
 from algorithm import parse_terms, penalty_of
 from credit import set_advantages
-from metrics import mean, no_verdict_rate, reward_metrics, validation_metrics
+from metrics import mean, no_verdict_rate, reward_metrics, rollout_metrics, validation_metrics
 from policy import PolicyOptions, Sample, advantages_of
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -72,6 +72,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
 
     rollout: Literal["auto", "hf", "vllm"] = "auto"  # hf: in this process. vllm: servers. auto: hf if it can.
+    rollout_fn: str | None = None  # As FILE:NAME: an async function of several turns; docs/rollouts.md.
+    rollout_kwargs: str = "{}"  # JSON object: keyword arguments for every call of --rollout-fn.
+    rollout_timeout: float = 600.0  # Seconds that it may take for a sample, without the policy's time.
     rollout_servers: int = 1  # Number of vLLM servers for --rollout vllm.
     rollout_tensor_parallel: int = 1  # GPUs of each of them.
     rollout_gpu_share: float = 1.0  # Share of a GPU that each of them takes; below 1 others can use the rest.
@@ -112,6 +115,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         "temperature",
         "tis_cap",
         "rollout_batch_size",
+        "rollout_timeout",
         "rollout_servers",
         "rollout_tensor_parallel",
         "rollout_gpu_share",
@@ -146,6 +150,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         penalty_of(self)
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
+        if not self.rollout_fn and (self.rollout_kwargs, self.rollout_timeout) != ("{}", 600.0):
+            raise ValueError("rollout_kwargs, rollout_timeout: are for --rollout-fn; give it, too")
         self.check_rewards()
 
     def policy_servers(self) -> genrm_server.Config:
@@ -316,17 +322,20 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
         set_advantages(kept, config, run.decode)
     if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
         kept = groups[-1:]
+    kept = without_failures(kept) or without_failures(groups)[-1:]
     num_teaching = 0
     for group in groups:
         num_teaching += any(any(advantages_of(sample)) for sample in group)
     samples = list(chain(*groups))
     lengths = [len(sample.response_ids) for sample in samples]
     metrics = {"step": step} | reward_metrics(samples) | times
+    if config.rollout_fn:
+        metrics |= rollout_metrics(samples)
     metrics |= {
         "reward/groups_with_spread": num_teaching / len(groups),
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
-        "response_length/clipped": mean(sample.response_ids[-1] not in run.eos_ids for sample in samples),
+        "response_length/clipped": mean(sample.is_truncated(run.eos_ids) for sample in samples),
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:
@@ -338,6 +347,12 @@ def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
 
 def new_group(row: dict, count: int) -> list[Sample]:
     return [Sample(row, row["prompt_ids"]) for _ in range(count)]
+
+
+def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
+    """The samples whose rollouts have ended; a group without any is left out."""
+    ended = [[sample for sample in group if not sample.failure] for group in groups]
+    return [group for group in ended if group]
 
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
@@ -367,7 +382,8 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
         sample.text = run.decode(sample.response_ids)
         part = running.pop(id(sample))
         has_ended = not any(id(other) in running for other in part)
-        if has_ended and config.reward_mode == "standalone":
+        part = [other for other in part if not other.failure]  # a failure is no response to compare with
+        if has_ended and part and config.reward_mode == "standalone":
             verdicts = run.rewards.submit_group([to_score(other, step) for other in part])
             for other, verdict in zip(part, verdicts):
                 other.verdict = verdict
@@ -382,7 +398,11 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
         on_finished=finished,
     )
     with tqdm(total=len(samples), desc=f"step {step}", leave=False, disable=None) as progress:
-        if run.servers:
+        if config.rollout_fn:
+            run.rollouts.roll_out(
+                groups, model=getattr(run.policy, "model", None), servers=run.servers, seed=seed, step=step,
+                stop=run.leaving, **options)  # fmt: skip
+        elif run.servers:
             rollout_vllm(run.servers, samples, stop=run.leaving, **options)
         else:
             rollout_hf(run.policy.model, samples, seed=seed, **options)
@@ -390,12 +410,18 @@ def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p
 
 
 def to_score(sample: Sample, step: int) -> dict:
-    return sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
+    row = sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
+    row["turns"] = sample.turns or [{"who": "policy", "text": sample.text}]
+    if sample.turns:
+        row["extra_info"] = (row["extra_info"] or {}) | sample.info
+        row["num_turns"] = len(sample.turns) + 1  # as verl counts: the prompt is one
+    return row
 
 
 def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
     """Fills in the results. Returns the seconds that this took."""
     started = time.perf_counter()
+    groups = without_failures(groups)  # failures have their results
     samples = list(chain(*groups))
     if run.config.reward_mode == "standalone":
         waiting = [sample.verdict for sample in samples]
@@ -417,15 +443,18 @@ def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
 
 def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
     """RuntimeError where too many samples have no verdict."""
-    results = [sample.result for group in groups for sample in group]
+    samples = list(chain(*groups))
     limit = run.config.max_no_verdict_rate
-    rate = no_verdict_rate(results)
-    if rate > limit:
+    rate = no_verdict_rate([sample.result for sample in samples])
+    if rate > limit or all(sample.failure for sample in samples):
         run.log.samples(step, split, groups, run.eos_ids, run.decode)  # they explain it
-        first = next(result for result in results if result["reward_score"] is None)
+        first = next(sample for sample in samples if sample.result["reward_score"] is None)
+        what = "is the reward model up?"
+        if first.failure:
+            what = "rollouts failed, which have no reward;"
         raise RuntimeError(
             f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
-            f"{limit:.0%}); is the reward model up? First: {first['status']}, {first['reward_extra_info']}")
+            f"{limit:.0%}); {what} First: {first.result['status']}, {first.result['reward_extra_info']}")
 
 
 def hand_over_weights(run: Run) -> dict:

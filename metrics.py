@@ -73,6 +73,24 @@ def reward_metrics(samples: list) -> dict:
     return metrics
 
 
+def rollout_metrics(samples: list) -> dict:
+    """What rollout functions did; a failed rollout has no reward, whatever else its sample has."""
+    failures = Counter(sample.failure for sample in samples)
+    seconds = [sample.tool_seconds for sample in samples]
+    turns = [Counter(turn["who"] for turn in sample.turns) for sample in samples]
+    return {
+        "rollout/turns": mean(who["policy"] for who in turns),
+        "rollout/answered_turns": mean(who.total() - who["policy"] for who in turns),
+        "rollout/called": mean(who.total() > who["policy"] for who in turns),
+        "rollout/observed_tokens": mean(sample.loss_mask.count(False) for sample in samples),
+        "rollout/tool_seconds_mean": mean(seconds),
+        "rollout/tool_seconds_max": max(seconds),
+        "rollout/error_rate": 1 - failures[""] / len(samples),
+        "rollout/errors": failures["error"],
+        "rollout/timeouts": failures["timeout"],
+    }
+
+
 def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     """Metrics of the groups of n samples of each data source: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of
     `acc`, and mean@n of each other number that the reward function returns. `suffix` replaces "mean@n"."""

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import chain, groupby, pairwise
+from itertools import chain, compress, groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -97,6 +97,14 @@ class Sample:
     advantage: float | None = None
     token_advantages: list[float] = field(default_factory=list)  # empty: `advantage` for all tokens
     verdict: Future | None = None  # the result to come
+    # Of response_ids: whether the policy wrote the token, and so learns from it. Empty: it wrote all of them.
+    loss_mask: list[bool] = field(default_factory=list)
+    # The next five are set by a rollout function (trajectory.py).
+    turns: list[dict] = field(default_factory=list)  # {"who": "policy", "text": "65+9=?", "tokens": 5}
+    info: dict = field(default_factory=dict)  # what it tells the reward function
+    failure: str = ""  # "error" or "timeout": it has failed, and the sample has no reward
+    truncated: bool | None = None  # whether it ran out of room; None: there is no rollout function
+    tool_seconds: float = 0.0  # that it took, without its waits for the policy
     # Scratch of Policy.update, from before the step's first update: T log-probabilities each.
     old_logprobs: torch.Tensor | None = field(default=None, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, compare=False)
@@ -105,13 +113,28 @@ class Sample:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def own_tokens(self) -> list[bool]:
+        """One for each token of the response: whether the policy wrote it."""
+        return self.loss_mask or [True] * len(self.response_ids)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether credit goes to turns. A single turn is a response like any other, made of paragraphs."""
+        return len(self.turns) > 1
+
+    def is_truncated(self, eos_ids) -> bool:
+        if self.truncated is None:
+            return self.response_ids[-1] not in eos_ids
+        return self.truncated
+
 
 @dataclass
 class MiniBatch:
     """What one optimizer update learns from; of several ranks each has its own samples."""
 
     samples: list[Sample]  # with a gradient
-    num_tokens: int = 0  # of all responses with a verdict, whichever rank has them
+    num_tokens: int = 0  # that the policy wrote in responses with a verdict, whichever rank has them
     num_sequences: int = 0  # these responses; 0: nothing is learnt, the sampler is looked at
 
 
@@ -192,7 +215,10 @@ class Policy:
         return logprobs_and_entropy(model, *arguments)
 
     def forward(self, samples, model=None):
-        """The model on micro-batches: yields (samples, logprobs, entropy, mask), the last three B x T."""
+        """The model on micro-batches: yields (samples, logprobs, entropy, mask), the last three B x T.
+
+        The mask is true on the tokens that the policy wrote.
+        """
         for indices in micro_batches([sample.length for sample in samples], self.max_tokens):
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
@@ -204,7 +230,8 @@ class Policy:
                 self.config.temperature,
                 self.config.entropy_coef != 0,
             )
-            yield part, logprobs, entropy, mask_of(counts, self.device)
+            mask = padded([sample.own_tokens for sample in part], self.device, torch.bool)
+            yield part, logprobs, entropy, mask
 
     # ---- the update
 
@@ -258,7 +285,9 @@ class Policy:
         sums = Counter()
         for sample, logprobs in self.score(samples):
             sample.old_logprobs = logprobs
-            sums.update(difference(logprobs, torch.tensor(sample.rollout_logprobs, device=self.device)))
+            own = torch.tensor(sample.own_tokens, device=self.device)
+            rollout = torch.tensor(sample.rollout_logprobs, device=self.device)
+            sums.update(difference(logprobs[own], rollout[own]))
         return self.total(sums)
 
     def accumulate_gradients(self, batch: MiniBatch, is_first_update):
@@ -438,7 +467,7 @@ def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[Min
     for samples in deal(groups, options.mini_batch_size):
         teaching = [sample for sample in samples if has_gradient(sample, options)]
         if teaching:  # else every group is all right or all wrong
-            judged = [len(sample.response_ids) for sample in samples if sample.advantage is not None]
+            judged = [sum(sample.own_tokens) for sample in samples if sample.advantage is not None]
             batches.append(MiniBatch(teaching, sum(judged), len(judged)))
     return batches or [MiniBatch(groups[0])]
 
@@ -464,8 +493,11 @@ def has_gradient(sample, options):
 def entropy_of(groups):
     """Of the policy, in nats a token, estimated from all samples as they were sampled."""
     samples = list(chain(*groups))
-    num_tokens = sum(len(sample.response_ids) for sample in samples)
-    return -sum(sum(sample.rollout_logprobs) for sample in samples) / num_tokens
+    num_tokens = sum(sum(sample.own_tokens) for sample in samples)
+    total = 0.0
+    for sample in samples:
+        total += sum(compress(sample.rollout_logprobs, sample.own_tokens))
+    return -total / num_tokens
 
 
 def samples_of(batches):

@@ -60,7 +60,7 @@ WEDGED_S = 20.0  # ... and for timeout + this it is taken for dead
 GIVE_UP_AFTER = 5  # a sample that was lost more often has the status "error"
 BLOCKED = "a reward worker is silent: an async function that blocks must `await`, or be written with `def`"
 STDLIB = sysconfig.get_paths()["stdlib"]
-FURTHER_COLUMNS = {"prompt", "response_length", "step"}  # of a row: a function gets those that it names
+FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # of a row: if a function names them
 
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
 log = logging.getLogger("reward_loop")
@@ -182,10 +182,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
                 raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
         elif addresses:
             raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"reward_fn is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
+    path, name = file_and_name("reward_fn", spec)
     files = fingerprints(str(path))
     with modules_of_the_user(path.parent):
         function = load_function(f"{path}:{name}")
@@ -224,6 +221,28 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         timeout=options.timeout,
         files=files,
     )
+
+
+def file_and_name(field: str, spec: str) -> tuple[Path, str]:
+    """The parts of FILE:NAME. ValueError naming the field if there is no such file."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not name or path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{field} is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
+    return path, name
+
+
+def load_in_this_process(field: str, spec: str):
+    """A function of the user that this process will call. What it imports later is found beside it, too."""
+    path, name = file_and_name(field, spec)
+    with modules_of_the_user(path.parent):
+        function = load_function(f"{path}:{name}", field)
+        theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
+    for module, loaded in theirs.items():
+        sys.modules.setdefault(module, loaded)  # ours stay where both have one of this name
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return function
 
 
 @contextlib.contextmanager
@@ -368,8 +387,8 @@ class RewardLoopManager:
                     arguments[key] = row[key]
             if self.job.sees_group:  # what differs within a group is a list, the rest is the first one's
                 arguments["solution_strs"] = [sample["response"] for sample in samples]
-                if "response_length" in arguments:
-                    arguments["response_length"] = [sample["response_length"] for sample in samples]
+                for key in {"response_length", "turns"} & arguments.keys():
+                    arguments[key] = [sample[key] for sample in samples]
             else:
                 arguments["solution_str"] = row["response"]
             for sample in samples:

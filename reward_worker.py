@@ -112,7 +112,7 @@ def check_files(job: Job):
                               "reward function only: restore the file, or start the run again")  # fmt: skip
 
 
-def load_function(spec: str):
+def load_function(spec: str, kind: str = "reward function"):
     """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
@@ -129,10 +129,10 @@ def load_function(spec: str):
         reason = f"loading the file failed: {describe(error, file)}"
         if "relative import" in reason:  # it is a part of a package
             reason += "; import it in a file of yours"
-        raise ValueError(f"reward function {spec!r}: {reason}") from error
+        raise ValueError(f"{kind} {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"reward function {spec!r}: {path.name} has no function {name!r}")
+        raise ValueError(f"{kind} {spec!r}: {path.name} has no function {name!r}")
     return function
 
 

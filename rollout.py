@@ -5,7 +5,8 @@
 
 Both fill in `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report
 each one the moment it ends, while others go on: from there it is on its way to its reward.
-Needs policy.py and algorithm.py; rollout_vllm a PolicyServers. Left out: turns, tools, speculative decoding.
+Rollouts of several turns, with tools, are in trajectory.py, which samples each turn with the parts below.
+Needs policy.py and algorithm.py; rollout_vllm a PolicyServers. Left out: speculative decoding.
 Shapes: B sequences, V vocabulary.
 """
 
@@ -33,13 +34,14 @@ def rollout_hf(
     seed,
     rollout_batch_size,
     on_finished=lambda sample: None,
+    is_done=lambda sample: False,
 ):
     """Samples the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
     samples: those of one prompt one after the other; the prompt is read once for all of them. temperature 0
     is greedy. A response ends by an end token, which is part of it, or at max_response_length.
     rollout_logprobs are those at this temperature, before top_p. on_finished(sample) is called the moment a
-    sample has ended.
+    sample has ended. is_done(sample) is asked after each token whether the response ends there.
     """
     device = model.device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
@@ -48,10 +50,12 @@ def rollout_hf(
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         for first in range(0, len(samples), rollout_batch_size):
             batch = samples[first : first + rollout_batch_size]
-            generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished)
+            generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished,
+                     is_done)  # fmt: skip
 
 
-def generate(model, samples, max_response_length, temperature, top_p, stop_ids, generator, on_finished):
+def generate(model, samples, max_response_length, temperature, top_p, stop_ids, generator, on_finished,
+             is_done):  # fmt: skip
     """The samples of one batch, all at once, token by token."""
     device = stop_ids.device
     prompts = [sample.prompt_ids for sample in samples]
@@ -74,7 +78,7 @@ def generate(model, samples, max_response_length, temperature, top_p, stop_ids, 
                     continue
                 sample.response_ids.append(int(token))
                 sample.rollout_logprobs.append(logprob)
-                if ends or length == max_response_length:
+                if ends or length == max_response_length or is_done(sample):
                     rows[row] = None
                     on_finished(sample)
             going_on = [row for row, sample in enumerate(rows) if sample is not None]
@@ -179,16 +183,7 @@ def rollout_vllm(
     them until one is back. RuntimeError where a request fails all the same, and when a thread sets `stop`.
     """
     address = servers.service.router_address
-    config = servers.service.config
-    settings = {
-        "max_tokens": max_response_length,
-        "temperature": temperature,
-        "top_p": top_p,
-        "logprobs": 0,  # the sampled token's alone
-        "return_token_ids": True,
-        "stop_token_ids": sorted(eos_ids),
-        "ignore_eos": True,  # no end tokens but the trainer's
-    }
+    settings = sampling(temperature, top_p, eos_ids) | {"max_tokens": max_response_length}
 
     async def roll_out(session, sample):
         choice = await complete(session, address, settings | {"prompt": sample.prompt_ids})
@@ -197,13 +192,7 @@ def rollout_vllm(
         on_finished(sample)
 
     async def roll_out_all():
-        async with aiohttp.ClientSession(
-            f"http://{address}",
-            headers={"Authorization": f"Bearer {config.api_key}"},
-            # What waits for a connection here is under no time limit of the router.
-            connector=aiohttp.TCPConnector(limit=min(rollout_batch_size * config.num_servers, PORTS)),
-            timeout=aiohttp.ClientTimeout(),
-        ) as session:
+        async with client(servers, rollout_batch_size) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
             rollouts.add_done_callback(lambda rollouts: rollouts.exception())  # else asyncio says it, too
             while not rollouts.done():
@@ -216,14 +205,38 @@ def rollout_vllm(
     asyncio.run(roll_out_all())
 
 
-async def complete(session, address, request):
+def sampling(temperature, top_p, eos_ids) -> dict:
+    """What all requests have in common."""
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "logprobs": 0,  # the sampled token's alone
+        "return_token_ids": True,
+        "stop_token_ids": sorted(eos_ids),
+        "ignore_eos": True,  # no end tokens but the trainer's
+    }
+
+
+def client(servers, rollout_batch_size) -> aiohttp.ClientSession:
+    """A session with the servers' router, with so many requests at once per server."""
+    config = servers.service.config
+    return aiohttp.ClientSession(
+        f"http://{servers.service.router_address}",
+        headers={"Authorization": f"Bearer {config.api_key}"},
+        # What waits for a connection here is under no time limit of the router.
+        connector=aiohttp.TCPConnector(limit=min(rollout_batch_size * config.num_servers, PORTS)),
+        timeout=aiohttp.ClientTimeout(),
+    )
+
+
+async def complete(session, address, request, headers=None):
     """The servers' answer to one request. RuntimeError where there is none after six attempts, or where the
     router's time limit, which may be hours, has passed twice."""
     timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
         try:
-            async with session.post("/v1/completions", json=request) as answer:
+            async with session.post("/v1/completions", json=request, headers=headers) as answer:
                 status = answer.status
                 text = await answer.text()
         except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died

@@ -36,6 +36,7 @@ from run_folder import (
     note_start,
     save_checkpoint,
 )
+from trajectory import Rollouts
 
 
 class Run:
@@ -57,6 +58,7 @@ class Run:
             self.find_checkpoint()
             self.read_tokenizer()
             self.read_data()
+            self.read_rollout_function()
         except BaseException:
             self.lock.close()
             raise
@@ -149,6 +151,29 @@ class Run:
                 f"{limit}; lower it, or max_prompt_length"
             )
 
+    def read_rollout_function(self):
+        """The rollout function, loaded once for the whole run. ValueError if it does not fit."""
+        config = self.config
+        self.rollouts = None
+        if not config.rollout_fn:
+            return
+        function = reward_loop.load_in_this_process("rollout_fn", config.rollout_fn)
+        settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
+        options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
+        models = reward_loop.named("router_address", config.router_address)
+        models = models or dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # see start_rewards
+        try:
+            self.rollouts = Rollouts(
+                function,
+                self.tokenizer,
+                settings=settings,
+                timeout=config.rollout_timeout,
+                template_options=options,
+                addresses=models,
+            )
+        except ValueError as error:
+            raise ValueError(f"rollout_fn: {config.rollout_fn}: {error}; see docs/rollouts.md") from error
+
     def check_tokens(self, rows, size):
         """ValueError if a prompt has a token that the embedding, of this size, has no row for."""
         highest = max(max(row["prompt_ids"]) for row in rows)
@@ -201,6 +226,11 @@ class Run:
         self.rewards = reward_loop.start_rewards(
             self.config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(self.config)
         )
+        if self.rollouts:
+            if self.config.genrm:
+                self.rollouts.offer_models(self.rewards.reward_models.router_addresses)
+            self.rollouts.start()
+            stack.callback(self.rollouts.close)
 
     def start_policy(self, stack):
         config = self.config

@@ -301,10 +301,12 @@ def line_of(sample, eos_ids, decode) -> dict:
         **sample.result,
         "advantage": sample.advantage,
         "response_length": len(sample.response_ids),
-        "clipped": sample.response_ids[-1] not in eos_ids,
+        "clipped": sample.is_truncated(eos_ids),
         "response": sample.text,
     }
-    if sample.token_advantages:
+    if sample.has_turns:
+        line["turns"] = sample.turns
+    elif sample.token_advantages:
         line["paragraph_advantages"] = paragraph_advantages(sample, decode)
     return line
 

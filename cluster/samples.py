@@ -16,7 +16,7 @@ def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
     for batch in batches:
         bare = []  # what an update needs of them
         for sample in sorted(batch.samples, key=lambda sample: sample.length, reverse=True):
-            bare.append(replace(sample, row={}, text="", result={}))
+            bare.append(replace(sample, row={}, text="", result={}, turns=[], info={}))
         for rank, part in enumerate(parts):
             part.append(replace(batch, samples=bare[rank::count]))
     return parts

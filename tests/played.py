@@ -167,7 +167,7 @@ class RewardsHere:
             "data_source": sample["data_source"],
             "solution_str": sample["response"],
             "ground_truth": sample["reward_model"]["ground_truth"],
-            "extra_info": dict(sample["extra_info"]),
+            "extra_info": {"num_turns": sample.get("num_turns", 2)} | sample["extra_info"],
         } | {key: sample[key] for key in self.job.columns}
         with asyncio.Runner() as runner:
             scored = json.loads(self.scorer.score_sync(pickle.dumps(arguments), runner))
