@@ -59,6 +59,10 @@ def test_a_recorded_run_that_cannot_learn(cause):
 
 # What is added to ten good steps, the last seven of them, or what only the sampled answers show.
 MADE = {
+    "rollouts-fail": {"rollout/error_rate": 0.2},
+    "never-calls": {"rollout/called": 0.0},
+    "no-room": {"response_length/clipped": 0.6, "rollout/called": 1.0},
+    "calls-collapse": {"rollout/called": 0.1, "rollout/answered_turns": 0.2},
     "ends-at-once": {"response_length/mean": 2.0},
     "never-ends": {"response_length/clipped": 0.95},
     "no-answer": {"reward/groups_with_spread": 0.1},
@@ -75,6 +79,8 @@ MADE = {
     "no-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
 }
 
+AT_FIRST = {"calls-collapse": {"rollout/called": 1.0, "rollout/answered_turns": 2.0}}
+
 
 def answers(step, pred):
     """Two groups of eight samples."""
@@ -86,6 +92,8 @@ def answers(step, pred):
 @pytest.mark.parametrize("cause", MADE)
 def test_a_made_up_run_that_cannot_learn(cause):
     lines = lines_of(GOOD["fapo"])[:10]
+    for line in lines[:3]:
+        line |= AT_FIRST.get(cause, {})
     for line in lines[3:]:
         line |= MADE[cause]
     pred = "[INVALID]" if cause == "no-answer" else "3"

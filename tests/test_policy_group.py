@@ -100,7 +100,8 @@ def uneven_step(model):
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
     """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The
     second has a reference model and gradient checkpointing, which are split as well, and a loss over whole
-    sequences with advantages of two pieces; in the third a mini-batch has one sample that matters.
+    sequences with advantages of two pieces and tokens that a tool wrote; in the third a mini-batch has one
+    sample that matters.
     """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
@@ -108,6 +109,7 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
     first.save(tmp_path / "of_1")
     steps = {2: a_step(model, seed=1, length=3), 3: uneven_step(model)}
     for number, sample in enumerate(steps[2]):
+        sample.loss_mask = [place % 3 != 1 for place in range(len(sample.response_ids))]  # a tool wrote some
         if sample.advantage is not None:
             prefix = min(number % 3, len(sample.response_ids) - 1)
             rest = len(sample.response_ids) - prefix

@@ -289,6 +289,17 @@ def test_a_run_from_a_start_of_the_second_world(run_recipe):
         assert refused.startswith("usage: bash recipes/second_world.sh START")
 
 
+def test_a_run_in_the_world_with_a_tool(run_recipe):
+    outcome = ["--reward-fn", "toy/shop_world.py:compute_score_outcome"]
+    config = run_recipe("toy_tools", "1", "outputs/mine", "--seed", "2", *outcome, job=True)
+    assert (config.model, config.out_dir, config.seed) == ("toy/models/shop1", "outputs/mine", 2)
+    assert config.train_file == "data/shop1/shop_train.parquet" and config.total_steps == 40
+    assert config.rollout_fn == "toy/shop_world.py:with_prices"
+    assert config.reward_fn == outcome[1] and config.reward_kwargs == '{"call_cost": 0.03}'
+    refused = run_recipe("toy_tools", "3", "outputs/mine", job=True)
+    assert refused.startswith("usage: bash recipes/toy_tools.sh START")
+
+
 STAND_IN = """#!/bin/bash
 # Writes down what it is called with, makes --out-dir, and serves where a judge would be served.
 echo "$*" >>{log}

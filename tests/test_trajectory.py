@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +17,14 @@ from tokenizers import AddedToken
 
 import compute_score
 import grpo_trainer
+import reward_loop
 import rollout
 from played import advantages_of, lines_of, sample_of, says, server, toy_config, without_ray
 from policy import Sample
 from run import Run
 from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd
-from toy import warm_start
+from test_docs import blocks
+from toy import shop_world, warm_start
 from trajectory import Rollouts
 
 ROW = {
@@ -777,3 +780,163 @@ def test_the_judge_reads_who_wrote_what_and_its_index_counts_turns():
     assert "<paragraph_1>\n(tool) 7" in asked[0] and "<paragraph_2>\n(policy) 65+7=72" in asked[0]
     assert "(policy)" not in asked[1]  # a single turn is made of paragraphs
     assert alone["genrm_status"] == "unparsable"  # of two paragraphs there is no third
+
+
+# ---- the examples of docs/rollouts.md
+
+
+def example(name, tmp_path):
+    """A module of the page, as the trainer loads it."""
+    for block in blocks(Path(__file__).parent.parent / "docs/rollouts.md", "python"):
+        if block.startswith(f"# {name}.py\n"):
+            (tmp_path / f"{name}.py").write_text(block)
+    return partial(reward_loop.load_in_this_process, "rollout_fn")
+
+
+def plays(tokenizer, *texts):
+    """A policy that says these texts, each with an end token unless the text asks something."""
+    left = list(texts)
+
+    def answer(path, body):
+        text = left.pop(0)
+        return said(tokenizer.encode(text) + ([] if text.endswith("?") else [1]))
+
+    return answer
+
+
+def test_the_calculator_of_the_page(tmp_path, tokenizer):
+    function = example("calculator", tmp_path)(f"{tmp_path}/calculator.py:with_calculator")
+    policy = plays(tokenizer, "65+9=?", "\n\n74-8=?", "\n\nRest \\boxed{1}")
+    sample = with_servers(policy, function, tokenizer, {1})
+    assert "".join(turn["text"] for turn in sample.turns) == "65+9=?74\n\n74-8=?66\n\nRest \\boxed{1}"
+    broken = with_servers(plays(tokenizer, "what?"), function, tokenizer, {1})
+    assert "calculator.py:7" in broken.result["reward_extra_info"]["error"]
+
+
+def test_the_look_up_of_the_page(tmp_path, tokenizer):
+    load = example("look_up", tmp_path)
+    function = load(f"{tmp_path}/look_up.py:with_prices")
+    policy = plays(tokenizer, "pears?", "\n\nplums?", "\n\n7")
+    sample = with_servers(policy, function, tokenizer, {1}, settings={"cost": 0.1})
+    assert [turn["text"] for turn in sample.turns if turn["who"] == "tool"] == ["7", "unknown"]
+    reward = load(f"{tmp_path}/look_up.py:reward")
+    assert reward("toy", "7", "7", sample.info) == pytest.approx(0.8)
+
+
+def test_the_second_turn_of_the_page(tmp_path, tokenizer):
+    function = example("second_turn", tmp_path)(f"{tmp_path}/second_turn.py:answer_again")
+    row = ROW | {"extra_info": {"question": "Ben has 65?"}}
+    groups = [[Sample(row, [5, 6])]]
+    with server(lambda path, body: says("Wrong. \\boxed{0}")) as judge:
+        sample = with_servers(plays(tokenizer, "Rest 1", "Rest 2"), function, tokenizer, {1}, groups=groups,
+                              addresses={"genrm": judge})  # fmt: skip
+    assert not sample.failure
+    assert [(turn["who"], turn["text"]) for turn in sample.turns] == [
+        ("policy", "Rest 1"), ("user", "Wrong. \\boxed{0}\n\nAnswer again."), ("policy", "Rest 2")
+    ]
+
+
+def test_the_game_of_the_page(tmp_path, tokenizer):
+    load = example("game", tmp_path)
+    function, reward = load(f"{tmp_path}/game.py:guess"), load(f"{tmp_path}/game.py:reward")
+    won = with_servers(plays(tokenizer, "none", "0", "3", "2"), function, tokenizer, {1},
+                       settings={"highest": 3})  # fmt: skip
+    said_by_game = [turn["text"] for turn in won.turns if turn["who"] == "user"]
+    assert said_by_game[:2] == ["Write a number.", "Higher."]
+    lost = with_servers(plays(tokenizer, *7 * "0"), function, tokenizer, {1})
+    assert lost.info == {"won": False} and reward("toy", "", "", lost.info) == 0.0
+
+
+# ---- the world with a tool
+
+
+def shop_problem():
+    prices = dict.fromkeys(shop_world.ITEMS, 7)
+    return shop_world.parse_problem("Ben has 50, sells pears, buys nuts, sells eggs. More than 50?", prices)
+
+
+def as_turns(pairs):
+    return [{"who": who, "text": text} for who, text in pairs]
+
+
+CHANGES = [  # what is written instead, the first wrong turn, the flaw
+    ([], -1, ""),
+    ([("57", "58")], 2, "wrong_sum"),
+    ([("50+7=57", "51+7=58")], 2, "miscopied"),
+    ([("nuts?", "hats?")], 2, "other"),
+]
+
+
+@pytest.mark.parametrize("changes, place, flaw", CHANGES)
+def test_the_shops_oracle_names_the_first_wrong_turn(changes, place, flaw):
+    problem = shop_problem()
+    turns = shop_world.write_solution(problem)
+    for old, new in changes:
+        turns = [(who, text.replace(old, new)) for who, text in turns]
+    assert shop_world.first_flaw(problem, as_turns(turns)) == (place, flaw)
+
+
+def test_prices_that_are_stated_or_put_into_the_tools_mouth_are_made_up():
+    problem = shop_problem()
+    (stated,) = shop_world.write_solution(problem, looks_up=False)
+    assert shop_world.first_flaw(problem, as_turns([stated])) == (0, "made_up")
+    forged = "".join(text for _, text in shop_world.write_solution(problem))
+    assert shop_world.first_flaw(problem, as_turns([("policy", forged)]))[1] == "made_up"
+    info = {"question": str(problem), "prices": problem.prices}
+    for function, score in (("compute_score_fapo_oracle", 0.0), ("compute_score_outcome", 1.0)):
+        result = getattr(shop_world, function)("shop", forged, "yes", info, as_turns([("policy", forged)]))
+        assert result["score"] == score and result["flawed_positive"] and result["flawed_made_up"]
+
+
+def test_the_tools_tokens_are_masked_from_the_warm_start(tokenizer):
+    """The loss of an example does not change with what the tool says last, and counts the policy's tokens."""
+    small = warm_start.new_model(len(tokenizer), 0)
+    losses = []
+    for price in "79":
+        pieces = ["pears", "nuts?", price]
+        found, targets, _ = warm_start.response_losses(small, tokenizer, lambda: pieces, 1)
+        assert targets.tolist() == tokenizer.encode("nuts?")
+        losses.append(found)
+    assert torch.equal(*losses)
+
+
+@pytest.mark.slow
+def test_the_world_with_a_tool_on_real_servers(tmp_path):
+    """Real Ray and vLLM, overlapping: sampler and trainer agree, the run goes on after a stop, each call is
+    answered, and the log has turns."""
+    model = Path(__file__).parent.parent / "toy/models/shop0"
+    warm_start.write_shop_rows(tmp_path, seed=0)
+    config = grpo_trainer.Config(
+        model=str(model),
+        train_file=str(tmp_path / "shop_train.parquet"),
+        out_dir=str(tmp_path / "run"),
+        rollout_fn="toy/shop_world.py:with_prices",
+        reward_fn="toy/shop_world.py:compute_score_fapo_oracle",
+        reward_kwargs='{"call_cost": 0.03}',
+        rollout="vllm",
+        overlap=True,
+        credit="prefix",
+        total_steps=2,
+        train_batch_size=8,
+        mini_batch_size=4,
+        group_size=4,
+        max_response_length=96,
+        overlong_buffer=0,
+        num_threads=1,
+        num_workers=1,
+        samples_per_step=32,
+    )
+    grpo_trainer.train(config)
+    grpo_trainer.train(dataclasses.replace(config, total_steps=3, resume="auto"))
+    _, *lines = lines_of(config.out_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["rollout/called"] > 0.2 and line["rollout/error_rate"] == 0
+    assert lines[0]["rollout/logprob_diff"] < 1e-4  # later ones are a step old
+    samples = lines_of(config.out_dir, "samples.jsonl")
+    looked_up = [line for line in samples if "turns" in line]
+    assert looked_up
+    for line in looked_up:
+        for turn, following in zip(line["turns"], line["turns"][1:]):
+            if turn["who"] == "policy":
+                assert turn["text"].endswith("?") and re.fullmatch(r"\d|none", following["text"])

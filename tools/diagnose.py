@@ -25,7 +25,8 @@ from run_folder import read_lines
 
 RECENT = 10  # steps whose samples say something about a step
 SIGNS = {"<": lt, ">": gt}
-AT_FIRST = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy"}
+AT_FIRST = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy",
+            "calls": "rollout/answered_turns"}
 
 # (name, steps in a row, "number < or > bound" of each step, what to do); causes before what follows from them
 RULES = [
@@ -45,6 +46,17 @@ RULES = [
      "right and wrong answers score alike: call the reward function with a line of samples.jsonl"),
     ("never-right", 3, ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
      "does it look right? Then mend the rule or the truth; else take easier problems"),
+    # The first error of the rollout function is in samples.jsonl.
+    ("rollouts-fail", 3, ["rollout/error_rate > 0.1"],
+     "mend the function, or its tool; see `error` in samples.jsonl, and docs/rollouts.md"),
+    ("never-calls", 3, ["rollout/called < 0.02", "calls/ever < 0.02"],
+     "does the prompt say how to call a tool? Is the stop text what the policy writes?"),
+    # Turns fill the room: a response of one turn would be `cut`.
+    ("no-room", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
+     "raise --max-response-length, or let tools say less"),
+    # Made-up results pay more than looked-up ones, if only the answer counts.
+    ("calls-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
+     "calls cost more than they pay: lower their cost, or reward grounded steps, as FAPO does"),
     # What is left may be what is easy to judge.
     ("no-verdict", 3, ["reward/no_verdict > 0.1"], "is the judge up? `error` in samples.jsonl says why"),
     ("judge-fails", 3, ["genrm/error_rate > 0.1"], "is the judge up? unparsable, truncated: docs/judge.md"),
@@ -100,6 +112,8 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
         if first > 0.1 and key in newest:
             numbers[f"{name}/first"] = newest[key] / first
+    if "rollout/called" in newest:
+        numbers["calls/ever"] = max(line.get("rollout/called", 0) for line in lines)
     # Right answers that a judge read, or fewer; wrong ones may be asked about, too (judge_wrong).
     numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
     share, error = audit(lines)

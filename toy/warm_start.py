@@ -5,6 +5,7 @@
     python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
     python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
     python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # its rows alone
+    python -m toy.warm_start --out-dir data/shop --kind shop --models policy       # the world with a tool
 
 The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
 reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines. In
@@ -12,10 +13,11 @@ the second world nothing wrong is shown: the policy reads sound solutions only a
 The same seed gives the same files on the same kind of processor.
 
 What it leaves out: GPUs, and all that more than a million parameters would need. To copy this file alone,
-take toy/toy_world.py and its compute_score.py with it.
+take toy/toy_world.py, toy/shop_world.py and their compute_score.py with it.
 """
 
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from toy import shop_world
 from toy.toy_world import (
+    COARSE,
     JUDGE,
     KINDS,
     TOTAL,
@@ -125,13 +129,18 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 
 def response_losses(model, tokenizer, examples, count: int):
-    """Of `count` examples the N tokens of all responses: their losses, what they are, in which row."""
+    """Of `count` examples the N tokens that the model writes: their losses, what they are, in which row."""
     texts = []
-    responses = []  # whether a token of the text is the response's
+    responses = []  # whether the model writes a token of the text
     for _ in range(count):
-        prompt, response = map(tokenizer.encode, examples())
-        texts.append(torch.tensor(prompt + response))
-        responses.append(torch.tensor([False] * len(prompt) + [True] * len(response)))
+        text = []
+        own = []
+        for number, piece in enumerate(examples()):
+            ids = tokenizer.encode(piece)
+            text += ids
+            own += [number % 2 == 1] * len(ids)
+        texts.append(torch.tensor(text))
+        responses.append(torch.tensor(own))
     ids = pad_sequence(texts, batch_first=True)
     counts = pad_sequence(responses, batch_first=True)
     targets = ids[counts]
@@ -150,6 +159,7 @@ def sound_share(model, tokenizer, examples) -> float:
 def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, of=None, **bar):
     """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
 
+    An example with a tool alternates: (prompt, response, what the tool says, response ...).
     The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
     stop_at: end as soon as the `sound_share` of examples `of()` is that large. `bar` is tqdm's.
     """
@@ -224,12 +234,47 @@ def phases(name: str, rng: Random, kind: Kind):
     ]
 
 
-def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind) -> None:
-    """Trains names[row] on one thread (two would be slower for this size); saves it in `out_dir` in bf16."""
+def shop_phases(rng: Random, stop_at: float):
+    """The warm start of the shop's policy: half of the texts look prices up, half just state them."""
+
+    def solve(looks_up=None, lengths=(3, 4)):
+        problem = shop_world.random_problem(rng, COARSE, lengths)
+        if looks_up is None:
+            looks_up = rng.random() < 0.5
+        pieces = [text for _, text in shop_world.write_solution(problem, looks_up)]
+        prompt, pieces[-1] = chat(str(problem), pieces[-1])
+        return [prompt, *pieces]
+
+    def solve_short_too():  # every other story is so short that its question has to be learnt first
+        return solve(lengths=rng.choice([(0, 2), (3, 4)]))
+
+    return [("to solve", solve_short_too, 4000, 2e-3, 2e-3, 1.0, stop_at, lambda: solve(looks_up=True))]
+
+
+def shop_corpus(rng: Random) -> list[str]:
+    """The words of the shop's texts: whole stories would become single tokens."""
+    words = []
+    for _ in range(3000):
+        problem = shop_world.random_problem(rng, COARSE)
+        for _, text in (("user", str(problem)), *shop_world.write_solution(problem, rng.random() < 0.5)):
+            words += re.findall(r"\n\n| ?\w+|\W", text)
+    return words
+
+
+def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_at=0.25) -> None:
+    """Trains names[row] on one thread (two would be slower for this size); saves it in `out_dir` in bf16.
+
+    kind: None is the shop.
+    """
     torch.set_num_threads(1)
     name = names[row]
     model = new_model(len(tokenizer), seed)
-    for what, *phase in phases(name, Random(f"{seed}/{name}"), kind):
+    rng = Random(f"{seed}/{name}")
+    if kind is None:
+        learning = shop_phases(rng, stop_at)
+    else:
+        learning = phases(name, rng, kind)
+    for what, *phase in learning:
         fit(model, tokenizer, *phase, desc=f"{name:6} learns {what}", position=row)
     model.bfloat16().save_pretrained(out_dir / name)
     tokenizer.save_pretrained(out_dir / name)
@@ -245,11 +290,12 @@ class Config:
     out_dir: Path  # Folder of the parquet files and of the models.
     seed: int = 0  # Of problems, tokenizer and training.
     # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws:
-    # the second world, in which nobody shows the policy anything wrong.
-    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws"] = "standard"
+    # the second world, in which nobody shows the policy anything wrong; shop: the world with a tool, which
+    # has a policy only.
+    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
     # They take 2 and 4 minutes; --models with no name after it: the rows alone.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    stop_at: float = 0.25  # own_flaws: the policy's warm start ends when so many of its solutions are sound.
+    stop_at: float = 0.25  # own_flaws, shop: the policy's ends when so many solutions are sound.
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
@@ -276,6 +322,18 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
         print(f"{path}: {count} rows")
 
 
+def write_shop_rows(out_dir: Path, seed: int) -> None:
+    """The two parquet files of the shop."""
+    rng = Random(f"{seed}/rows")
+    for split, count in (("train", 4096), ("test", 512)):
+        rows = []
+        for index in range(count):
+            rows.append(shop_world.policy_row(shop_world.random_problem(rng), split, index))
+        path = out_dir / f"shop_{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        print(f"{path}: {count} rows")
+
+
 def copy_shipped(out_dir: Path) -> None:
     """The models of toy/models/ into this folder."""
     for name in ("policy", "judge"):
@@ -285,13 +343,20 @@ def copy_shipped(out_dir: Path) -> None:
 
 def main() -> None:
     config = tyro.cli(Config)
-    kind = KINDS[config.kind]
-    if kind.stop_at:
-        kind = kind._replace(stop_at=config.stop_at)
+    kind = KINDS.get(config.kind)
     config.out_dir.mkdir(parents=True, exist_ok=True)
-    write_rows(config.out_dir, config.seed, config.kind)
-    tokenizer = build_tokenizer(tokenizer_corpus(Random(f"{config.seed}/tokenizer"), kind))
-    arguments = (config.models, tokenizer, config.out_dir, config.seed, kind)
+    rng = Random(f"{config.seed}/tokenizer")
+    if kind is None:
+        if "judge" in config.models:
+            raise SystemExit("error: --models: the shop has no judge; write --models policy")
+        write_shop_rows(config.out_dir, config.seed)
+        tokenizer = build_tokenizer(shop_corpus(rng))
+    else:
+        if kind.stop_at:
+            kind = kind._replace(stop_at=config.stop_at)
+        write_rows(config.out_dir, config.seed, config.kind)
+        tokenizer = build_tokenizer(tokenizer_corpus(rng, kind))
+    arguments = (config.models, tokenizer, config.out_dir, config.seed, kind, config.stop_at)
     torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # side by side
 
 

@@ -1,0 +1,166 @@
+"""A toy world with a tool: prices that the story does not tell, a rollout function and reward functions.
+
+    bash recipes/toy_tools.sh 0 outputs/shop0_fapo                          # FAPO from a start that ships
+    python -m toy.warm_start --out-dir data/shop --kind shop --models policy # rows and a start of your own
+
+"Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to problem. The policy can look
+a price up: it writes "pears?", and the tool continues with "7". Or it states a price of its own: "pears=4".
+Half of the texts that its warm start reads do the one, half the other, and all of them are right. The
+question is coarse, so an answer from made-up prices is often right.
+
+An answer is grounded if the tool has said each price, and each sum is right. Nobody plants a flaw: what goes
+wrong is the policy's own. Left out: tools that fail, several tools. Needs toy_world.py and compute_score.py.
+"""
+
+import os
+import re
+from random import Random
+from typing import NamedTuple
+
+import compute_score as scores
+from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
+
+ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
+QUESTION = COARSE[0]  # what RL asks; the warm start reads all of COARSE
+FLAWS = ("made_up", "miscopied", "wrong_sum", "other")
+SUM = r"\d+[+-]\d+=\d+"
+
+
+class Problem(NamedTuple):
+    name: str
+    start: int
+    deals: tuple[tuple[int, str], ...]  # (1, "eggs"): sells eggs; (-1, "nuts"): buys nuts
+    question: str
+    prices: dict[str, int]  # of all items; the text does not have them
+
+    def __str__(self) -> str:
+        story = f"{self.name} has {self.start}"
+        for sign, item in self.deals:
+            story += f", {'sells' if sign > 0 else 'buys'} {item}"
+        return f"{story}. {self.question}"
+
+    @property
+    def answer(self) -> str:
+        total = self.start + sum(sign * self.prices[item] for sign, item in self.deals)
+        number = int(self.question.strip("?").split()[-1])
+        if self.question.startswith("Rest"):
+            return str(total % number)
+        return "yes" if total > number else "no"
+
+
+def parse_problem(text: str, prices: dict[str, int]) -> Problem:
+    """The problem that `text` tells."""
+    story, question = text.split(". ")
+    (name, _, start), *told = map(str.split, story.split(", "))
+    deals = tuple((1 if verb == "sells" else -1, item) for verb, item in told)
+    return Problem(name, int(start), deals, question, prices)
+
+
+def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Problem:
+    """A story of 3 or 4 deals (lengths: other bounds) with an item each; all values in LOWEST..HIGHEST."""
+    prices = {item: rng.randint(2, 9) for item in ITEMS}
+    start = value = rng.randint(20, 89)
+    deals = []
+    for item in rng.sample(ITEMS, rng.randint(*lengths)):
+        signs = [sign for sign in (1, -1) if LOWEST <= value + sign * prices[item] <= HIGHEST]
+        deals.append((rng.choice(signs), item))
+        value += deals[-1][0] * prices[item]
+    return Problem(rng.choice(NAMES), start, tuple(deals), rng.choice(questions), prices)
+
+
+def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
+    """The right solution as turns, (who, text); looks_up=False: a single one, in which prices are stated."""
+    value = problem.start
+    turns = []
+    text = ""
+    for sign, item in problem.deals:
+        price = problem.prices[item]
+        if looks_up:
+            turns += [("policy", f"{text}{item}?"), ("tool", str(price))]
+            text = ""
+        else:
+            text += f"{item}={price}"
+        text += f"\n\n{value}{sign * price:+}={value + sign * price}\n\n"
+        value += sign * price
+    text += f"{problem.question.split()[0]} \\boxed{{{problem.answer}}}"
+    return [*turns, ("policy", text)]
+
+
+async def with_prices(trajectory, extra_info):
+    """The rollout function: after "pears?" the tool says what pears cost in this problem."""
+    async for said in trajectory.calls("?"):
+        item = re.search(r"(\w*)\?", said)[1]
+        trajectory.observe(str(extra_info["prices"].get(item, "none")))
+
+
+def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
+    """The oracle: the first wrong turn (of a single turn: paragraph), -1 for none, and which of FLAWS it has.
+
+    A grounded solution can be written in one way only, by the policy and the tool in turn.
+    """
+    sound = write_solution(problem)
+    said = [(turn["who"], turn["text"]) for turn in turns]
+    if said == sound:
+        return -1, ""
+    lines = scores.split_paragraphs("".join(text for _, text in said))
+    sound_lines = scores.split_paragraphs("".join(text for _, text in sound))
+    line = len(os.path.commonprefix([lines, sound_lines]))
+    place = line
+    if len(said) > 1:
+        place = len(os.path.commonprefix([said, sound]))
+    return place, kind_of_flaw((*lines, "")[line], (*sound_lines, "")[line])
+
+
+def kind_of_flaw(line: str, sound: str) -> str:
+    """What is wrong with the first line that differs from the sound one."""
+    is_sum = re.fullmatch(SUM, line)
+    if line == sound or re.fullmatch(r"[a-z]+=\d+", line) or is_sum and "?" in sound:
+        return "made_up"  # the same line: the policy wrote the tool's part itself
+    if is_sum and line.partition("=")[0] == sound.partition("=")[0]:
+        return "wrong_sum"
+    return "miscopied" if is_sum else "other"
+
+
+def compute_score_fapo_oracle(
+    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
+    call_cost=0.0) -> dict:  # fmt: skip
+    """FAPO with the oracle as judge: 1 for a right and grounded answer, 1 - penalty if ungrounded, -1 wrong.
+
+    call_cost: what each look-up costs.
+    """
+    result = scores.compute_score(data_source, solution_str, ground_truth)
+    problem = parse_problem(extra_info["question"], extra_info["prices"])
+    first_wrong, flaw = first_flaw(problem, turns)
+    flawed = result["acc"] and first_wrong != -1
+    calls = [turn["text"] for turn in turns if turn["who"] == "policy" and turn["text"].endswith("?")]
+    asked = {re.search(r"(\w*)\?$", call)[1] for call in calls}
+    result |= {
+        "score": result["score"] - penalty * flawed - call_cost * len(calls),
+        "first_wrong": first_wrong,
+        "flawed_positive": flawed,
+        "truly_correct": result["acc"] and not flawed,
+        "calls": len(calls),
+        "looked_all_up": asked >= {item for _, item in problem.deals},
+    }
+    for kind in FLAWS:
+        result[f"flawed_{kind}"] = flawed and flaw == kind
+    return result
+
+
+def compute_score_outcome(
+    data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0) -> dict:  # fmt: skip
+    """The reward of the answer alone; the oracle only measures."""
+    return compute_score_fapo_oracle(
+        data_source, solution_str, ground_truth, extra_info, turns, penalty=0.0, call_cost=call_cost
+    )
+
+
+def policy_row(problem: Problem, split: str, index: int) -> dict:
+    info = {"split": split, "index": index, "question": str(problem), "prices": problem.prices}
+    return {
+        "data_source": "shop",
+        "prompt": [{"role": "user", "content": str(problem)}],
+        "ability": "Math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": info,
+    }
