@@ -148,10 +148,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError("reward_terms: the length penalty is a term; add overlong_penalty=1, or "
                              "--overlong-buffer 0")  # fmt: skip
         penalty_of(self)
-        if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
-            raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
         if not self.rollout_fn and (self.rollout_kwargs, self.rollout_timeout) != ("{}", 600.0):
             raise ValueError("rollout_kwargs, rollout_timeout: are for --rollout-fn; give it, too")
+        if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
+            raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
         self.check_rewards()
 
     def policy_servers(self) -> genrm_server.Config:

@@ -202,6 +202,30 @@ print(lengths, len(ended), len(samples[0].rollout_logprobs), shares)
     assert run("-c", code) == "[4, 4] 2 4 True\n"
 
 
+@pytest.mark.slow
+def test_trajectory_with_rollout_policy_algorithm_and_reward_worker(alone, model, tokenizer):
+    folder = alone("trajectory.py")
+    write_model(folder / "model", model, tokenizer)
+    code = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from policy import Sample
+from trajectory import Rollouts
+async def twice(trajectory):
+    for _ in range(2):
+        await trajectory.generate(max_tokens=3)
+        trajectory.observe("7")
+rollouts = Rollouts(twice, AutoTokenizer.from_pretrained("model"))
+rollouts.start()
+row = {"prompt": [], "data_source": "d", "reward_model": {"ground_truth": ""}, "extra_info": {}}
+sample = Sample(row, [5, 6, 7])
+rollouts.roll_out([[sample]], model=AutoModelForCausalLM.from_pretrained("model"), max_response_length=9,
+                  temperature=1.0, eos_ids=set(), seed=0, rollout_batch_size=8)
+rollouts.close()
+print(sample.failure or [int(own) for own in sample.loss_mask])
+"""
+    assert run("-c", code) == "[1, 1, 1, 0, 1, 1, 1, 0]\n"
+
+
 def test_credit_with_policy_and_algorithm(alone):
     alone("credit.py")
     code = """

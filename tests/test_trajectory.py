@@ -5,6 +5,9 @@ import contextlib
 import dataclasses
 import random
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -940,3 +943,54 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
         for turn, following in zip(line["turns"], line["turns"][1:]):
             if turn["who"] == "policy":
                 assert turn["text"].endswith("?") and re.fullmatch(r"\d|none", following["text"])
+
+
+GROUP = '''
+def of_a_group(data_source, solution_strs, ground_truth, extra_info, turns, response_length):
+    """The failed rollout of each group is not among these."""
+    assert len(solution_strs) == len(turns) == len(response_length) == 3
+    assert all("".join(turn["text"] for turn in said) == text for said, text in zip(turns, solution_strs))
+    return [{"score": float(number), "told": extra_info["num_turns"]} for number in range(3)]
+
+async def hangs(trajectory):
+    await trajectory.generate(max_tokens=2)
+    await asyncio.to_thread(time.sleep, 300)
+'''
+
+
+@pytest.mark.slow
+def test_a_reward_function_of_groups_compares_the_rollouts_that_have_ended(tmp_path):
+    """On real Ray."""
+    (tmp_path / "own.py").write_text(FUNCTIONS + GROUP)
+    (tmp_path / "helper.py").write_text("UNITS = '7'\n")
+    config = toy_config(tmp_path, rollout_fn=f"{tmp_path}/own.py:fails_once", total_steps=1,
+                        reward_fn=f"{tmp_path}/own.py:of_a_group", samples_per_step=64)  # fmt: skip
+    for mode in ("standalone", "colocate"):
+        config = dataclasses.replace(config, reward_mode=mode, out_dir=str(tmp_path / mode))
+        grpo_trainer.train(config)
+        line = lines_of(config.out_dir)[1]
+        assert line["reward/score"] == 1.0 and line["rollout/error_rate"] == line["reward/no_verdict"] == 0.25
+        samples = lines_of(config.out_dir, "samples.jsonl")
+        scores = [line["reward_score"] for line in samples if line["split"] == "train"]
+        assert scores[:4] == [0.0, None, 1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
+    """The tool sleeps for five minutes in a thread."""
+    (tmp_path / "own.py").write_text("import time\n" + FUNCTIONS + GROUP)
+    (tmp_path / "helper.py").write_text("UNITS = '7'\n")
+    train_file = toy_config(tmp_path).train_file
+    command = [sys.executable, "grpo_trainer.py", "--model", "toy/models/policy", "--train-file", train_file,
+               "--rollout-fn", f"{tmp_path}/own.py:hangs", "--out-dir", f"{tmp_path}/run", "--val-every", "0",
+               "--overlong-buffer", "0", "--max-response-length", "48", "--num-threads", "1"]  # fmt: skip
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("page that follows"):
+                break
+        sent = threading.Timer(15, process.send_signal, [signal.SIGINT])
+        sent.start()
+        said = process.stdout.read()
+        assert process.wait(timeout=60) == 130, said
+    assert "goes on after step 0" in said
