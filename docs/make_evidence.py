@@ -38,13 +38,18 @@ WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 PANELS = {
     "acc": "answer accuracy",
     "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
-    "truly_correct": "truly correct\n(right answer, no wrong step)",
+    "truly_correct": "fully correct\n(right answer, no wrong step)",
     "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
 }
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
 NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
          "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
+FIRST_TABLE = {  # of the README
+    "rule": "GRPO, outcome reward only",
+    "fapo_judge": "FAPO, judge trained and served",
+    "fapo_oracle": "FAPO, oracle as the judge",
+}
 ALGORITHMS = {
     "rule": "rule only",
     "fapo_oracle": "FAPO",
@@ -116,11 +121,11 @@ LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "pref
 OWN_COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
-    "truly correct": "toy/truly_correct",
+    "fully correct": "toy/truly_correct",
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
 }
-REPEATED = ("flawed positives", "truly correct")  # of OWN_COLUMNS: shown for the other start, too
+REPEATED = ("flawed positives", "fully correct")  # of OWN_COLUMNS: shown for the other start, too
 COLOURS = {
     "rule": "tab:red",
     "fapo_judge": "tab:green",
@@ -260,7 +265,7 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
         if {run["world"] for run in some} == set(worlds):
             reached = cell(list(map(half_correct, some)), 0)
             rows.append([*row(title, some, COLUMNS), reached, str(len(some))])
-    return table(["512 held-out problems", *COLUMNS, "step at which half are truly correct", "runs"], *rows)
+    return table(["512 held-out problems", *COLUMNS, "step at which half are fully correct", "runs"], *rows)
 
 
 def calls(run: dict) -> float:
@@ -309,28 +314,6 @@ def starts(runs: list[dict]) -> list[str]:
     return [world for world in OWN if core <= {run["algorithm"] for run in runs if run["world"] == world}]
 
 
-def small_table(runs: list[dict]) -> str:
-    """The medians of the first four columns in one: a row an algorithm, a column a start; and longer runs."""
-    heads = list(OWN_COLUMNS)[:4]
-    columns = [own_rows(runs, OWN_ALGORITHMS, world) for world in starts(runs)]
-    longer = {OWN_ALGORITHMS[name]: of(runs, long, OWN[0]) for name, long in LONG.items()}
-    titles = [title for title, *_ in columns[0]]
-    rows = []
-    for title in titles:
-        found = [cells for column in columns for name, *cells in column if name == title]
-        if len(found) == len(columns):
-            medians = [[cell.split()[0] for cell in cells[: len(heads)]] for cells in found]
-            if title in longer:
-                cells = row("", longer[title], OWN_COLUMNS)[1:]
-                medians.append([cell.split()[0] for cell in cells[: len(heads)]])
-            else:
-                medians.append([])
-            rows.append([title, *map(" / ".join, medians)])
-    steps = longer[OWN_ALGORITHMS["rule"]][0]["steps"]
-    titles = [*(f"start {world[-1]}" for world in starts(runs)), f"start 0, {steps} steps"]
-    return table([" / ".join(heads), *titles], *rows)
-
-
 def flaw_table(runs: list[dict]) -> str:
     """The kinds of flaws in the last ten steps from all starts, as shares."""
     kinds = ("arithmetic", "copied", "skipped", "answer", "other")
@@ -354,7 +337,7 @@ def second_tables(runs: list[dict]) -> dict[str, str]:
     rows = []
     for world in starts(runs):
         rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
-    made = {"second world": small_table(runs), "second world by start": own_table(rows)}
+    made = {"second world by start": own_table(rows)}
     made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
     made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
     rows = []
@@ -375,9 +358,10 @@ def second_tables(runs: list[dict]) -> dict[str, str]:
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the pages by its name, as Markdown."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
-    rows = [row(title, of(runs, algorithm), COLUMNS) for algorithm, title in NAMES.items()]
-    before = row("before, as warm-started", of(runs, "rule"), COLUMNS, when="before")
-    made["policies"] = table(heads, before, *rows)
+    rows = [row("initial policy", of(runs, "rule"), COLUMNS, when="before")]
+    for algorithm, title in FIRST_TABLE.items():
+        rows.append(row(title, of(runs, algorithm), COLUMNS))
+    made["policies"] = table(heads, *rows)
     rows = []
     for number, world in enumerate(STANDARD):
         rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
@@ -455,7 +439,7 @@ def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path:
 
 
 def draw_second_world(runs: list[dict], path: Path) -> None:
-    """The algorithms from each start of the second world: flawed positives above, truly correct below."""
+    """The algorithms from each start of the second world: flawed positives above, fully correct below."""
     worlds = starts(runs)
     figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
     keys = ("oracle_flawed_positive_rate", "truly_correct")

@@ -283,7 +283,7 @@ before it are not blamed (`count_tokens_before`), and sample {two} has two advan
 {credits}
 
 So the update knows the line, still not the digit: `{line}` is blamed along with `{flawed_token}`. The demo
-runs without it; [algorithms.md](algorithms.md#in-the-toy-world) has what it changes.
+runs without it; [algorithms.md](algorithms.md#results-in-the-toy-world) has what it changes.
 
 ## The new probability
 

@@ -2,23 +2,29 @@
 
 import ast
 import asyncio
+import dataclasses
+import itertools
 import json
 import math
 import re
+import statistics
 import sys
 import types
 
 import pytest
+import torch
 
 import compute_score
 import reward_loop
+from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
+from policy import PolicyOptions
 from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
-PAGES += [ROOT / "recipes/README.md"]
+PAGES += [ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
@@ -70,8 +76,10 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_can_be_reached_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text()))
-    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    """The index has every page, and the README has the index."""
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
 def test_the_readmes_tree_has_every_script_once():
@@ -158,18 +166,96 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     assert "[0] two\n[1] four" in prompt and prompt.endswith("\\boxed{}.")
 
 
-def test_the_readmes_equations_are_the_code_line_for_line():
-    section = (
-        (ROOT / "README.md").read_text().split("## The algorithm in three equations")[1].split("\n## ")[0]
-    )
-    lines = [
-        line.strip()
-        for block in re.findall(r"```python\n(.*?)```", section, re.S)
-        for line in block.splitlines()
-    ]
-    source = [line.strip().split("  #")[0] for line in (ROOT / "algorithm.py").read_text().splitlines()]
-    positions = [source.index(line) for line in lines]
-    assert len(lines) >= 10 and positions == sorted(positions)
+def fapo_rewards(right, judge_says, penalty):
+    """What compute_score_fapo gives for a right or a wrong answer, with a judge that says this."""
+
+    async def scored(address):
+        try:
+            settings = {} if penalty is None else {"penalty": penalty}
+            text = "a step\n\n\\boxed{4}" if right else "a step\n\n\\boxed{5}"
+            question = {"question": "2+2?"}
+            return await compute_score.compute_score_fapo("x", text, "4", question, address, **settings)
+        finally:
+            await compute_score.close_session()
+
+    with server(lambda path, body: says(f"\\boxed{{{judge_says}}}")) as address:
+        return asyncio.run(scored(address))["score"]
+
+
+def check_reward():
+    """R = R_rule - lambda if the answer is correct and the judge finds a wrong step."""
+    for right, judge_says, penalty in itertools.product((True, False), (-1, 0), (None, 0.5)):
+        is_flawed = right and judge_says != -1
+        expected = (1 if right else -1) - (1 if penalty is None else penalty) * is_flawed
+        assert fapo_rewards(right, judge_says, penalty) == expected
+
+
+def check_advantage():
+    """(R_i - mean(R)) / (std(R) + 1e-6) over the samples with a verdict."""
+    rewards = torch.tensor([[1.0, 0.0, -1.0, math.nan, 1.0]])
+    known = [1.0, 0.0, -1.0, 1.0]
+    mean, std = statistics.mean(known), statistics.stdev(known)
+    expected = [(reward - mean) / (std + 1e-6) for reward in known]
+    found = compute_advantages(rewards)[0].tolist()
+    assert found == pytest.approx([*expected[:3], 0.0, expected[3]])
+
+
+def check_objective():
+    """-J by a loop over the tokens, among them some beyond each bound."""
+    torch.manual_seed(0)
+    logprobs, old = torch.randn(2, 6, 40).double()
+    logprobs[0, 0] = old[0, 0] + 3  # r of 20: beyond the dual clip
+    advantages = torch.linspace(-2, 2, 6).double()
+    mask = torch.rand(6, 40) > 0.2
+    mask[0, 0] = True
+    total = 0.0
+    for i, t in mask.nonzero().tolist():
+        r, advantage = math.exp(logprobs[i, t] - old[i, t]), advantages[i].item()
+        value = min(r * advantage, min(max(r, 1 - 0.2), 1 + 0.28) * advantage)
+        total += max(value, 10 * advantage) if advantage < 0 else value
+    loss, _ = compute_policy_loss(logprobs, old, advantages, mask, int(mask.sum()))
+    assert -loss.item() == pytest.approx(total / int(mask.sum()))
+
+
+EQUATIONS = {
+    "R = R_rule - λ · [the answer is correct and the judge finds a wrong step]": check_reward,
+    "Â_i = (R_i - mean(R)) / (std(R) + 10⁻⁶)": check_advantage,
+    "J = (1/N) Σ_i Σ_t min(r Â_i, clip(r, 1 - ε_low, 1 + ε_high) Â_i), "
+    "but at least c Â_i if Â_i < 0": check_objective,
+}  # fmt: skip
+
+
+def test_the_readmes_equations_are_the_codes():
+    """Each equation is checked on numbers; so are the defaults and the functions that the README names."""
+    section = (ROOT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
+    assert re.findall(r"^> (.*)", section, re.M) == list(EQUATIONS)
+    for check in EQUATIONS.values():
+        check()
+    assert "λ is 1 by default" in section and "ε_low = 0.2, ε_high = 0.28, c = 10" in section
+    assert PolicyOptions(model="m").clip_c == 10 and LOSSES["clip"].clip_high == 0.28
+    for function in (compute_advantages, compute_policy_loss, compute_score.compute_score_fapo):
+        assert f"`{function.__name__}`" in section
+
+
+def test_the_readmes_functions_run(tmp_path):
+    """The reward function is called; the rollout function is that of docs/rollouts.md, which has a test."""
+    reward, rollout = blocks(ROOT / "README.md", "python")
+    (tmp_path / "my_reward.py").write_text(reward)
+    score = load(str(tmp_path / "my_reward")).score
+    result = score(data_source="x", solution_str="a\n\n\\boxed{4}", ground_truth="4", extra_info={})
+    assert result == {"score": pytest.approx(0.98), "acc": True, "steps": 2}
+    assert rollout in blocks(ROOT / "docs/rollouts.md", "python")
+
+
+def test_the_page_of_settings_can_be_made():
+    """Each setting of the trainer belongs to one group and has a help text."""
+    module = load("docs/make_settings")
+    page = module.page()
+    for field in dataclasses.fields(load("grpo_trainer").Config):
+        assert page.split("## `score_file.py`")[0].count(f"| `--{field.name.replace('_', '-')}` |") == 1
+    assert not re.findall(r"^\| .*\|  \|$", page, re.M)
+    with pytest.raises(KeyError, match="no group has the setting other"):
+        module.group_of("other")
 
 
 def test_the_walkthrough_is_what_its_script_writes():
@@ -244,16 +330,9 @@ def test_the_second_worlds_tables(tmp_path):
     runs += [run(name, 0, 0.7) for name in ("prefix_oracle", "papo_oracle", "distill")]
     runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:5]]
     assert module.starts(runs) == ["own0", "own2"]
-    with pytest.raises(ValueError, match="no finished run of rule_long in own0"):
-        module.small_table(runs)
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
-    small = module.small_table(runs).splitlines()
-    assert small[0].endswith("| start 0 | start 2 | start 0, 200 steps |") and len(small) == 8  # no teacher
     titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
     assert "FAPO, 200 steps" in titles and titles[1] == "rule only"
-    fapo, far = "0.40 / 0.40 / 0.40 / 0.40 | 0.50 / 0.50 / 0.50 / 0.50", "0.80 / 0.80 / 0.80 / 0.80"
-    assert small[4] == f"| FAPO | {fapo} | {far} |"
-    assert small[2].endswith("|  |") and small[7].startswith("| PAPO") and small[7].endswith("|  |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)

@@ -5,7 +5,7 @@
 The trainer prints a finding when it appears, and the page of a run (tools/view_run.py) has them above its
 curves. RULES is the table: a rule holds where all its conditions did in so many steps in a row. They are
 about metrics (docs/glossary.md) and `more_numbers`; a number that is missing rings no alarm. A rule of your
-own is a row. What each finding means: docs/training.md.
+own is a row. What each finding means: docs/troubleshooting.md.
 
 The bounds are for alarms that are read: none rings in runs that learn from rewards, those of
 docs/evidence/runs.jsonl and tests/data/good_runs.json (under distillation, which pays none, no-signal does).

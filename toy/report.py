@@ -22,7 +22,7 @@ RUNS = {"rule only": "baseline", "FAPO": "fapo"}
 COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
-    "truly correct": "toy/truly_correct",
+    "fully correct": "toy/truly_correct",
     '"How many?" accuracy': "toy_total",
 }
 
