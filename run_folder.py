@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 ON_SCREEN = (
@@ -308,6 +309,10 @@ def line_of(sample, eos_ids, decode) -> dict:
         line["turns"] = sample.turns
     elif sample.token_advantages:
         line["paragraph_advantages"] = paragraph_advantages(sample, decode)
+    if sample.token_advantages:  # [how many tokens, their advantage], one after another
+        line["token_advantages"] = [
+            [len(list(equal)), advantage] for advantage, equal in groupby(sample.token_advantages)
+        ]
     return line
 
 
@@ -376,10 +381,15 @@ def note_start(config, step: int) -> None:
     commit = ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a copy without git
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    defaults = {}  # of the settings that differ from them
+    for field in fields(config):
+        if field.default is not MISSING and getattr(config, field.name) != field.default:
+            defaults[field.name] = field.default
     line = {
         "time": time.time(),
         "step": step,
         "command": shlex.join(sys.orig_argv),
+        "defaults": defaults,
         "commit": commit,
         "versions": versions,
         "machine": f"{platform.node()}: {os.cpu_count()} cores, device {config.device}",
