@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 import threading
-import types
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import dataclass
 
 import pytest
 
@@ -294,9 +294,10 @@ def test_a_judge_in_training_is_measured_against_the_truth(tmp_path):
 )
 def test_a_filter_shows_what_it_names(page, name, chosen):
     text = dom(page, view="groups", run="fapo", filter=name)
-    expected = (
-        "6 samples in 2 groups at 2 steps" if not name else f"{len(chosen)} samples in 1 groups at 1 steps"
-    )
+    noun = "sample" if len(chosen) == 1 else "samples"
+    expected = f"{len(chosen)} {noun} in 1 group at 1 step"
+    if not name:
+        expected = "6 samples in 2 groups at 2 steps"
     assert expected in part(text, "count")
     cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
     assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
@@ -332,11 +333,11 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     ]
     assert [re.findall("good|bad", style) for style, _ in tints] == [["good"], ["bad"], ["good"], [], ["bad"]]
     assert (
-        '<li class="named">65+9=64<div class="soft">← the judge and the oracle: first wrong paragraph'
+        '<li class="named">65+9=64<div class="why">← the judge and the oracle: first wrong paragraph'
         in sample
     )
     assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
-    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
+    rows = dict(re.findall('<tr><th scope="row">(.*?)</th><td>(.*?)</td></tr>', sample))
     terms = ("rule", "flaw found by the judge", "length", "reward")
     assert [rows[name] for name in terms] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
@@ -349,7 +350,7 @@ def test_a_group_and_a_sample_explain_the_reward(page):
 def test_what_models_wrote_is_text_also_for_the_search(page):
     text = dom(page, view="groups", run="fapo", q="onerror")
     assert (
-        "1 samples in 1 groups at 1 steps" in part(text, "count")
+        "1 sample in 1 group at 1 step" in part(text, "count")
         and "<img" not in text
         and text.count("<script") == 2
     )
@@ -368,14 +369,17 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
     )
     assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
-    assert "fill:#1f83c4" in text and 'stroke="#d55e00"' in text  # of the second run, and of the first
+    colours = re.findall(r'<polyline [^>]*style="color:(.*?)"', text)
+    assert colours == 2 * ["var(--run-0)"] + 2 * ["var(--run-1)"]  # of the first run, and of the second
+    markers = re.findall(r'class="held-out"[^>]*style="color:(.*?)"', text)
+    assert sorted(markers) == 2 * ["var(--run-0)"] + 2 * ["var(--run-1)"]
     assert dom(page, hide="baseline").count("<polyline") == 2
     answers = part(dom(page, view="changed"), "answers")
     rows = [
         re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row)
         for row in answers.split("<tr>")[1:]
     ]
-    flawed, sound = "right answer, flawed", "right answer, sound"
+    flawed, sound = "! right answer, flawed", "✓ right answer, sound"
     assert rows == [
         [("0", flawed), ("5", flawed), ("10", flawed)],
         [("0", flawed), ("5", flawed), ("10", sound)],
@@ -391,7 +395,7 @@ def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
     assert "Rest " in part(text, "findings") and "\\n" not in part(text, "findings")
     assert "<b>run: one-number</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
     (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
-    assert len(re.findall(r'<path stroke="#d55e00" opacity="0.5" d="M[\d.]+ [\d.]+V', chart)) == 1
+    assert len(re.findall(r'<path stroke="currentColor"[^>]*class="error" d="M[\d.]+ [\d.]+V', chart)) == 1
 
 
 @in_browser
@@ -405,7 +409,7 @@ def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
     assert (
         chart.count('class="held-out"') == 1
         and chart.count("<polyline") == 2
-        and " (● openai/gsm8k)" in part(text, "glyphs")
+        and " (● openai/gsm8k)" in part(text, "how")
     )
     assert "<polyline" not in dom(page, hide="lr1,seed0")
 
@@ -444,7 +448,7 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         (
             dict(acc=True, flawed_positive=True, score=0.25),
             "right answer, flawed",
-            ["rule +1", "flaw found by the judge −0.5", "other terms −0.25"],
+            ["rule +1", "flaw found by the reward function −0.5", "other terms −0.25"],
         ),
         (
             dict(acc=True, flawed_positive=True, oracle_flawed_positive=True, score=0.0),
@@ -486,7 +490,7 @@ def test_what_a_judge_costs_is_not_guessed_if_the_configuration_does_not_say_it(
     equal = [line(reward=0.2) | {"reward_extra_info": info} for _ in range(2)]
     text = dom(view_run.write_page([write_run(tmp_path / "run", equal)]), view="groups")
     sample = part(text, "sample")
-    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", sample))
+    rows = dict(re.findall('<tr><th scope="row">(.*?)</th><td>(.*?)</td></tr>', sample))
     assert rows["flaw found by the judge, and other terms"] == "−0.8"
     assert "first wrong paragraph" not in sample and "\\boxed{1}" in sample
     assert "All rewards are equal: no learning signal." in part(text, "group")
@@ -514,7 +518,7 @@ def test_a_groups_verdict_is_at_its_head_and_its_score_is_the_groups(tmp_path):
     group = part(text, "group")
     assert "<b>The group's verdict: </b>label 4 · votes 0.5</p>" in group
     assert f"<b>The group's critique</b><pre>{GROUP['group_critique']}</pre>" in group
-    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", part(text, "sample")))
+    rows = dict(re.findall('<tr><th scope="row">(.*?)</th><td>(.*?)</td></tr>', part(text, "sample")))
     assert rows["group"] == "+1" and not {"rule", "flaw found by the judge", "group_label"} & rows.keys()
 
 
@@ -608,9 +612,10 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
                       ("reward/no_verdict", "samples without a verdict"),
                       ("reward/exact", "exact, judges in training"),
                       ("reward/politeness", "politeness")]  # fmt: skip
+    text = part(text, "main-charts")
     assert text.count(">step</text>") == len(charts) and text.count(">share</text>") == 3
     group = part(dom(page, view="groups", run="policy"), "group")
-    assert "Advantage = reward − mean" in group and "standard deviation:" not in group
+    assert "Advantage = reward − mean." in group
 
 
 @pytest.fixture
@@ -673,14 +678,25 @@ def test_a_browser_shows_what_a_run_writes_while_its_page_is_open(served, monkey
     assert "the second prompt" in part(text, "list")
 
 
+@dataclass
+class RunConfig:
+    out_dir: str
+    device: str = "cpu"
+    lr: float = 3e-5
+    own_flag: str = "plain"
+
+
 @in_browser
 def test_the_page_tells_each_start_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "grpo_trainer.py", "--lr", "3e-5"])
+    command = ["python", "grpo_trainer.py", "--lr", "3e-5", "--wandb-key", "hush"]
+    monkeypatch.setattr(sys, "orig_argv", command)
     run = write_run(tmp_path / "run", [line()])
-    config = types.SimpleNamespace(out_dir=str(run), device="cpu")
+    config = RunConfig(out_dir=str(run))
     note_start(config, 0)
     note_start(config, 20)
-    starts = part(dom(view_run.write_page([run])), "starts")
+    text = dom(view_run.write_page([run]), view="about")
+    starts = part(text, "starts")
+    assert "resumed 1 time" in starts and "--wandb-key (hidden)" in starts and "hush" not in text
     assert starts.count(", started") == 1 and starts.count(", resumed after step 20") == 1
     assert starts.count("--lr 3e-5") == 2 and f"python {platform.python_version()}" in starts
     assert re.search("torch [0-9.]+", starts) and "device cpu" in starts
@@ -692,7 +708,7 @@ def test_the_samples_of_all_steps_are_one_list_that_keys_lead_along(page):
     text = dom(page, view="samples", run="fapo", sort="low")
     assert "6 samples, page 1 of 1" in part(text, "found")
     rows = part(text, "rows")
-    cells = re.findall(r"<tr><td><a href=\"[^\"]*\">(.*?)</a></td>.*?</td><td>(.*?)</td>", rows)
+    cells = re.findall(r'<tr><td><a href="[^"]*">(.*?)</a></td>.*?<td class="number">(.*?)</td>', rows)
     # by reward, the one without a verdict last; the hostile text stays text
     assert [reward for _, reward in cells] == ["−1", "0", "1", "1", "1", "–"]
     assert cells[0][0] == "1, sample 4" and "<img" not in rows and "&lt;/script&gt;" in rows

@@ -1,24 +1,26 @@
-"""A run, or several side by side, as one web page: curves, groups of samples, one sample, what changed.
+"""A run, or several side by side, as one web page: curves, groups of samples, one sample, configuration.
 
     python -m tools.view_run outputs/demo_seed0    # writes outputs/demo_seed0/report.html, to open from disk
     python -m tools.view_run outputs/demo_seed0 --serve    # serves the page and follows runs in progress
 
-Give the folder of a run (--out-dir of grpo_trainer.py), or one that holds runs; runs in progress, too. The
-page is view_run.html beside this file with the data of the runs put into it: what it holds is chosen here,
-how it looks is said there. It loads nothing from elsewhere; its address says what is looked at, for links.
-What models wrote stays data: JSON that cannot end its script element, of which the script makes text nodes.
+Give the output directory of a run (--out-dir of grpo_trainer.py), or a directory that holds runs. Runs in
+progress are shown as far as they are. This script chooses the data; tools/page/ says what they look like:
+page.html, page.css and four scripts in plain JavaScript, which are put into the page together with the data.
+The page loads nothing from elsewhere. Its address says what is looked at, so that it can be sent as a link.
+What models wrote stays data: JSON that cannot end its script element, of which the scripts make text nodes.
 
-Needs view_run.html, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the toy
-world's oracle.
-
-Left out: comparing runs statistically, all turns of a prompt but the last.
+Needs tools/page/, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the oracle of
+the toy world. Not covered: statistical tests between runs, and all messages of a prompt but the last.
 """
 
 import itertools
 import json
 import math
 import os
+import re
+import shlex
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
@@ -30,33 +32,23 @@ from run_folder import read_lines
 from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
-TEMPLATE = Path(__file__).with_suffix(".html")
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in this order
 # Of a line of samples.jsonl, what all samples of a group share.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
-# Of config.json, the texts that the page shows; and all numbers, where runs differ in them.
-SETTINGS = (
-    "model",
-    "reward_fn",
-    "reward_kwargs",
-    "genrm",
-    "router_address",
-    "advantage",
-    "reward_terms",
-    "credit",
-    "loss",
-)
+HIDDEN = "(hidden)"  # in place of a secret: the page may be sent to others
 
 
 @dataclass
 class Config:
     """Writes a page about runs."""
 
-    # Folders of runs, or folders that hold such folders.
+    # Output directories of runs, or directories that hold such directories.
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("outputs"),)
-    out: Path | None = None  # The page; default: report.html in the first folder.
-    serve: bool = False  # Serve the page to browsers on this machine, and follow the runs, until Ctrl-C.
-    port: int = 8123  # The port for --serve; 0 takes a free one.
-    max_mb: float = 4.0  # Where the samples take more, those of every second, third ... step are there.
+    out: Path | None = None  # File of the page; default: report.html in the first directory.
+    serve: bool = False  # Serve the page to browsers on this machine and follow the runs until Ctrl-C.
+    port: int = 8123  # Port for --serve; 0 takes a free one.
+    max_mb: float = 4.0  # Limit for all samples, in MB; beyond it only every second, third, ... step is kept.
 
 
 def find_runs(folders) -> dict[str, Path]:
@@ -110,20 +102,53 @@ def group_of(lines: list[dict]) -> dict:
     return group
 
 
-def thin(groups: list[dict], limit: float) -> tuple[list[dict], int]:
-    """(the groups of every n-th step, and all of evaluations; n), where possible of at most `limit` bytes."""
-    sizes = [len(json.dumps(group)) for group in groups]
+def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
+    """(the groups of every n-th step and of the last one, n): the smallest n that fits into `limit` bytes."""
+    sizes = Counter()
+    for group in groups:
+        sizes[group["step"]] += len(json.dumps(group))
+    steps = sorted(sizes)
     every = 1
     while True:
-        kept = []
-        total = 0
-        for group, size in zip(groups, sizes):
-            if group["split"] == "val" or group["step"] % every == 0:
-                kept.append(group)
-                total += size
-        if total <= limit or every > groups[-1]["step"]:
-            return kept, every
+        kept = {*steps[::every], *steps[-1:]}
+        if every >= len(steps) or sum(sizes[step] for step in kept) <= limit:
+            return [group for group in groups if group["step"] in kept], every
         every += 1
+
+
+def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
+    """(the groups that fit into `limit` bytes, notes on what was left out). Evaluations get at most half."""
+    trained = [group for group in groups if group["split"] != "val"]
+    evaluated = [group for group in groups if group["split"] == "val"]
+    evaluated, every_evaluation = fit(evaluated, limit / 2)
+    trained, every_step = fit(trained, limit - len(json.dumps(evaluated)))
+    notes = []
+    for what, every in (("step", every_step), ("evaluation", every_evaluation)):
+        if every > 1:
+            notes.append(f"samples of one {what} in {every}")
+    return trained + evaluated, notes
+
+
+def without_secrets(text: str) -> str:
+    """A command line, or keyword arguments as JSON, without the values of keys, tokens and passwords."""
+    names = "(?:key|token|secret|password)"
+    text = re.sub(rf"(--(?:[\w-]+[-_])?{names}[ =])('[^']*'|\S+)", rf"\1{HIDDEN}", text)
+    return re.sub(rf'("(?:[^"]*[-_])?{names}": *)"[^"]*"', rf'\1"{HIDDEN}"', text)
+
+
+def settings_of(folder: Path) -> dict:
+    """The configuration of a run without the values of keys, tokens and passwords."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    settings = json.loads(path.read_text())
+    for key, value in settings.items():
+        if isinstance(value, str):
+            # As a flag of its own, so that one rule says which names are those of secrets.
+            settings[key] = without_secrets(value)
+            if value and HIDDEN in without_secrets(f"--{key} {shlex.quote(value)}"):
+                settings[key] = HIDDEN
+    return settings
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
@@ -133,10 +158,10 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     by_group = {}  # of evaluations that were asked for again the last one
     for place, lines in itertools.groupby(samples, itemgetter("step", "split", "group")):
         by_group[place] = group_of(list(lines))
-    groups, every = thin(list(by_group.values()), limit)
+    groups, left_out = thin(list(by_group.values()), limit)
     notes = []
-    if every > 1:
-        notes.append(f"samples of one step in {every} (--max-mb shows more, {folder}/samples.jsonl has all)")
+    if left_out:
+        notes.append(f"{', '.join(left_out)} (--max-mb shows more, {folder}/samples.jsonl has all)")
     if torn_metrics + torn_samples:
         notes.append("torn lines were left out (the run goes on, or was killed)")
     if not groups:
@@ -145,20 +170,18 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     for index, line in enumerate(metrics):
         if "reward/audit_flawed" in line:
             bars.append([line["step"], *audit(metrics[: index + 1])])
-    settings = {}
-    path = folder / "config.json"
-    if path.is_file():
-        for key, value in json.loads(path.read_text()).items():
-            if key in SETTINGS or isinstance(value, (int, float)):
-                settings[key] = value
+    starts, _ = read_lines(folder / "starts.jsonl")
+    for start in starts:
+        start["command"] = without_secrets(start["command"])
     return {
         "name": name,
         "notes": [f"{name}: {note}" for note in notes],
-        "settings": settings,
+        "settings": settings_of(folder),
         "metrics": curves_of(metrics),
         "findings": [asdict(finding) for finding in diagnose(metrics, samples)],
         "audit": bars,
-        "starts": read_lines(folder / "starts.jsonl")[0],
+        "starts": starts,
+        "written": (folder / "metrics.jsonl").stat().st_mtime,
         "groups": groups,
     }
 
@@ -172,10 +195,15 @@ def page_of(folders, max_mb: float, live: str = "") -> str:
     text = json.dumps({"title": ", ".join(map(str, folders)), "live": live, "runs": data})
     valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
-    template = TEMPLATE.read_text(encoding="utf-8")
+    page = read_part("page.html").replace("__STYLE__", read_part("page.css"))
+    page = page.replace("__SCRIPT__", "\n".join(map(read_part, SCRIPTS)))
     if live:  # a page from disk may not connect to anything
-        template = template.replace("default-src 'none';", "default-src 'none'; connect-src 'self';")
-    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+        page = page.replace("default-src 'none';", "default-src 'none'; connect-src 'self';")
+    return page.replace("__DATA__", text.replace("<", "\\u003c"))
+
+
+def read_part(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
 
 
 def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
