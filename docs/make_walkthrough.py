@@ -190,9 +190,10 @@ def page(data: dict) -> str:
     rows = []
     columns = zip(paragraphs, rule_rewards, judge, oracle, rewards, advantages, rule_only)
     for n, (lines, by_rule, says, knows, reward, advantage, other) in enumerate(columns, 1):
-        cells = [str(n), f"`{', '.join(lines)}`", "right" if by_rule > 0 else "wrong", says, str(knows)]
+        cells = [str(n), f"`{', '.join(lines)}`", "correct" if by_rule > 0 else "wrong", says, str(knows)]
         rows.append([*cells, f"{reward:g}", f"{advantage:+.3f}", f"{other:+.3f}"])
-    group = table(["", "solution", "rule", "judge", "oracle", "reward", "advantage", "rule only"], *rows)
+    heads = ["", "solution", "answer", "judge", "oracle", "reward", "advantage", "advantage, outcome only"]
+    group = table(heads, *rows)
     loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
         raise ValueError("group: the page needs a flawed sample below the mean, not clipped; take another")
@@ -204,93 +205,137 @@ def page(data: dict) -> str:
     passed = paragraphs[overlooked][oracle[overlooked]]
     style = data["reward_kwargs"]["prompt_style"]
     prompt = scores.format_critic_prompt(question, truth, samples[flawed]["text"], style)
-    return f"""# One step of the demo, in numbers
+    return f"""# The demo, and one of its steps in numbers
 
-One prompt of step {data["step"]} of a demo run (seed 0, FAPO with the trained judge), from the question
-to the new probabilities. Two models wrote the texts; every number is computed by the functions that the run
-uses (`docs/make_walkthrough.py` writes this page).
+## What `make demo` does
+
+A problem of the toy world, such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"*, is solved
+line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Rest \\boxed{{4}}`. The repository ships [two Llama
+models](../toy/models/README.md) with one million parameters each, pretrained on noisy text: a policy that
+forgets carries, and a judge that misses half of the wrong lines. `recipes/toy_demo.sh` then runs these
+commands:
+
+| step | command |
+| --- | --- |
+| 1. Write the problems and copy the two models. | `prepare_data.py --tasks toy` |
+| 2. Train the judge with GRPO. | `grpo_trainer.py` with `compute_score_fapo_genrm` |
+| 2. Meanwhile, train a policy with the outcome reward. | `grpo_trainer.py` with `compute_score_baseline` |
+| 3. Serve the trained judge with vLLM behind the router. | `genrm_server.py` |
+| 3. Train the same initial policy with FAPO. | `grpo_trainer.py --router-address ...` |
+| 4. Print the table after a third of FAPO's steps. | `python -m toy.report --so-far ...` |
+| 5. Print the tables, write the web page. | `python -m toy.report`, `python -m tools.view_run` |
+
+`SEED=1 make demo` uses another seed and writes to `outputs/demo_seed1`. `PORT=31000 make demo` sets the
+judge's port; by default it is a random one from 20000 to 29999.
+
+By accuracy the two policies look the same. With the outcome reward alone, the fraction of flawed answers
+among the correct ones drifts; with FAPO it falls to nearly that of a perfect judge. On "How many?"
+questions, where a forgotten carry makes the answer wrong, FAPO's policy is correct about twice as often.
+[The evidence](evidence.md) has nine runs from other checkpoints.
+
+**The judge is not the oracle.** Towards the end of the run it finds only about half of the flawed
+positives that the oracle counts. The policy keeps the flaws that the judge misses, often a ten dropped
+where there is nothing to carry (`27-7=10`). A judge that only knows forgotten carries leads to outright
+[reward hacking](evidence.md#reward-hacking).
+
+**What the demo does not show.** The flaws are planted, and the outcome reward cannot see them by
+construction; [the second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted
+flaws. Flawed positives of real models are as varied as mathematics, and the paper's gains were measured
+on AIME and GPQA with policies of 7B and 32B parameters.
+
+The rest of this page follows one prompt through step {data["step"]} of a demo run (seed 0, FAPO with the
+trained judge). The models wrote the texts, and the functions of the run compute every number
+(`docs/make_walkthrough.py` writes this page).
 
 ## The prompt
 
 > {question}
 
-"Rest by 5?" asks for the remainder on division by 5. The true answer is {truth}, and that is all the rule
-knows. The step draws 16 such prompts, and the policy answers each {len(samples)} times at temperature 1: a
-*group*.
+"Rest by 5?" asks for the remainder on division by 5. The correct answer is {truth}, and the outcome
+reward knows nothing else. The step draws 16 prompts, and the policy answers each one {len(samples)} times
+at temperature 1. These
+{len(samples)} answers are a *group*.
 
 ## Eight samples and their advantages
 
-A solution is one paragraph per sum and a last one with the answer. Paragraphs are counted from 0; -1 says
-that none is wrong.
+A solution has one paragraph for each sum and a last paragraph with the answer. Paragraphs are counted
+from 0; -1 means that none is wrong.
 
 {group}
 
-- **Rule** (`compute_score`): is the last box the true answer? {right} of {len(samples)} are right.
-- **Judge** (`compute_score_fapo`): the first wrong paragraph, asked of right answers only.
-- **Oracle** (`first_wrong_paragraph`): what the judge should have said. Training never sees it.
-- **Reward**: 1 where the rule says right and the judge -1, 0 where the judge names a paragraph, -1 where the
-  rule says wrong.
-- **Advantage** (`compute_advantages`): (reward - {rewards.mean():.3f}) / {rewards.std():.3f},
-  mean and standard deviation of the group.
-- **Rule only**: the advantage if every right answer got 1: flawed and sound ones are encouraged alike.
+- **Answer**: `compute_score` compares the last box with the correct answer. {right} of {len(samples)} are
+  correct.
+- **Judge**: `compute_score_fapo` asks the judge for the first wrong paragraph, for correct answers only.
+- **Oracle**: `first_wrong_paragraph` is what the judge should have said. Training never sees it.
+- **Reward**: -1 for a wrong answer, 0 if the judge names a paragraph, and 1 otherwise.
+- **Advantage**: `compute_advantages` gives (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with
+  the mean and the standard deviation of the group.
+- **Advantage, outcome only**: the advantage if every correct answer got 1. It encourages flawed and sound
+  answers alike.
 
-Under the rule alone sample {two}, right with a wrong step, has {rule_only[flawed]:+.3f}, as much as a sound
-solution; with FAPO it has {advantages[flawed]:+.3f}. That is negative because truly correct samples outnumber
-wrong ones in this group; where they do not, flawed positives are encouraged.
+With the outcome reward alone, sample {two}, which is correct with a wrong step, has
+{rule_only[flawed]:+.3f}, as much as a sound solution. With FAPO it has {advantages[flawed]:+.3f}. The
+advantage is negative because fully correct samples outnumber wrong ones in this group; in a group where
+wrong ones are more frequent, flawed positives are encouraged.
 
 ## What the judge reads and writes
 
-Sample {two}, as the judge reads it (the prompt style "{style}", made for a judge of 1 M parameters):
+The judge reads sample {two} in the prompt style "{style}", made for a judge of one million parameters:
 
 ```text
 {prompt}
 ```
 
-It computes each line again from the value stated before, and stops at the first that differs:
+It computes each line again from the value stated before, and stops at the first line that differs:
 
 ```text
 {samples[flawed]["critique"]}
 ```
 
-`parse_critique` takes the index from the box: {judge[flawed]}. Of sample {overlooked + 1} the judge writes
+`parse_critique` takes the index from the box: {judge[flawed]}. About sample {overlooked + 1} the judge
+writes:
 
 ```text
 {samples[overlooked]["critique"]}
 ```
 
-It overlooks paragraph {oracle[overlooked]}, `{passed}`, and the sample is paid as if it were sound. A judge
-that errs now and then is enough to learn from; what it overlooks every time is what survives in the policy.
+It misses paragraph {oracle[overlooked]}, `{passed}`, and the sample is rewarded as if it were sound. The
+policy can learn from a judge that errs now and then; what the judge misses every time survives in the
+policy.
 
 ## The loss of one token
 
-Samples {one} and {two} have the same text up to `{line}`. There one goes on with `{sound_token}` and the
-other with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}: before its
-update the policy has moved a little, and r is the token's probability then over that before the step.
-`compute_policy_loss` gives, with N = {N} response tokens in the mini-batch:
+Samples {one} and {two} have the same text up to `{line}`. Sample {one} continues with `{sound_token}` and
+sample {two} with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so the
+policy has already moved a little before the update of this mini-batch; r is a token's current probability
+divided by its probability before the step. With N = {N} response tokens in the mini-batch,
+`compute_policy_loss` gives:
 
 {loss_table}
 
-Neither is clipped: that would take an r above 1.28 for the first and below 0.8 for the second. The loss of
-the mini-batch is the sum of the last column over its {N} tokens. Every token of a sample has the sample's
-advantage: nobody told the update which digit is wrong. The wrong one stands out because the other tokens of
-sample {two} occur in sound solutions as well, where they are encouraged.
+Neither token is clipped: that would need an r above 1.28 for the first one and below 0.8 for the second.
+The loss of the mini-batch is the sum of the last column over its {N} tokens. Every token of a sample has
+the sample's advantage, so the update is not told which digit is wrong. The wrong digit stands out because
+the other tokens of sample {two} also occur in sound solutions, where they are encouraged.
 
-## Where the blame begins
+## Credit for the good prefix
 
-The judge has also said which paragraph is the first wrong one. With `--credit prefix` the {spared} tokens
-before it are not blamed (`count_tokens_before`), and sample {two} has two advantages:
+The judge also says which paragraph is the first wrong one. With `--credit prefix` the {spared} tokens
+before that paragraph get no negative advantage (`count_tokens_before`), and sample {two} has two
+advantages:
 
 {credits}
 
-So the update knows the line, still not the digit: `{line}` is blamed along with `{flawed_token}`. The demo
-runs without it; [algorithms.md](algorithms.md#results-in-the-toy-world) has what it changes.
+So the update knows the line but not the digit: `{line}` gets the same advantage as `{flawed_token}`. The
+demo runs without `--credit prefix`; [algorithms](algorithms.md#results-in-the-toy-world) shows what it
+changes.
 
 ## The new probability
 
 {table(["token", *WHEN], *moves)}
 
-That is what {update["of"]} updates with a learning rate of {update["lr"]:g} do, through all samples of the
-step. The demo does 60 such steps.
+This is the effect of {update["of"]} updates with a learning rate of {update["lr"]:g}, through all samples
+of the step. The demo does 60 such steps.
 """
 
 
