@@ -25,8 +25,8 @@ KEPT_BY = {
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
     ),
-    "A failure is a status, never a number: a sample without a verdict has no reward, no part in its group's "
-    "statistics and none in the loss.": (
+    "A failure is a status, never a reward: a sample without a verdict is excluded from its group's "
+    "statistics and from the loss.": (
         "test_compute_score.test_no_broken_server_raises",
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
@@ -40,7 +40,7 @@ KEPT_BY = {
         "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",
         "test_score_file.test_resume_notices_another_judge_behind_the_address",
     ),
-    "A worker, a grading process or a node that dies costs no sample.": (
+    "The death of a worker, a grading process or a node costs no sample.": (
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
         "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",
         "test_reward_loop.test_a_node_goes_away",
@@ -49,13 +49,13 @@ KEPT_BY = {
         "test_reward_loop.test_functions_in_verls_style_run_unchanged",
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
     ),
-    "A run that was stopped, at whatever moment, resumes from its newest checkpoint; on CPU with `--rollout "
-    "hf` it is exactly the uninterrupted run.": (
+    "A run that was stopped at any moment resumes from its newest checkpoint; on CPU with `--rollout hf` "
+    "it is identical to an uninterrupted run.": (
         "test_grpo_trainer.test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run",
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
     ),
-    "The weights that sample are the weights that learn; a run whose servers have other weights stops.": (
+    "The sampler has the trainer's weights; a run whose servers have other weights stops.": (
         "test_grpo_trainer.test_stale_weights_stop_the_run",
         "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
         "test_rollout.test_rollout_logprobs_are_the_trainers",
@@ -65,7 +65,7 @@ KEPT_BY = {
         "test_policy.test_update_does_not_depend_on_micro_batches",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
-    "A checkpoint appears whole or not at all, and a full disk costs no earlier one.": (
+    "A checkpoint appears whole or not at all, and a full disk never damages an earlier one.": (
         "test_grpo_trainer.test_a_full_disk_costs_no_earlier_checkpoint",
         "test_run_folder.test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones",
         "test_run_folder.test_old_checkpoints_are_deleted_and_half_written_ones_ignored",
@@ -74,20 +74,19 @@ KEPT_BY = {
         "test_run_folder.test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing",
         "test_grpo_trainer.test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing",
     ),
-    "Ctrl-C, SIGTERM and a closed terminal end a run after its step, with everything that it has learnt "
-    "saved.": (
+    "Ctrl-C, SIGTERM and a closed terminal end a run without losing a completed step.": (
         "test_grpo_trainer.test_ctrl_c_saves_and_leaves_cleanly",
         "test_grpo_trainer.test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not",
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
     ),
-    "No request is lost while a server lives.": (
+    "No request is lost while at least one server is alive.": (
         "test_router.test_one_bad_server_of_two_loses_nothing_and_leaves",
         "test_router.test_requests_in_flight_survive_the_death_of_their_server",
         "test_genrm_server.test_a_killed_server_loses_no_request_and_comes_back",
         "test_genrm_server.test_vllm_two_servers_one_killed_with_32_requests_in_flight",
     ),
-    "An answer goes to the request that asked for it, and to no other one.": (
+    "Every answer goes to the request that caused it, and to no other.": (
         "test_router.test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again",
         "test_router.test_method_path_query_headers_and_body_arrive_unchanged",
         "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
@@ -113,7 +112,7 @@ KEPT_BY = {
         "test_run.test_an_option_names_the_package_that_it_lacks",
         "test_reward_loop.test_wrong_settings_are_told_at_start",
     ),
-    "Nothing asks a model or data hub unless you give a hub name.": (
+    "Nothing contacts a model or data hub unless you pass a hub name.": (
         "test_grpo_trainer.test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already",
     ),
 }  # fmt: skip
