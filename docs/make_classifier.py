@@ -26,12 +26,12 @@ FILE = evidence.FILE.with_name("classifier.jsonl")
 PAGE = evidence.DOCS / "classifier.md"
 START = "algo0"  # of runs.jsonl: the models that come with the repository
 BESIDE = {
-    "rule": "rule only",
-    "classifier": "the classifier's score",
-    "flagged": "FAPO, the classifier as judge",
-    "fapo_judge": "FAPO, served judge",
-    "prefix_judge": "FAPO, served judge, `--credit prefix`",
-    "fapo_oracle": "FAPO, oracle as judge",
+    "rule": "outcome reward only",
+    "classifier": "classifier score as the reward",
+    "flagged": "FAPO, classifier as the judge",
+    "fapo_judge": "FAPO, generative judge",
+    "prefix_judge": "FAPO, generative judge, `--credit prefix`",
+    "fapo_oracle": "FAPO, oracle as the judge",
 }
 OURS = ("classifier", "flagged")
 COLOURS = evidence.COLOURS | {"classifier": "tab:purple", "flagged": "tab:orange"}
@@ -97,7 +97,7 @@ def share(runs: list[dict], when: str, kind: str) -> str:
 
 def tables(runs: list[dict]) -> dict[str, str]:
     """Every table of the page by its name, as Markdown. runs: those of both files."""
-    rows = [[*evidence.row("before", evidence.of(runs, "rule", START), COLUMNS, when="before"), ""]]
+    rows = [[*evidence.row("initial policy", evidence.of(runs, "rule", START), COLUMNS, when="before"), ""]]
     for name, title in BESIDE.items():
         some = evidence.of(runs, name, START)
         rows.append([*evidence.row(title, some, COLUMNS), str(len(some))])
@@ -111,7 +111,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
             if name == "flagged":
                 shares[-1] = "not asked"
             rows.append([f"{BESIDE[name]}, {title}", *shares, spread])
-    heads = ["called sound by the classifier", *KINDS, "groups that teach"]
+    heads = ["fraction that the classifier calls sound", "fully correct", *KINDS[1:]]
+    heads.append("groups with a learning signal")
     made["called sound"] = table(heads, *rows)
     return made
 
