@@ -3,6 +3,7 @@
     python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data     # the paper's problems
     python prepare_data.py --tasks critic processbench --out-dir data         # to train, to evaluate a judge
     python prepare_data.py --tasks gsm8k --out-dir data --source-dir ~/files  # from local files, no network
+    python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of that package
 
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     data_source  str, names the metric val/<data_source>/...; ability: "Math", "General" or "math_critic"
@@ -22,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,6 +53,7 @@ def _schema(ground_truth, **extra):
 
 
 REASONING = _schema(TEXT)
+REASONING_GYM = _schema(TEXT, task=TEXT, settings=TEXT)
 CRITIC = _schema(
     INT,
     total_steps=INT,
@@ -299,10 +301,12 @@ def hub_files(source: Source) -> list[Path]:
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    tasks: list[Task]  # all: every public one, or those with a file in --source-dir, but not toy.
+    # all: every public one, or those with a file in --source-dir, but not toy. reasoning_gym:NAME, or
+    # reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym, with settings of its own.
+    tasks: list[Task | str]
     out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
     source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
-    seed: int = 0  # For the order of GPQA's choices, and for the toy world's problems.
+    seed: int = 0  # For the order of GPQA's choices, and for the problems of toy and reasoning_gym.
 
 
 def add_answers(raw_rows: list[dict]) -> None:
@@ -344,14 +348,41 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
         raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
     rows = build_rows(source, files, config.seed)
     schema = CRITIC if source.task in ("critic", "processbench") else REASONING
+    return write_table(out, rows, schema, ", ".join(path.name for path in files))
+
+
+def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
+    """Writes the rows to `out`, whole or not at all -> its name and number of rows. `names`: their origin."""
     table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
     partial.replace(out)
-    names = ", ".join(path.name for path in files)
     first = json.dumps(rows[0], ensure_ascii=False)[:1500]
     print(f"{out}: {len(rows)} rows from {names}, the first:\n  {first}")
     return {out.name: len(rows)}
+
+
+def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
+    """Writes both splits of the task `spec`, "reasoning_gym:NAME" or "reasoning_gym:NAME:JSON"."""
+    from recipes import gym_tasks
+    _, _, task = spec.partition(":")
+    task, _, text = task.partition(":")
+    settings = {"size": gym_tasks.SIZE, "seed": config.seed}
+    try:
+        settings |= dict(json.loads(text or "{}"))
+        splits = gym_tasks.make_rows(task, settings)
+    except ImportError as error:
+        raise OSError(f"--tasks: {spec}: {error}; pip install -r requirements-extra.txt") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--tasks: {spec}: {error}") from error
+    counts = {}
+    for split, rows in splits.items():
+        if not rows:
+            raise ValueError(f"--tasks: {spec}: no {split} rows; give a larger size or a wider range")
+    for split, rows in splits.items():
+        out = config.out_dir / f"reasoning_gym_{task}_{split}.parquet"
+        counts |= write_table(out, rows, REASONING_GYM, f"reasoning-gym's {task} {settings}")
+    return counts
 
 
 def prepare(config: Config) -> dict[str, int]:
@@ -359,9 +390,19 @@ def prepare(config: Config) -> dict[str, int]:
     source_dir = config.source_dir and config.source_dir.expanduser()
     if source_dir and not source_dir.is_dir():
         raise OSError(f"--source-dir: {source_dir} is not a directory")
+    generated = [task for task in config.tasks if task.startswith("reasoning_gym:")]
+    names = [task.split(":")[1] for task in generated]
+    for task in config.tasks:
+        if task not in generated and task not in get_args(Task):
+            choices = ", ".join(get_args(Task))
+            raise ValueError(f"--tasks: no task {task!r}; choose from {choices}, reasoning_gym:NAME")
+    if len(set(names)) < len(names):
+        raise ValueError("--tasks: a reasoning_gym task is given twice; use one --out-dir for each")
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}
+    for task in generated:
+        counts |= write_reasoning_gym(task, config)
     built = set()
     failed = {}
     for source in SOURCES:
