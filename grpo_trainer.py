@@ -18,8 +18,6 @@ Left out: a critic model, prompts with images.
 Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
-import contextlib
-import json
 import os
 import random
 import sys
@@ -27,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -45,7 +43,6 @@ from metrics import mean, no_verdict_rate, reward_metrics, rollout_metrics, vali
 from policy import PolicyOptions, Sample, advantages_of
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import has_evaluation
 
 
 @dataclass(kw_only=True)
@@ -168,7 +165,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             vllm_args=reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args),
         )
 
-    def settled(self, gpus: float) -> "Config":
+    def resolved(self, gpus: float) -> "Config":
         """With what depends on the machines; `gpus`: how many Ray has."""
         device = self.device
         if device == "auto":
@@ -189,59 +186,38 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
 
 def train(config: Config) -> Path | None:
-    """A whole run. Returns the folder of its last checkpoint, None for a dry run.
+    """Train a policy from the first step, or from the newest checkpoint, to the last step.
 
-    Everything random depends on the seed, the step and the number of prompts drawn so far: a run that was
-    stopped, in whatever way, and goes on from a checkpoint is the same run (exactly so on CPU with --rollout
-    hf). Raises ValueError for what is wrong with the input, RuntimeError where the run must stop: too few
-    verdicts, a loss that is not finite, stale rollout weights, a checkpoint that cannot be written.
+    Everything random depends on the seed, the step and the number of prompts drawn so far. So a run that was
+    stopped and is resumed equals the uninterrupted run (exactly so on CPU with --rollout hf).
+
+    Returns:
+        The folder of the last checkpoint, or None after a dry run.
+    Raises:
+        ValueError: The configuration, the data or the model does not fit.
+        RuntimeError: The run must stop: too few verdicts, a loss that is not finite, rollouts from weights
+            that are not the policy's, or a checkpoint that cannot be written.
     """
-    run = Run(config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(run.lock)
-        run.check_weights()
-        if config.dry_run:
-            print(json.dumps(asdict(config), indent=2))
-            return None
-        run.start(stack)
-        config, log, policy = run.config, run.log, run.policy
-        with run.saved_on_failure():
-            while True:
-                with run.restarting_ranks():
-                    evaluate(run)  # after this many steps, where it is due and not yet done
-                    if run.step >= config.total_steps:
-                        break
-                    step, started = run.step + 1, time.perf_counter()
+    with Run(config) as run:
 
-                    # 1. P prompts, G samples of each, scored by the user's function the moment they end.
-                    # 2. Each sample's advantage within its group.
-                    batch = next_batch(run, step)
-                    log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
-                    rewarded = time.perf_counter()
+        def collect(batch: Batch) -> None:  # with --overlap in a thread, during the update of the step before
+            while batch.needs_prompts(run.config):  # once, unless --dynamic-sampling replaces groups
+                prompts = draw_prompts(run, batch)
+                rollouts = roll_out(run, batch, prompts)  # each goes to its reward function when it ends
+                scored = await_rewards(run, batch, rollouts)
+                batch.groups_to_train += compute_group_advantages(run, batch, scored)
 
-                    # 3. The update. A Ctrl-C from here on waits until the step is whole, logged and saved.
-                    with run.interrupts.held():
-                        lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
-                        allowed = config.max_logprob_diff * (1 + batch.metrics.get("rollout/staleness", 0))
-                        metrics = batch.metrics | policy.update(batch.kept, lr, allowed)
-                        run.step = step  # from here on the step counts, whatever fails
-                        run.prompts_drawn = batch.drawn
-                        run.updates = policy.num_updates
-                        metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - rewarded}
+        for step in run.steps(evaluate):  # evaluates whenever an evaluation is due
+            with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
+                batch = next_batch(run, step, collect)
+                run.log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
 
-                        # 4. The new weights to the policy's servers, and the log.
-                        if run.servers:
-                            metrics |= hand_over_weights(run)
-                        metrics["time/step"] = time.perf_counter() - started
-                        metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["time/step"]
-                        log.metrics(metrics | {"actor/restarts": run.num_restarts})
-                        if step == config.total_steps or config.save_every and step % config.save_every == 0:
-                            run.save()
-                    if step % 10 == 0:
-                        log.plot()
-                    log.diagnose()
-        run.finish()
-        return Path(run.source)
+                run.hold_interrupts()  # from here on Ctrl-C waits until the step is logged and saved
+                metrics = update_policy(run, batch)
+                metrics |= sync_weights(run)
+                run.log_step(batch.metrics | metrics)
+                run.save_if_due()
+    return run.result
 
 
 # ---- the parts of a step, in the order in which a sample passes them
@@ -249,114 +225,84 @@ def train(config: Config) -> Path | None:
 
 @dataclass
 class Batch:
-    """The samples of a step."""
+    """The samples of a training step, or of an evaluation."""
 
-    groups: list[list[Sample]]  # all
-    kept: list[list[Sample]]  # those to learn from
-    metrics: dict
-    drawn: int  # prompts drawn in the whole run by then
+    step: int
+    temperature: float
+    top_p: float = 1.0
+    groups: list[list[Sample]] = field(default_factory=list)  # one group of samples per prompt
+    groups_to_train: list[list[Sample]] = field(default_factory=list)
+    rounds: int = 0  # how often prompts were drawn; more than once only with --dynamic-sampling
+    num_prompts_drawn: int = 0  # by the whole run, up to the newest round of this batch
+    metrics: dict = field(default_factory=dict)
+    times: Counter = field(default_factory=Counter)
+    rolled_out: threading.Event = field(default_factory=threading.Event)  # nothing more will be generated
+
+    def needs_prompts(self, config: Config) -> bool:
+        if not config.dynamic_sampling:
+            return self.rounds == 0
+        return self.rounds <= config.max_refills and self.num_missing(config) > 0
+
+    def num_missing(self, config: Config) -> int:
+        return config.train_batch_size - len(self.groups_to_train)
 
 
 @dataclass
-class Ahead:
-    """A step that is rolled out and judged in a thread, during the update of the step before."""
+class PrefetchedStep:
+    """A step whose batch a thread collects during the update of the step before (--overlap)."""
 
-    rolled_out: threading.Event  # nothing more is generated, also where it failed
+    rolled_out: threading.Event  # the batch's; also set if collecting it failed
     batch: Future
 
 
-def next_batch(run: Run, step: int) -> Batch:
-    """The samples of this step; with --overlap the next step's rollouts begin when this one's have ended."""
+def next_batch(run: Run, step: int, collect) -> Batch:
+    """Collect the batch of a step: its samples with their rewards, advantages and metrics.
+
+    With --overlap it was prefetched, and the next step's rollouts begin when this step's have ended.
+    """
     if not run.config.overlap:
-        return draw_and_score(run, step, threading.Event())
-    staleness = int(run.ahead is not None)  # what was rolled out ahead has the weights of a step before
-    current = run.ahead or start_ahead(run, step)
+        return collect_batch(run, Batch(step, run.config.temperature), collect)
+    staleness = int(run.prefetched is not None)  # prefetched samples come from weights one step old
+    current = run.prefetched or start_prefetch(run, step, collect)
     current.rolled_out.wait()
     if current.batch.done():
-        current.batch.result()  # raises what went wrong
-    run.ahead = None
+        current.batch.result()  # raises if collecting failed
+    run.prefetched = None
     if step < run.config.total_steps:
-        run.ahead = start_ahead(run, step + 1)
+        run.prefetched = start_prefetch(run, step + 1, collect)
     batch = current.batch.result()
     batch.metrics["rollout/staleness"] = staleness
     return batch
 
 
-def start_ahead(run: Run, step: int) -> Ahead:
-    rolled_out = threading.Event()
+def start_prefetch(run: Run, step: int, collect) -> PrefetchedStep:
+    batch = Batch(step, run.config.temperature)
     pool = ThreadPoolExecutor(1, f"step {step} ")
-    batch = pool.submit(draw_and_score, run, step, rolled_out)
-    pool.shutdown(wait=False)  # of a thread that ends with this
-    batch.add_done_callback(lambda _: rolled_out.set())
-    return Ahead(rolled_out, batch)
+    future = pool.submit(collect_batch, run, batch, collect)
+    pool.shutdown(wait=False)  # the thread ends when the batch is complete
+    future.add_done_callback(lambda _: batch.rolled_out.set())
+    return PrefetchedStep(batch.rolled_out, future)
 
 
-def draw_and_score(run: Run, step: int, rolled_out: threading.Event) -> Batch:
-    """Draws, rolls out, waits for verdicts; `rolled_out` is set when nothing more is generated.
+def collect_batch(run: Run, batch: Batch, collect) -> Batch:
+    collect(batch)
+    select_groups_to_train(run, batch)
+    batch.metrics = batch_metrics(run, batch)
+    return batch
 
-    With dynamic sampling groups that teach nothing are replaced by groups of further prompts, in rounds.
-    """
+
+def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:
+    """Draw the rows of a round, each with the number of samples to take."""
     config = run.config
-    groups, kept = [], []
-    times = Counter()
-    rounds = 1
-    if config.dynamic_sampling:
-        rounds += config.max_refills
-    for number in range(rounds):
-        rows = draw(run.train_rows, run.drawn, config.train_batch_size - len(kept), config.seed)
-        run.drawn += len(rows)
-        drawn = run.drawn  # now: with --overlap the next step draws while this one waits for its verdicts
-        new = [new_group(row, config.group_size) for row in rows]
-        seed = config.seed * 1_000_003 + step + (number << 40)
-        times["time/rollout"] += roll_out(run, new, step, config.temperature, 1.0, seed)
-        if rounds == 1:
-            rolled_out.set()
-        times["time/reward_wait"] += await_verdicts(run, new, step)
-        groups += new
-        is_first = step == 1 and number == 0
-        kept += set_advantages(new, config, run.decode, config.dynamic_sampling, is_first)
-        check_verdicts(run, step, "train", groups)
-        if len(kept) == config.train_batch_size:
-            break
-    if config.dynamic_sampling and kept:  # `terms` is divided by the deviation of what is learnt from
-        set_advantages(kept, config, run.decode)
-    if not kept:  # every group was dropped: one is looked at all the same, and not learnt from
-        kept = groups[-1:]
-    kept = without_failures(kept) or without_failures(groups)[-1:]
-    num_teaching = 0
-    for group in groups:
-        num_teaching += any(any(advantages_of(sample)) for sample in group)
-    samples = list(chain(*groups))
-    lengths = [len(sample.response_ids) for sample in samples]
-    metrics = {"step": step} | reward_metrics(samples) | times
-    if config.rollout_fn:
-        metrics |= rollout_metrics(samples)
-    metrics |= {
-        "reward/groups_with_spread": num_teaching / len(groups),
-        "response_length/mean": mean(lengths),
-        "response_length/max": max(lengths),
-        "response_length/clipped": mean(sample.is_truncated(run.eos_ids) for sample in samples),
-        "perf/tokens": sum(lengths),
-    }
-    if config.dynamic_sampling:
-        metrics["dynamic/prompts"] = len(groups)
-        metrics["dynamic/refills"] = number
-        metrics["dynamic/kept"] = num_teaching
-    return Batch(groups, kept, metrics, drawn)
-
-
-def new_group(row: dict, count: int) -> list[Sample]:
-    return [Sample(row, row["prompt_ids"]) for _ in range(count)]
-
-
-def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
-    """The samples whose rollouts have ended; a group without any is left out."""
-    ended = [[sample for sample in group if not sample.failure] for group in groups]
-    return [group for group in ended if group]
+    rows = draw(run.train_rows, run.num_prompts_drawn, batch.num_missing(config), config.seed)
+    run.num_prompts_drawn += len(rows)
+    batch.num_prompts_drawn = run.num_prompts_drawn  # the prefetch of the next step goes on drawing
+    batch.rounds += 1
+    return [(row, config.group_size) for row in rows]
 
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
-    """Rows number `first` to `first + count` of an endless stream: epoch after epoch, each shuffled anew."""
+    """Return rows `first` to `first + count` of an endless stream of epochs, each newly shuffled."""
     epoch, start = divmod(first, len(rows))
     stream = []
     while len(stream) < start + count:
@@ -367,101 +313,182 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
     return stream[start : start + count]
 
 
-def roll_out(run: Run, groups: list[list[Sample]], step: int, temperature, top_p, seed) -> float:
-    """Fills in responses, each or its group on its way to its reward the moment it ends. Returns seconds."""
+def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[list[Sample]]:
+    """Sample responses to these prompts. Returns one group of samples per prompt.
+
+    Each sample, or each group if the reward function sees groups, is submitted for scoring when it ends.
+    """
     config = run.config
     started = time.perf_counter()
+    groups = [[Sample(row, row["prompt_ids"]) for _ in range(count)] for row, count in prompts]
     samples = list(chain(*groups))
-    together = groups  # those that are scored together
+    units = groups  # what is scored together
     if not run.rewards.job.sees_group:
-        together = [[sample] for sample in samples]
-    # Of each sample that has not ended: those that it is scored with.
-    running = {id(sample): part for part in together for sample in part}
+        units = [[sample] for sample in samples]
+    unit_of_running = {id(sample): unit for unit in units for sample in unit}
 
     def finished(sample: Sample) -> None:
         sample.text = run.decode(sample.response_ids)
-        part = running.pop(id(sample))
-        has_ended = not any(id(other) in running for other in part)
-        part = [other for other in part if not other.failure]  # a failure is no response to compare with
-        if has_ended and part and config.reward_mode == "standalone":
-            verdicts = run.rewards.submit_group([to_score(other, step) for other in part])
-            for other, verdict in zip(part, verdicts):
+        unit = unit_of_running.pop(id(sample))
+        has_ended = not any(id(other) in unit_of_running for other in unit)
+        unit = [other for other in unit if not other.failure]  # a failed rollout has no response to score
+        if has_ended and unit and config.reward_mode == "standalone":
+            verdicts = run.rewards.submit_group([scoring_row(other, batch.step) for other in unit])
+            for other, verdict in zip(unit, verdicts):
                 other.verdict = verdict
         progress.update()
 
     options = dict(
         max_response_length=config.max_response_length,
-        temperature=temperature,
-        top_p=top_p,
+        temperature=batch.temperature,
+        top_p=batch.top_p,
         rollout_batch_size=config.rollout_batch_size,
         eos_ids=run.eos_ids,
         on_finished=finished,
     )
-    with tqdm(total=len(samples), desc=f"step {step}", leave=False, disable=None) as progress:
+    seed = config.seed  # an evaluation draws no prompts, and takes the same seed each time
+    if batch.rounds:
+        seed = config.seed * 1_000_003 + batch.step + ((batch.rounds - 1) << 40)
+    with tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None) as progress:
         if config.rollout_fn:
             run.rollouts.roll_out(
-                groups, model=getattr(run.policy, "model", None), servers=run.servers, seed=seed, step=step,
-                stop=run.leaving, **options)  # fmt: skip
+                groups, model=getattr(run.policy, "model", None), servers=run.servers, seed=seed,
+                step=batch.step, stop=run.cancelled, **options)  # fmt: skip
         elif run.servers:
-            rollout_vllm(run.servers, samples, stop=run.leaving, **options)
+            rollout_vllm(run.servers, samples, stop=run.cancelled, **options)
         else:
             rollout_hf(run.policy.model, samples, seed=seed, **options)
-    return time.perf_counter() - started
+    batch.times["time/rollout"] += time.perf_counter() - started
+    if not config.dynamic_sampling:  # otherwise verdicts decide whether more is generated
+        batch.rolled_out.set()
+    return groups
 
 
-def to_score(sample: Sample, step: int) -> dict:
+def scoring_row(sample: Sample, step: int) -> dict:
+    """Return what the reward loop needs to score a sample."""
     row = sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
     row["turns"] = sample.turns or [{"who": "policy", "text": sample.text}]
     if sample.turns:
         row["extra_info"] = (row["extra_info"] or {}) | sample.info
-        row["num_turns"] = len(sample.turns) + 1  # as verl counts: the prompt is one
+        row["num_turns"] = len(sample.turns) + 1  # verl counts the prompt as a turn
     return row
 
 
-def await_verdicts(run: Run, groups: list[list[Sample]], step: int) -> float:
-    """Fills in the results. Returns the seconds that this took."""
+def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
+    """Wait for the results of these samples and store them in `Sample.result`. Returns the groups."""
     started = time.perf_counter()
-    groups = without_failures(groups)  # failures have their results
-    samples = list(chain(*groups))
+    ended = without_failures(groups)  # samples whose rollout failed have their results
+    samples = list(chain(*ended))
     if run.config.reward_mode == "standalone":
-        waiting = [sample.verdict for sample in samples]
-        while wait(waiting, timeout=1.0).not_done:
-            if run.leaving.is_set():
-                raise RuntimeError("the verdicts were given up")
-        results = [verdict.result() for verdict in waiting]
+        verdicts = [sample.verdict for sample in samples]
+        while wait(verdicts, timeout=1.0).not_done:
+            if run.cancelled.is_set():
+                raise RuntimeError("interrupted while waiting for rewards")
+        results = [verdict.result() for verdict in verdicts]
     else:
-        run.policy.release_memory()  # a judge that slept wakes up
+        run.policy.release_memory()  # the judges, which were asleep, need it
         rows = []
-        for number, group in enumerate(groups):
-            rows += [to_score(sample, step) | {"group": number} for sample in group]
+        for number, group in enumerate(ended):
+            rows += [scoring_row(sample, batch.step) | {"group": number} for sample in group]
         results = run.rewards.score_batch(rows)
     for sample, result in zip(samples, results):
         sample.result = result
         sample.verdict = None
-    return time.perf_counter() - started
+    batch.times["time/reward_wait"] += time.perf_counter() - started
+    return groups
 
 
-def check_verdicts(run: Run, step: int, split: str, groups: list[list[Sample]]) -> None:
-    """RuntimeError where too many samples have no verdict."""
-    samples = list(chain(*groups))
+def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
+    """Return the samples whose rollout has not failed, without the groups that have none."""
+    ended = [[sample for sample in group if not sample.failure] for group in groups]
+    return [group for group in ended if group]
+
+
+def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
+    """Set the advantages of a round's samples. Returns the groups to train on.
+
+    These are all groups, or with --dynamic-sampling those that have a learning signal.
+    """
+    batch.groups += groups
+    is_first = batch.step == 1 and batch.rounds == 1
+    config = run.config
+    groups = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
+    check_verdicts(run, batch, "train")
+    return groups
+
+
+def select_groups_to_train(run: Run, batch: Batch) -> None:
+    """Settle which groups the update gets, once all rounds are there. It gets at least one group."""
+    groups = batch.groups_to_train
+    if run.config.dynamic_sampling and groups:  # --advantage terms divides by the deviation within all groups
+        set_advantages(groups, run.config, run.decode)
+    if not groups:  # the update then compares sampler and policy on this group, and trains on nothing
+        groups = batch.groups[-1:]
+    batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
+
+
+def check_verdicts(run: Run, batch: Batch, split: str) -> None:
+    """Raise RuntimeError if too many samples have no verdict."""
+    samples = list(chain(*batch.groups))
     limit = run.config.max_no_verdict_rate
     rate = no_verdict_rate([sample.result for sample in samples])
     if rate > limit or all(sample.failure for sample in samples):
-        run.log.samples(step, split, groups, run.eos_ids, run.decode)  # they explain it
+        run.log.samples(batch.step, split, batch.groups, run.eos_ids, run.decode)  # they explain it
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
         what = "is the reward model up?"
         if first.failure:
             what = "rollouts failed, which have no reward;"
         raise RuntimeError(
-            f"step {step}: {rate:.0%} of the samples that needed a verdict have none (max_no_verdict_rate "
-            f"{limit:.0%}); {what} First: {first.result['status']}, {first.result['reward_extra_info']}")
+            f"step {batch.step}: {rate:.0%} of the samples that needed a verdict have none "
+            f"(max_no_verdict_rate {limit:.0%}); {what} First: {first.result['status']}, "
+            f"{first.result['reward_extra_info']}"
+        )
 
 
-def hand_over_weights(run: Run) -> dict:
-    """The new weights to the servers, once nothing is being generated."""
+def batch_metrics(run: Run, batch: Batch) -> dict:
+    """Compute the metrics of a step that its samples determine."""
+    num_with_signal = 0
+    for group in batch.groups:
+        num_with_signal += any(any(advantages_of(sample)) for sample in group)
+    samples = list(chain(*batch.groups))
+    lengths = [len(sample.response_ids) for sample in samples]
+    metrics = {"step": batch.step} | reward_metrics(samples) | batch.times
+    if run.config.rollout_fn:
+        metrics |= rollout_metrics(samples)
+    metrics |= {
+        "reward/groups_with_spread": num_with_signal / len(batch.groups),
+        "response_length/mean": mean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/clipped": mean(sample.is_truncated(run.eos_ids) for sample in samples),
+        "perf/tokens": sum(lengths),
+    }
+    if run.config.dynamic_sampling:
+        metrics["dynamic/prompts"] = len(batch.groups)
+        metrics["dynamic/refills"] = batch.rounds - 1
+        metrics["dynamic/kept"] = num_with_signal
+    return metrics
+
+
+def update_policy(run: Run, batch: Batch) -> dict:
+    """Pass once over the groups to train on, one optimizer step per mini-batch. Returns metrics."""
+    config = run.config
     started = time.perf_counter()
-    while run.ahead and not run.ahead.rolled_out.wait(0.2):
-        if run.interrupts.asked:  # who leaves waits for no rollout, and needs no new weights
+    lr = config.lr * min(1.0, batch.step / max(config.lr_warmup_steps, 1))
+    staleness = batch.metrics.get("rollout/staleness", 0)
+    metrics = run.policy.update(batch.groups_to_train, lr, config.max_logprob_diff * (1 + staleness))
+    run.step = batch.step  # from here on the step counts, even if something fails
+    run.num_prompts_trained = batch.num_prompts_drawn
+    run.num_updates = run.policy.num_updates
+    return metrics | {"actor/lr": lr, "time/update": time.perf_counter() - started}
+
+
+def sync_weights(run: Run) -> dict:
+    """Send the new weights to the policy's servers once they generate nothing. Returns metrics."""
+    if not run.servers:
+        return {}
+    started = time.perf_counter()
+    while run.prefetched and not run.prefetched.rolled_out.wait(0.2):
+        if run.interrupts.asked:  # a run that is about to end needs no new weights on its servers
             return {}
     ended = time.perf_counter()
     run.servers.sync()
@@ -471,36 +498,27 @@ def hand_over_weights(run: Run) -> dict:
     return times
 
 
+# ---- evaluation
+
+
 def evaluate(run: Run) -> None:
-    """The evaluation after run.step steps, if it is due and not done yet."""
-    config, log, step = run.config, run.log, run.step
-    due = config.val_every and step % config.val_every == 0
-    if step == 0:
-        due = config.val_before_train
-    if step >= config.total_steps:
-        due = True
-    if not log.history or log.history[-1]["step"] != step:  # a power cut may have taken this step's line
-        log.metrics({"step": step})
-    if config.total_steps and has_evaluation(log.history[-1]):  # 0 steps ask for another one
-        return
-    if not run.val_rows or not due:
-        return
-    groups = answers(run, config.val_temperature)
+    """Evaluate the policy after `run.step` steps."""
+    config, step = run.config, run.step
+    groups = sample_validation(run, config.val_temperature)
     metrics = validation_metrics(groups)
     if config.val_greedy:
-        metrics |= validation_metrics(answers(run, 0.0, 1), "greedy")
-    log.samples(step, "val", groups, run.eos_ids, run.decode)
-    log.metrics({"step": step} | metrics)  # last: a step with these metrics counts as evaluated
+        metrics |= validation_metrics(sample_validation(run, 0.0, 1), "greedy")
+    run.log.samples(step, "val", groups, run.eos_ids, run.decode)
+    run.log.metrics({"step": step} | metrics)  # last, because a step with these metrics counts as evaluated
 
 
-def answers(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
-    """To the validation rows, with their verdicts. count: of samples a row; default: the row's own."""
-    config, step = run.config, run.step
-    groups = [new_group(row, count or n) for row, n in run.val_rows]
-    roll_out(run, groups, step, temperature, config.val_top_p, config.seed)
-    await_verdicts(run, groups, step)
-    check_verdicts(run, step, "val", groups)
-    return groups
+def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
+    """Sample and score responses to the validation rows: `count` per row, or the row's own number."""
+    batch = Batch(run.step, temperature, run.config.val_top_p)
+    rollouts = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
+    batch.groups = await_rewards(run, batch, rollouts)
+    check_verdicts(run, batch, "val")
+    return batch.groups
 
 
 def main() -> None:

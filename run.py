@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import threading
+import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,7 @@ from run_folder import (
     check_room,
     checkpoints_in,
     end_tokens,
+    has_evaluation,
     note_start,
     save_checkpoint,
 )
@@ -40,7 +42,16 @@ from trajectory import Rollouts
 
 
 class Run:
-    """One run. The constructor refuses bad input; `start` starts models, judges and servers."""
+    """One run of the trainer, from its input to its checkpoints.
+
+        with Run(config) as run:            # starts models and servers; saves the policy if it fails
+            for step in run.steps(evaluate):
+                with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
+                    ...
+        run.result                          # the folder of the last checkpoint
+
+    The constructor reads and checks the input, and raises ValueError if anything in it is wrong.
+    """
 
     def __init__(self, config):
         config.check()
@@ -48,12 +59,14 @@ class Run:
         transformers_logging.disable_progress_bar()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        self.result = None
         self.servers = None
-        self.merged = Path(config.out_dir, "merged")  # adapters as one model, after the last step
-        self.leaving = threading.Event()  # set: what is rolled out or judged now is given up
+        self.merged_dir = Path(config.out_dir, "merged")  # the model with its adapters, after the last step
+        self.cancelled = threading.Event()  # set: rollouts and waits for rewards that are under way must end
         self.num_restarts = 0
-        self.updates = 0  # of the policy by the end of the newest step
-        self.lock = check_folder(config)  # no other run writes there until it is closed
+        self.num_updates = 0  # optimizer steps of the policy by the end of the newest step
+        self.num_evaluations = 0  # of this process
+        self.lock = check_folder(config)  # no other run writes to the folder until the lock is closed
         try:
             self.find_checkpoint()
             self.read_tokenizer()
@@ -64,21 +77,22 @@ class Run:
             raise
 
     def find_checkpoint(self):
-        """Where the run goes on, `source`: its newest checkpoint, or the model."""
-        self.source = self.config.model
+        """Find out what the run resumes from: its newest checkpoint, or else the model."""
+        self.resume_from = self.config.model
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         if checkpoints:
-            self.source = str(checkpoints[-1])
+            self.resume_from = str(checkpoints[-1])
             rank = self.config.lora_rank
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
-                raise ValueError(f"lora_rank: {rank} does not go with {self.source}; give the run's own")
+                raise ValueError(f"lora_rank: {rank} does not go with {self.resume_from}; give the run's own")
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
             self.compare_model()
-            print(f"goes on from {self.source}")
-        self.step = self.saved = state["step"]
-        self.prompts_drawn = self.drawn = state["prompts_drawn"]  # by the steps done; by those ahead as well
-        self.ahead = None  # the step that is rolled out during the update (--overlap)
+            print(f"goes on from {self.resume_from}")
+        self.step = self.saved_step = state["step"]
+        self.num_prompts_trained = state["prompts_drawn"]  # drawn by the steps that are done
+        self.num_prompts_drawn = state["prompts_drawn"]  # these, and those drawn by the steps under way
+        self.prefetched = None  # the step that is collected during the update (--overlap)
 
     def compare_model(self):
         """Says so if a run that goes on takes another model for what it began from."""
@@ -96,19 +110,22 @@ class Run:
 
     def read_tokenizer(self):
         config = self.config
-        self.base = config.model if config.lora_rank else self.source  # checkpoints of adapters have no model
-        if Path(self.base, "adapter_config.json").is_file():
+        self.base_model = self.resume_from
+        if config.lora_rank:  # a checkpoint of adapters does not contain the model
+            self.base_model = config.model
+        if Path(self.base_model, "adapter_config.json").is_file():
             raise ValueError(
-                f"model: {self.base} is a folder of adapters; merge them first with python -m "
-                f"tools.merge_lora {self.base} OUT, and give --model OUT"
+                f"model: {self.base_model} is a folder of adapters; merge them first with python -m "
+                f"tools.merge_lora {self.base_model} OUT, and give --model OUT"
             )
-        replace(config.policy_servers(), model=self.base).check()
-        self.remote = dict(trust_remote_code=config.trust_remote_code)
-        self.shape = config_of(self.base, config.trust_remote_code)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.base, **self.remote)
+        replace(config.policy_servers(), model=self.base_model).check()
+        trust = config.trust_remote_code
+        self.model_config = config_of(self.base_model, trust)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"model: {self.base} has no chat template; take an instruct model or add one")
+            raise ValueError(f"model: {self.base_model} has no chat template; take an instruct model, or "
+                             "add one to its tokenizer")  # fmt: skip
 
     def read_data(self):
         config = self.config
@@ -136,8 +153,8 @@ class Run:
                 print(f"{path}: {len(rows)} rows hold {len(prompts)} prompts, and {n} samples of each row"
                       f" are taken; {path}:1 takes one")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
-        self.longest = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
-        shape = self.shape.get_text_config()
+        self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
+        shape = self.model_config.get_text_config()
         self.check_tokens(rows, getattr(shape, "vocab_size", None) or math.inf)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length such models change every position, so that the log-probabilities of a sample
@@ -145,10 +162,10 @@ class Run:
         rope = getattr(shape, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
-        if self.longest > limit:
+        if self.max_sequence_length > limit:
             raise ValueError(
-                f"max_response_length: with the longest prompt {self.longest} tokens, the model takes "
-                f"{limit}; lower it, or max_prompt_length"
+                f"max_response_length: with the longest prompt {self.max_sequence_length} tokens, the model "
+                f"takes {limit}; lower it, or max_prompt_length"
             )
 
     def read_rollout_function(self):
@@ -180,15 +197,86 @@ class Run:
         if highest >= size:
             token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
-                f"model: the tokenizer of {self.base} makes token {highest} ({token!r}) of a prompt, and the "
-                f"embedding has {size} rows; resize the embedding, or take the model's own tokenizer"
+                f"model: the tokenizer of {self.base_model} makes token {highest} ({token!r}) of a prompt, "
+                f"and the embedding has {size} rows; resize the embedding, or take the model's own tokenizer"
             )
 
     def check_weights(self):
         """ValueError if the model's folder has none; a plan needs no more than its shape."""
-        folder = Path(self.base)
+        folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
             raise ValueError(f"model: {folder} has no weights (*.safetensors); was the download complete?")
+
+    # ---- from start to end
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            self.check_weights()
+            if self.config.dry_run:
+                print(json.dumps(asdict(self.config), indent=2))
+            else:
+                self.start(stack)
+            self.resources = stack.pop_all()  # all has started; otherwise the stack ends what has
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        with self.resources:
+            if error is not None:
+                self.save_after_failure()
+            elif not self.config.dry_run:
+                self.finish()
+                self.result = Path(self.resume_from)
+
+    def steps(self, evaluate):
+        """Yield the number of each step that is left; a step whose ranks died is yielded again.
+
+        Before each of them, and after the last, call evaluate(run) if an evaluation is due.
+        """
+        while not self.config.dry_run:
+            if not self.log.history or self.log.history[-1]["step"] != self.step:
+                self.log.metrics({"step": self.step})  # step 0 has no line yet, nor a step after a power cut
+            if self.evaluation_is_due():
+                with self.restarting_ranks():
+                    evaluate(self)
+                    self.num_evaluations += 1
+            elif self.step < self.config.total_steps:
+                yield self.step + 1
+            else:
+                return
+
+    def evaluation_is_due(self) -> bool:
+        config, step = self.config, self.step
+        if step >= config.total_steps:
+            is_wanted = True
+        elif step == 0:
+            is_wanted = config.val_before_train
+        else:
+            is_wanted = config.val_every and step % config.val_every == 0
+        is_done = has_evaluation(self.log.history[-1])
+        if not config.total_steps:  # --total-steps 0 asks for another evaluation
+            is_done = self.num_evaluations > 0
+        return bool(self.val_rows and is_wanted and not is_done)
+
+    @contextlib.contextmanager
+    def protected_step(self):
+        """Do one step inside: lost ranks are restarted, and `hold_interrupts` lasts until the end."""
+        self.step_started = time.perf_counter()
+        with self.restarting_ranks():
+            with contextlib.ExitStack() as self.until_step_ends:
+                yield
+            if self.step % 10 == 0:
+                self.log.plot()
+            self.log.diagnose()
+
+    def hold_interrupts(self):
+        """Let Ctrl-C wait until the end of this step."""
+        self.until_step_ends.enter_context(self.interrupts.held())
+
+    def log_step(self, metrics: dict):
+        seconds = time.perf_counter() - self.step_started
+        metrics |= {"time/step": seconds, "perf/tokens_per_s": metrics["perf/tokens"] / seconds}
+        self.log.metrics(metrics | {"actor/restarts": self.num_restarts})
 
     # ---- what a run starts
 
@@ -196,7 +284,7 @@ class Run:
         """Models, reward workers and servers; `stack` ends them in the opposite order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
-        self.config = config = self.config.settled(ray.cluster_resources().get("GPU", 0))
+        self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
         self.places = None  # on CPU all have places of their own
         if config.device == "cuda":
             from cluster import placement
@@ -219,7 +307,7 @@ class Run:
             self.start_rewards(stack, sleep_mode=False)
         if config.rollout == "vllm":
             self.start_servers(stack)
-        stack.callback(self.leaving.set)
+        stack.callback(self.cancelled.set)
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
 
     def start_rewards(self, stack, sleep_mode):
@@ -236,34 +324,35 @@ class Run:
         config = self.config
         try:
             if config.device == "cpu" and config.policy_ranks == 1:
-                self.policy = Policy(config, self.source, torch.device("cpu"))
+                self.policy = Policy(config, self.resume_from, torch.device("cpu"))
             else:
                 from cluster.policy_group import PolicyGroup
 
-                self.policy = PolicyGroup(config, self.source, self.places)
+                self.policy = PolicyGroup(config, self.resume_from, self.places)
                 stack.callback(self.policy.shutdown)
             if self.step:
-                self.policy.load_optimizer(Path(self.source))
+                self.policy.load_optimizer(Path(self.resume_from))
         except (ValueError, RanksLost):
             raise
         except (Exception, CheckpointException) as error:  # cut files raise many kinds, one no Exception
             why = reward_loop.describe(error).splitlines()[-1]
             raise ValueError(
-                f"model: {self.source} cannot be loaded ({why}); where a file of a checkpoint is cut, "
+                f"model: {self.resume_from} cannot be loaded ({why}); where a file of a checkpoint is cut, "
                 "delete the checkpoint to go on from the one before"
             ) from error
         about = self.policy.about()
-        kinds = self.shape.model_type, about["config"].model_type
+        kinds = self.model_config.model_type, about["config"].model_type
         if kinds[0] != kinds[1]:
-            print(f"model: of {self.base} ({kinds[0]}) only the language model ({kinds[1]}) is trained and "
-                  "saved; its other parts, such as vision, are in no checkpoint", flush=True)  # fmt: skip
+            print(f"model: of {self.base_model} ({kinds[0]}) only the language model ({kinds[1]}) is trained "
+                  "and saved; its other parts, such as vision, are in no checkpoint", flush=True)  # fmt: skip
         if about["adapters"]:
             print(about["adapters"], flush=True)
         elif config.total_steps:  # an evaluation writes no checkpoint
             check_room(config, self.step, 12e-9 * about["numel"])  # adapters are small
         self.eos_ids = end_tokens(about["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
-            raise ValueError(f"model: neither {self.base} nor its tokenizer has an end token; add eos_token")
+            raise ValueError(f"model: neither {self.base_model} nor its tokenizer has an end token; add "
+                             "eos_token")  # fmt: skip
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
@@ -271,26 +360,31 @@ class Run:
     def start_servers(self, stack):
         from cluster.servers import ClusterServers, PolicyServers
 
-        servers = replace(self.config.policy_servers(), model="", max_model_len=self.longest)
+        servers = replace(self.config.policy_servers(), model="", max_model_len=self.max_sequence_length)
         kind = PolicyServers if isinstance(self.policy, Policy) else ClusterServers
         self.servers = kind(self.policy, self.tokenizer, servers)
         stack.callback(self.servers.shutdown)
 
     # ---- what a run keeps
 
+    def save_if_due(self):
+        config = self.config
+        if self.step == config.total_steps or config.save_every and self.step % config.save_every == 0:
+            self.save()
+
     def save(self):
-        state = {"step": self.step, "prompts_drawn": self.prompts_drawn}
+        state = {"step": self.step, "prompts_drawn": self.num_prompts_trained}
         try:
-            self.source = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
+            self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
             raise
         except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
             raise RuntimeError(
                 f"checkpoint of step {self.step}: could not be written ({error}); --resume auto goes on "
-                f"after step {self.saved}"
+                f"after step {self.saved_step}"
             ) from error
-        self.saved = self.step
-        shutil.rmtree(self.merged, ignore_errors=True)  # it is of an earlier checkpoint
+        self.saved_step = self.step
+        shutil.rmtree(self.merged_dir, ignore_errors=True)  # it is of an earlier checkpoint
 
     def finish(self):
         """What is written after the last step: adapters as an ordinary model, and the page."""
@@ -302,23 +396,19 @@ class Run:
             print(f"page, merged adapters: not written, they need the folders tools and toy ({error})")
             return
         if config.lora_rank and self.step:
-            merge(Path(self.source), self.merged, config.model, config.max_positions, **self.remote)
+            trust = config.trust_remote_code
+            merge(Path(self.resume_from), self.merged_dir, config.model, config.max_positions, trust)
         print(f"page: {write_page([config.out_dir])}")
 
     # ---- what may go wrong
 
-    @contextlib.contextmanager
-    def saved_on_failure(self):
-        """Inside, whatever goes wrong, nothing that was learnt is lost."""
-        try:
-            yield
-        except BaseException:
-            # In the middle of an update the weights are no step's.
-            if self.step > self.saved and self.policy.num_updates == self.updates:
-                with contextlib.suppress(RanksLost):  # the error on its way says more
-                    self.save()
-            print(f"stopped; --resume auto goes on after step {self.saved}", flush=True)
-            raise
+    def save_after_failure(self):
+        """Save the steps since the newest checkpoint, so that nothing learned is lost."""
+        # In the middle of an update the weights belong to no step.
+        if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
+            with contextlib.suppress(RanksLost):  # the error that ends the run says more
+                self.save()
+        print(f"stopped; --resume auto goes on after step {self.saved_step}", flush=True)
 
     @contextlib.contextmanager
     def restarting_ranks(self):
@@ -330,27 +420,27 @@ class Run:
 
     def recover(self, error: RanksLost):
         """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
-        self.leaving.set()  # what is ahead is drawn again
-        if self.ahead:
-            self.ahead.batch.exception()  # when it has ended
-        self.leaving.clear()
+        self.cancelled.set()  # what is ahead is drawn again
+        if self.prefetched:
+            self.prefetched.batch.exception()  # when it has ended
+        self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
             raise error
         self.find_checkpoint()
         count = f"{self.num_restarts} of max_restarts {self.config.max_restarts}"
-        print(f"{error}; the ranks are started anew after step {self.saved} ({count})", flush=True)
+        print(f"{error}; the ranks are started anew after step {self.saved_step} ({count})", flush=True)
         try:
-            self.policy.restart(self.source)
+            self.policy.restart(self.resume_from)
             if self.step:
-                self.policy.load_optimizer(Path(self.source))
+                self.policy.load_optimizer(Path(self.resume_from))
             if self.servers:
                 self.servers.sync()
         except RanksLost as again:
             self.recover(again)
             return
-        self.updates = self.policy.num_updates
-        self.log.rewind(self.saved)
+        self.num_updates = self.policy.num_updates
+        self.log.rewind(self.saved_step)
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:

@@ -173,7 +173,7 @@ class PlayedRun(Run):
 
     def play(self, servers, rewards, policy) -> list[dict]:
         """All of it. Returns its metrics."""
-        self.config = self.config.settled(gpus=0)
+        self.config = self.config.resolved(gpus=0)
         self.servers, self.rewards, self.policy, self.eos_ids = servers, rewards, policy, {1}
         with patch.object(grpo_trainer, "Run", lambda config: self):
             grpo_trainer.train(self.config)
@@ -185,7 +185,7 @@ class PlayedRun(Run):
         self.log = run_folder.Log(self.config, self.step)
         stack.callback(self.log.close)
         stack.callback(self.servers.shutdown)
-        stack.callback(self.leaving.set)
+        stack.callback(self.cancelled.set)
         self.interrupts = run_folder.Interrupts()
 
 

@@ -47,7 +47,7 @@ def part_of(config: Config) -> Part:
 
 
 def ranks_of(config) -> Part:
-    """The ranks of a trainer's configuration, `settled`."""
+    """The ranks of a trainer's configuration, `resolved`."""
     share = config.policy_gpu_share if config.device == "cuda" else 0.0
     return Part(config.policy_ranks, RANK_CPUS, share, apart=True)
 

@@ -147,7 +147,7 @@ def test_the_whole_runs_have_flags_that_the_trainer_takes_and_fit_on_their_gpus(
     flags, gpus, _ = check_gpu.RUNS[name]
     config = tyro.cli(grpo_trainer.Config, args=[*shlex.split(check_gpu.RUN + flags), "--out-dir", name])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
-    parts = parts_of(config.settled(gpus))
+    parts = parts_of(config.resolved(gpus))
     assert sum(bundle["GPU"] for bundle in layout(parts, gpus)[0]) == gpus
     assert config.rollout_vllm_args == "--enforce-eager"
 

@@ -244,7 +244,7 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
     folder = {str(tmp_path)!r} + f"/{{number}}"
     more += ["--model", folder, "--out-dir", folder + "_run", *rows]
     print("RECIPE", flush=True)
-    config = parse("tools.plan_run", arguments + more).settled(ray.cluster_resources()["GPU"])
+    config = parse("tools.plan_run", arguments + more).resolved(ray.cluster_resources()["GPU"])
     print(plan_run.report(config, len(run.Run(config).train_rows)))
 ray.shutdown()
 cluster.shutdown()

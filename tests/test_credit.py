@@ -2,14 +2,13 @@
 
 import copy
 import math
-import threading
-from types import SimpleNamespace
 
 import pytest
 
 import grpo_trainer
 from credit import set_advantages
-from policy import Sample
+from played import toy_config, without_ray
+from policy import Policy, Sample
 from tiny import config_of
 
 HALF = math.sqrt(0.5)  # the normalised rewards of two samples: their deviation is sqrt(2) times the distance
@@ -105,28 +104,37 @@ def test_terms_that_cancel_in_one_group_leave_the_others_as_they_are():
 
 
 @pytest.mark.parametrize("useless", [(), (0,), (0, 1, 2), (0, 1, 2, 4, 5)])
-def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(useless, monkeypatch):
+def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(useless, monkeypatch, tmp_path):
     """--dynamic-sampling with --advantage terms: the divisor is the deviation in all groups to learn from."""
-    options = dict(advantage="terms", reward_terms=("acc=1",), overlong_buffer=0, dynamic_sampling=True)
-    config = config_of(**options)
-    drawn = []
+    without_ray(monkeypatch)
+    options = dict(advantage="terms", reward_terms=("acc=1",), dynamic_sampling=True, train_batch_size=4)
+    rolled_out, trained = [], []
 
-    def roll_out(run, groups, *_):
-        for group in groups:
-            number_right = 4 if len(drawn) in useless else 2
-            drawn.append(group)
-            for number, sample in enumerate(group):
-                said = copy.deepcopy(RIGHT if number < number_right else WRONG)
-                vars(sample).update(vars(sample_of(said)) | {"row": sample.row})
-        return 0.0
+    def roll_out(run, batch, prompts):
+        groups = []
+        for row, count in prompts:
+            number_right = 4 if len(rolled_out) in useless else 2
+            said = [copy.deepcopy(RIGHT if number < number_right else WRONG) for number in range(count)]
+            groups.append(group_of(*said))
+            for sample in groups[-1]:
+                sample.row = row
+            rolled_out.append(groups[-1])
+        return groups
+
+    class Enough(Exception):
+        pass
+
+    def update(self, groups, *_):
+        trained.extend(groups)
+        raise Enough
 
     monkeypatch.setattr(grpo_trainer, "roll_out", roll_out)
-    monkeypatch.setattr(grpo_trainer, "await_verdicts", lambda *_: 0.0)
-    rows = [{"prompt_ids": [1], "data_source": "d"} for _ in range(100)]
-    run = SimpleNamespace(config=config, train_rows=rows, drawn=0, decode=decode, eos_ids={98})
-    batch = grpo_trainer.draw_and_score(run, 1, threading.Event())
-    assert len(batch.kept) == config.train_batch_size and len(drawn) == 4 + len(useless)
-    got = [sample.advantage for group in batch.kept for sample in group]
+    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda run, batch, groups: groups)
+    monkeypatch.setattr(Policy, "update", update)
+    with pytest.raises(Enough):
+        grpo_trainer.train(toy_config(tmp_path, **options))
+    assert len(trained) == 4 and len(rolled_out) == 4 + len(useless)
+    got = [sample.advantage for group in trained for sample in group]
     alone = math.sqrt(0.75)  # of 1, 1, 0, 0 with deviation sqrt(1/3); 16 of them have deviation sqrt(12/15)
     expected = alone / math.sqrt(12 / 15)
     assert got == pytest.approx([expected, expected, -expected, -expected] * 4, rel=1e-5)

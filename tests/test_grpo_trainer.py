@@ -406,7 +406,7 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
         monkeypatch.undo()
         return [path.name for path in run_folder.checkpoints_in(workshop / "fails/checkpoints")]
 
-    fail_at("draw_and_score", 2)
+    fail_at("draw_prompts", 2)
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1"]
     fail_at("roll_out", 2)  # the evaluation after step 2
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1", "step_2"]
@@ -720,14 +720,14 @@ def test_what_depends_on_the_machines():
             ("cuda", "vllm"),
         ),
     ):
-        config = config_of(**changes).settled(gpus)
+        config = config_of(**changes).resolved(gpus)
         assert (config.device, config.rollout) == expected, changes
     for changes, gpus, message in (
         (dict(rollout="hf"), 1, "rollout: hf needs the policy in this process"),
         (dict(rollout="hf", policy_ranks=2), 0, "rollout: hf needs the policy in this process"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            config_of(**changes).settled(gpus)
+            config_of(**changes).resolved(gpus)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text", "mamba", "llama"])
@@ -735,7 +735,7 @@ def test_an_estimate_that_a_family_does_not_allow_is_unknown_and_stops_nothing(t
     AutoConfig.for_model(family, **({"head_dim": 8} if family == "llama" else {})).save_pretrained(tmp_path)
     estimate = estimate_memory(config_of(model=str(tmp_path)), "cpu")
     assert (None in estimate.values()) == (family != "llama")
-    assert ("unknown" in report(config_of(model=str(tmp_path)).settled(0), 1)) == (family != "llama")
+    assert ("unknown" in report(config_of(model=str(tmp_path)).resolved(0), 1)) == (family != "llama")
 
 
 def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already(
@@ -985,7 +985,7 @@ def prepared(folder, tiny, tokenizer, **changes):
 
 def test_max_positions_is_the_models_limit_from_then_on(tmp_path, model, tokenizer):
     run = prepared(tmp_path, model, tokenizer, max_positions=2000, max_response_length=1000, device="cpu")
-    policy = Policy(run.config, run.source, torch.device("cpu"))
+    policy = Policy(run.config, run.resume_from, torch.device("cpu"))
     policy.save(tmp_path / "saved")
     assert AutoConfig.from_pretrained(tmp_path / "saved").max_position_embeddings == 2000
 

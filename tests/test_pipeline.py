@@ -129,7 +129,7 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
     # nothing is drawn for after the last step
     assert scene.asked == 5 * PER_STEP and scene.servers.version == 5
     rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
-    assert scene.prompts() == rows and scene.trainer.prompts_drawn == 20
+    assert scene.prompts() == rows and scene.trainer.num_prompts_trained == 20
     assert all({"time/rollout_wait", "time/sync", "time/reward_wait"} <= set(line) for line in metrics[1:])
 
 
@@ -172,7 +172,7 @@ def test_without_overlap_nothing_does(settings, tmp_path):
         {sample.response_ids[0] for sample in samples} == {step - 1}
         for step, samples in scene.trained.items()
     )
-    assert scene.trainer.ahead is None
+    assert scene.trainer.prefetched is None
 
 
 def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings, tmp_path):
@@ -274,9 +274,9 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
     stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
     Scene(stopped, rewards=ByRow()).run()
-    drawn = stopped.prompts_drawn
+    drawn = stopped.num_prompts_trained
     resumed = trainer_of(settings, tmp_path, total_steps=5, resume="auto", **options)
-    assert (resumed.step, resumed.prompts_drawn) == (2, drawn)
+    assert (resumed.step, resumed.num_prompts_trained) == (2, drawn)
     scene = Scene(resumed, rewards=ByRow())
     metrics = scene.run()
     assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
@@ -292,7 +292,7 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     rows = draw(scene.trainer.train_rows, 0, total, 0)
     written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in written][::4] == [row["prompt"][-1]["content"] for row in rows]
-    assert scene.trainer.prompts_drawn == total
+    assert scene.trainer.num_prompts_trained == total
     for step, samples in scene.trained.items():
         assert {sample.response_ids[0] for sample in samples} == {
             step - 1 - metrics[step]["rollout/staleness"]
@@ -368,7 +368,7 @@ def test_a_rollout_that_fails_in_the_background_stops_the_run_with_its_message(s
 
     def update(scene, step):
         if step == 2:
-            asyncio.run(until(lambda: scene.trainer.ahead.rolled_out.is_set()))
+            asyncio.run(until(lambda: scene.trainer.prefetched.rolled_out.is_set()))
 
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update)
     with pytest.raises(RuntimeError, match="HTTP 400: the prompt is too long"):
@@ -547,9 +547,9 @@ def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
 
 
 def test_old_samples_are_corrected_for_by_default(settings, tmp_path):
-    assert trainer_of(settings, tmp_path, tis_cap=None).config.settled(0).tis_cap == 2.0
-    assert trainer_of(settings, tmp_path, tis_cap=1.5).config.settled(0).tis_cap == 1.5
-    assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.settled(0).tis_cap is None
+    assert trainer_of(settings, tmp_path, tis_cap=None).config.resolved(0).tis_cap == 2.0
+    assert trainer_of(settings, tmp_path, tis_cap=1.5).config.resolved(0).tis_cap == 1.5
+    assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.resolved(0).tis_cap is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])

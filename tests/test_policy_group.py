@@ -25,7 +25,7 @@ from grpo_trainer import train
 from cluster.policy_group import PolicyGroup
 from cluster.ranks import RankedPolicy
 from cluster.servers import ClusterServers
-from policy import Policy, RanksLost
+from policy import Policy, RanksLost, Sample
 from run import Run
 from test_genrm_server import stand_in  # noqa: F401
 from tiny import CPU, a_step, config_of, groups_of
@@ -236,19 +236,20 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
     }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
 
-    def played(run, groups, step, *_):
+    def played(run, batch, prompts):
         """Instead of servers and rewards: the same samples for any number of ranks."""
-        for sample, made in zip(sum(groups, []), a_step(model, seed=step), strict=True):
+        groups = [[Sample(row, row["prompt_ids"]) for _ in range(count)] for row, count in prompts]
+        for sample, made in zip(sum(groups, []), a_step(model, seed=batch.step), strict=True):
             sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = (
                 made.prompt_ids,
                 made.response_ids,
                 made.rollout_logprobs,
             )
             sample.result = made.result | {"reward_extra_info": {"score": made.result["reward_score"]}}
-        return 0.0
+        return groups
 
     monkeypatch.setattr(grpo_trainer, "roll_out", played)
-    monkeypatch.setattr(grpo_trainer, "await_verdicts", lambda *_: 0.0)
+    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda run, batch, groups: groups)
     for name in ("start_rewards", "start_servers"):
         monkeypatch.setattr(Run, name, lambda *_, **__: None)
     update, save = PolicyGroup.update, PolicyGroup.save

@@ -113,7 +113,7 @@ def plan(arguments, gb, policy, judge=None):
     """The lines about memory of the plan for one GPU of so many GB, with models of these shapes."""
     arguments = [*arguments, "--model", str(policy), "--gpus", "1", "--gpu-gb", str(gb)]
     arguments += ["--genrm", str(judge)] if judge else []
-    text = plan_run.report(parse("tools.plan_run", arguments).settled(1), num_rows=1)
+    text = plan_run.report(parse("tools.plan_run", arguments).resolved(1), num_rows=1)
     assert len(re.findall("^1 GPUs: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # all on one device
     return [line for line in text.splitlines() if " GB " in line]
 
@@ -131,7 +131,7 @@ def plan_of(shapes, *more):
     arguments = ["--model", str(shapes / "7b"), "--train-file", "t", "--out-dir", "o", *more]
     arguments += ["--gpu-gb", "80"]
     config = parse("tools.plan_run", arguments)
-    return plan_run.report(config.settled(sum(config.gpus)), num_rows=1)
+    return plan_run.report(config.resolved(sum(config.gpus)), num_rows=1)
 
 
 def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):

@@ -184,7 +184,7 @@ def write_checkpoint(folder, model, tokenizer, **changes):
 
 def load(run):
     """As `start` does."""
-    run.config = run.config.settled(0)
+    run.config = run.config.resolved(0)
     run.places = None
     with contextlib.ExitStack() as stack:
         run.start_policy(stack)
@@ -269,13 +269,14 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
     config = copy.deepcopy(model.config)
     factors = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16) if boundary else {}
     config.rope_parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4} | factors
-    config.max_position_embeddings = 4 * run.longest
+    config.max_position_embeddings = 4 * run.max_sequence_length
     if boundary:
-        config.rope_parameters[boundary] = run.longest - 1
+        config.rope_parameters[boundary] = run.max_sequence_length - 1
     else:
-        config.max_position_embeddings = run.longest - 1
+        config.max_position_embeddings = run.max_sequence_length - 1
     config.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"{run.longest} tokens, the model takes {run.longest - 1}; lower"):
+    length = run.max_sequence_length
+    with pytest.raises(ValueError, match=f"{length} tokens, the model takes {length - 1}; lower"):
         grpo_trainer.Run(run.config)
     shorter = dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))
     grpo_trainer.Run(shorter).lock.close()

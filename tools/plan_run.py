@@ -155,7 +155,7 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
 
 
 def report(config, num_rows: int) -> str:
-    """The plan as text. config: `settled`."""
+    """The plan as text. config: `resolved`."""
     prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows}"
     lines = [f"{config.total_steps} steps take {prompts} prompts, {epochs}"]
@@ -329,7 +329,7 @@ def main() -> None:
         config = run.config
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
-        print(report(config.settled(gpus), len(run.train_rows)))
+        print(report(config.resolved(gpus), len(run.train_rows)))
         if started:
             ray.shutdown()
     except (ValueError, OSError, RuntimeError) as error:
