@@ -39,10 +39,10 @@ import genrm_server
 import reward_loop
 from algorithm import parse_terms, penalty_of
 from credit import set_advantages
-from metrics import mean, no_verdict_rate, reward_metrics, rollout_metrics, validation_metrics
 from policy import PolicyOptions, Sample, advantages_of
 from rollout import rollout_hf, rollout_vllm
 from run import Run
+from run_folder import mean, no_verdict_rate, reward_metrics, rollout_metrics, validation_metrics
 
 
 @dataclass(kw_only=True)

@@ -247,7 +247,7 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hides our modules inside this block, and removes the user's after it: both may have a metrics.py."""
+    """Hides our modules inside this block, and removes the user's after it: both may have a policy.py."""
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):

@@ -7,9 +7,11 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import signal
 import threading
 import time
 from dataclasses import asdict, replace
@@ -28,7 +30,6 @@ from policy import Policy, RanksLost, config_of
 from prepare_data import read_rows
 from rollout import check_sampling
 from run_folder import (
-    Interrupts,
     Log,
     check_folder,
     check_room,
@@ -267,7 +268,7 @@ class Run:
                 yield
             if self.step % 10 == 0:
                 self.log.plot()
-            self.log.diagnose()
+            check_progress(self.log)
 
     def hold_interrupts(self):
         """Let Ctrl-C wait until the end of this step."""
@@ -513,3 +514,57 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
         raise ValueError(f"the chat template leaves the last message out ({last!r:.60}): its content is "
                          "empty, or the template does not know its role")  # fmt: skip
     return ids
+
+
+def check_progress(log: Log) -> None:
+    """Print the findings that are new at the newest step.
+
+    RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
+    """
+    found = []
+    with contextlib.suppress(ImportError):  # a copy of this repository without tools/
+        from tools.diagnose import diagnose
+
+        found = diagnose(log.history, log.recent)
+    step = log.history[-1]["step"]
+    for finding in found:
+        if finding.steps[-1] == step and step - 1 not in finding.steps:
+            print(finding, flush=True)
+    limit = log.config.max_idle_steps
+    last = log.history[-limit:]
+    taught = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 does not say
+    if limit and len(last) == limit and not taught:
+        raise RuntimeError(f"max_idle_steps: in {limit} steps no group taught anything; see samples.jsonl")
+
+
+class Interrupts:
+    """Handles Ctrl-C, SIGTERM and a closed terminal: at once, or within `held` at its end."""
+
+    def __init__(self):
+        self.hold = False
+        self.asked = False
+        signal.signal(signal.SIGINT, self.handle)
+        signal.signal(signal.SIGTERM, self.handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to ignore it
+            signal.signal(signal.SIGHUP, self.handle)
+
+    def handle(self, number, _):
+        if number == signal.SIGHUP:  # writing to the terminal would fail from here on
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        if self.asked or not self.hold:
+            raise KeyboardInterrupt
+        self.asked = True
+        os.write(1, b"finishing this step, then saving; Ctrl-C again leaves at once\n")
+
+    @contextlib.contextmanager
+    def held(self):
+        """Inside, the first Ctrl-C waits for the end."""
+        self.hold = True
+        try:
+            yield
+        finally:
+            self.hold = False
+        if self.asked:
+            raise KeyboardInterrupt

@@ -4,7 +4,7 @@
 
 Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
 goes on with --resume and keeps what has a score. Left out: files larger than memory, length penalties. Needs
-prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and metrics.py.
+prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and run_folder.py.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 import tyro
 
 import compute_score
-from metrics import averages, no_verdict_rate
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
+from run_folder import averages, no_verdict_rate
 
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # also where all are None

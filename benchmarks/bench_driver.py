@@ -29,7 +29,7 @@ import policy
 from bench_hand_over import cpu_of
 from bench_router import machine
 from cluster.samples import split
-from metrics import reward_metrics
+from run_folder import reward_metrics
 from rollout import rollout_vllm
 
 PLAYED = """

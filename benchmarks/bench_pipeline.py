@@ -43,7 +43,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_trainer
 import run_folder
-from run import Run
+from run import Interrupts, Run
 from toy import toy_world, warm_start
 
 PROMPTS, GROUP, MINI_BATCHES = 16, 8, 4
@@ -186,7 +186,7 @@ class PlayedRun(Run):
         stack.callback(self.log.close)
         stack.callback(self.servers.shutdown)
         stack.callback(self.cancelled.set)
-        self.interrupts = run_folder.Interrupts()
+        self.interrupts = Interrupts()
 
 
 def write_input(folder: Path) -> dict:

@@ -13,6 +13,7 @@ import grpo_trainer
 from policy import Sample
 from prepare_data import Config as DataConfig
 from prepare_data import prepare
+from run import check_progress
 from run_folder import Log
 from tiny import config_of
 from tools import diagnose
@@ -250,25 +251,25 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
     lines = [{"reward/mean": 0.0, "reward/acc": 0.4, "reward/groups_with_spread": 0.0}] * 8
     for step, line in enumerate(lines[:3], 1):
         log.metrics({"step": step} | line)
-        log.diagnose()
+        check_progress(log)
     out = capsys.readouterr().out
     assert out.count("one-number, steps 3-3: ") == 1 and out.count("no-signal, steps 3-3: ") == 1
     log.metrics({"step": 4} | line)
     with pytest.raises(RuntimeError, match="max_idle_steps: in 4 steps no group taught anything"):
-        log.diagnose()
+        check_progress(log)
     log.metrics({"step": 5} | line | {"reward/groups_with_spread": 0.1})
-    log.diagnose()
+    check_progress(log)
     for step in (6, 7, 8):  # three, since a step that taught something
         log.metrics({"step": step} | line)
-        log.diagnose()
+        check_progress(log)
     assert capsys.readouterr().out.count("one-number, ") == 1  # again since step 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tools.diagnose", None)
         log.metrics({"step": 9} | line)
         with pytest.raises(RuntimeError, match="max_idle_steps"):
-            log.diagnose()
+            check_progress(log)
     config.max_idle_steps = 0
-    log.diagnose()
+    check_progress(log)
 
 
 def test_what_lasts_is_not_said_again(tmp_path, capsys):
@@ -281,7 +282,7 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
         row = {"prompt": [{"content": "1+2?"}], "data_source": "a", "reward_model": {"ground_truth": "3"}}
         group = [Sample(row, [1], [2], result=result, text="so")]
         log.samples(step, "train", [group] if step in preds else [], {9}, None)
-        log.diagnose()
+        check_progress(log)
     assert re.findall("never-ends, steps .*?:", capsys.readouterr().out) == [
         "never-ends, steps 3-3:",
         "never-ends, steps 3-8:",  # after a step at which half of them had no answer

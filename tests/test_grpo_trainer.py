@@ -32,7 +32,7 @@ import run_folder
 from toy import toy_world, warm_start
 from played import lines_of, server
 from policy import Policy, PolicyOptions, Sample
-from run import Run
+from run import Interrupts, Run
 from tools.plan_run import estimate_memory, report
 from tiny import config_of
 
@@ -848,7 +848,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
 
 def test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    interrupts = run_folder.Interrupts()
+    interrupts = Interrupts()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -261,10 +261,10 @@ def test_prepare_data_with_compute_score(alone):
 
 
 def test_metrics_alone(alone):
-    alone("metrics.py")
+    alone("run_folder.py")
     code = """
 from types import SimpleNamespace
-from metrics import reward_metrics
+from run_folder import reward_metrics
 samples = [SimpleNamespace(result={"reward_score": score, "reward_extra_info": {"acc": score > 0}})
            for score in (1.0, -1.0, 1.0, 1.0)]
 print(reward_metrics(samples))

@@ -25,7 +25,7 @@ from aiohttp import web
 import reward_loop
 import reward_worker
 from algorithm import overlong_penalty
-from metrics import no_verdict_rate
+from run_folder import no_verdict_rate
 from reward_loop import RewardLoopManager, RewardOptions
 
 ROOT = Path(reward_loop.__file__).parent
@@ -829,22 +829,22 @@ def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, 
 
 
 NAMESAKES = """
-import compute_score, metrics
+import compute_score, run_folder
 from cluster import servers
 from toy import mine
 {kind}def rule(data_source, solution_str, ground_truth, extra_info):
     import reward_worker
     from tools import later
-    return metrics.WEIGHT + servers.WEIGHT + mine.WEIGHT + later.WEIGHT + reward_worker.WEIGHT
+    return run_folder.WEIGHT + servers.WEIGHT + mine.WEIGHT + later.WEIGHT + reward_worker.WEIGHT
 """
 
 
 @pytest.mark.parametrize("kind", ["", "async "])
 def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
-    import metrics
+    import run_folder
     import toy
 
-    weights = ["metrics", "cluster/servers", "toy/mine", "tools/later", "reward_worker"]
+    weights = ["run_folder", "cluster/servers", "toy/mine", "tools/later", "reward_worker"]
     for place, name in enumerate(weights):
         file = tmp_path / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
@@ -855,7 +855,7 @@ def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
     path = sys.path.copy()
     (result,) = start(f"{tmp_path}/rewards.py:rule").score_batch([sample("one")])
     assert result["reward_score"] == 11111.0, result
-    assert sys.modules["metrics"] is metrics and sys.modules["toy"] is toy and sys.path == path
+    assert sys.modules["run_folder"] is run_folder and sys.modules["toy"] is toy and sys.path == path
     assert importlib.import_module("tools.view_run") and importlib.import_module("cluster.placement")
 
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 import run_folder
-from metrics import pass_at_k, reward_metrics, validation_metrics
 from policy import Sample
+from run_folder import pass_at_k, reward_metrics, validation_metrics
 from tiny import config_of, policy_of
 
 
@@ -445,10 +445,10 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
 
 STEP = """
     import signal, sys, time
-    import run_folder
+    import run
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has another one
     signal.signal(signal.SIGHUP, signal.{hang_up})
-    interrupts = run_folder.Interrupts()
+    interrupts = run.Interrupts()
     try:
         with interrupts.held():
             print("step", flush=True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
 import prepare_data
-import metrics
+import run_folder
 from policy import Sample
 from rollout import rollout_hf
 from toy import report, toy_world, warm_start
@@ -320,7 +320,7 @@ def answered(folder, rows, function) -> dict:
         text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         truth = row["reward_model"]["ground_truth"]
         results.append(function(row["data_source"], text, truth, extra_info=row["extra_info"]))
-    return metrics.averages(results)
+    return run_folder.averages(results)
 
 
 @pytest.mark.slow
