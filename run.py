@@ -525,7 +525,7 @@ def check_progress(log: Log) -> None:
     with contextlib.suppress(ImportError):  # a copy of this repository without tools/
         from tools.diagnose import diagnose
 
-        found = diagnose(log.history, log.recent)
+        found = diagnose(log.history, log.recent, last=2)
     step = log.history[-1]["step"]
     for finding in found:
         if finding.steps[-1] == step and step - 1 not in finding.steps:

@@ -60,27 +60,27 @@ def test_a_recorded_run_that_cannot_learn(cause):
 
 # What is added to ten good steps, the last seven of them, or what only the sampled answers show.
 MADE = {
-    "rollouts-fail": {"rollout/error_rate": 0.2},
-    "never-calls": {"rollout/called": 0.0},
-    "no-room": {"response_length/clipped": 0.6, "rollout/called": 1.0},
-    "calls-collapse": {"rollout/called": 0.1, "rollout/answered_turns": 0.2},
-    "ends-at-once": {"response_length/mean": 2.0},
-    "never-ends": {"response_length/clipped": 0.95},
+    "rollout-failures": {"rollout/error_rate": 0.2},
+    "no-tool-calls": {"rollout/called": 0.0},
+    "trajectory-truncation": {"response_length/clipped": 0.6, "rollout/called": 1.0},
+    "tool-call-collapse": {"rollout/called": 0.1, "rollout/answered_turns": 0.2},
+    "empty-responses": {"response_length/mean": 2.0},
+    "missing-end-token": {"response_length/clipped": 0.95},
     "no-answer": {"reward/groups_with_spread": 0.1},
     "no-verdict": {"reward/no_verdict": 0.3},
-    "judge-fails": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
+    "judge-failures": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
     "slow-judge": {"time/reward_wait": 90.0, "time/step": 200.0},
-    "apart": {"rollout/logprob_diff": 0.1},
-    "fell": {"reward/acc": 0.2},
-    "longer": {"response_length/mean": 70.0, "reward/acc": 0.5},
-    "shorter": {"response_length/mean": 10.0, "reward/acc": 0.5},
-    "sure": {"actor/entropy": 0.01, "reward/acc": 0.6},
-    "narrow-judge": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224,
+    "policy-mismatch": {"rollout/logprob_diff": 0.1},
+    "accuracy-collapse": {"reward/acc": 0.2},
+    "length-growth": {"response_length/mean": 70.0, "reward/acc": 0.5},
+    "length-collapse": {"response_length/mean": 10.0, "reward/acc": 0.5},
+    "entropy-collapse": {"actor/entropy": 0.01, "reward/acc": 0.6},
+    "reward-hacking": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224,
                      "reward/flawed_positive_rate": 0.1},
-    "no-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
+    "no-learning-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
 }
 
-AT_FIRST = {"calls-collapse": {"rollout/called": 1.0, "rollout/answered_turns": 2.0}}
+AT_FIRST = {"tool-call-collapse": {"rollout/called": 1.0, "rollout/answered_turns": 2.0}}
 
 
 def answers(step, pred):
@@ -127,7 +127,7 @@ def test_a_second_opinion_that_says_little_rings_nothing():
         about |= {"reward/audited": audited, "reward/audit_flawed": flawed}
         about["reward/flawed_positive_rate"] = found
         lines = [{"step": step} | about for step in range(1, steps + 1)]
-        assert ("narrow-judge" in named(lines)) == rings
+        assert ("reward-hacking" in named(lines)) == rings
     share, error = diagnose.audit(lines)  # 31 of 62
     assert share == 0.5 and error == pytest.approx((0.25 / 62) ** 0.5)
 
@@ -144,7 +144,7 @@ def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
     """With judge_wrong all 128 samples of a step are asked about, however few of them are right."""
     for acc, rings in ((0.03, False), (0.2, True)):
         about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": 128}
-        for rate, name in ((1.0, "flags-all"), (0.0, "passes-all")):
+        for rate, name in ((1.0, "judge-rejects-all"), (0.0, "judge-accepts-all")):
             about["reward/flawed_positive_rate"] = rate
             assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
 
@@ -152,8 +152,8 @@ def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
 def test_chance_is_no_fall():
     """Of a few right answers in a hundred three steps may have none."""
     lines = [{"step": step, "reward/mean": -0.9, "reward/acc": 0.02 * (step < 4)} for step in range(1, 9)]
-    assert "fell" not in named(lines)
-    assert "fell" in named([line | {"reward/acc": 10 * line["reward/acc"]} for line in lines])
+    assert "accuracy-collapse" not in named(lines)
+    assert "accuracy-collapse" in named([line | {"reward/acc": 10 * line["reward/acc"]} for line in lines])
 
 
 def test_a_rule_of_ones_own_is_a_row(monkeypatch):
@@ -224,8 +224,10 @@ def write(folder, lines, end=""):
 
 
 def test_the_command_says_it_of_a_folder(tmp_path):
-    code, out, _ = command(write(tmp_path / "low", lines_of(BAD["low-lr"]["metrics"]), end='{"step": 1'))
-    assert code == 0 and out.startswith("low-lr, steps 5-10: actor/approx_kl ") and "ten times" in out
+    lines = lines_of(BAD["learning-rate-too-low"]["metrics"])
+    code, out, _ = command(write(tmp_path / "low", lines, end='{"step": 1'))
+    assert code == 0 and out.startswith("learning-rate-too-low, steps 5-10: actor/approx_kl ")
+    assert "ten times" in out
     code, out, _ = command(write(tmp_path / "good", lines_of(GOOD["rule"])))
     assert (code, out) == (0, "no finding\n")
 
@@ -253,7 +255,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
         log.metrics({"step": step} | line)
         check_progress(log)
     out = capsys.readouterr().out
-    assert out.count("one-number, steps 3-3: ") == 1 and out.count("no-signal, steps 3-3: ") == 1
+    assert out.count("constant-reward, step 3: ") == out.count("no-learning-signal, step 3: ") == 1
     log.metrics({"step": 4} | line)
     with pytest.raises(RuntimeError, match="max_idle_steps: in 4 steps no group taught anything"):
         check_progress(log)
@@ -262,7 +264,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
     for step in (6, 7, 8):  # three, since a step that taught something
         log.metrics({"step": step} | line)
         check_progress(log)
-    assert capsys.readouterr().out.count("one-number, ") == 1  # again since step 8
+    assert capsys.readouterr().out.count("constant-reward, ") == 1  # again since step 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tools.diagnose", None)
         log.metrics({"step": 9} | line)
@@ -283,9 +285,9 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
         group = [Sample(row, [1], [2], result=result, text="so")]
         log.samples(step, "train", [group] if step in preds else [], {9}, None)
         check_progress(log)
-    assert re.findall("never-ends, steps .*?:", capsys.readouterr().out) == [
-        "never-ends, steps 3-3:",
-        "never-ends, steps 3-8:",  # after a step at which half of them had no answer
+    assert re.findall("missing-end-token, step.*?:", capsys.readouterr().out) == [
+        "missing-end-token, step 3:",
+        "missing-end-token, step 8:",  # after a step at which half of them had no answer
     ]
 
 
@@ -307,9 +309,9 @@ def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
     ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
     assert ran.returncode == 1, ran.stderr
     assert "error: max_idle_steps: in 5 steps no group taught anything" in ran.stderr
-    assert ran.stdout.count("one-number, steps 3-3: reward/groups_with_spread 0, reward/acc") == 1
+    assert ran.stdout.count("constant-reward, step 3: reward/groups_with_spread 0, reward/acc") == 1
     assert (tmp_path / "stops/checkpoints/step_5/trainer_state.json").is_file()
     hidden = "import sys, runpy; sys.modules['tools.diagnose'] = None; sys.argv[0] = 'grpo_trainer.py'; "
     hidden += "runpy.run_path('grpo_trainer.py', run_name='__main__')"
     ran = train("goes_on", ["-c", hidden], "--total-steps", "6", "--max-idle-steps", "0")
-    assert ran.returncode == 0 and "one-number" not in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "constant-reward" not in ran.stdout, ran.stderr

@@ -203,7 +203,7 @@ def test_what_keeps_a_run_from_learning_is_on_its_page(tmp_path):
         step |= AUDIT | {"reward/audit_flawed": flawed}
     (data,) = data_of(view_run.write_page([write_run(tmp_path / "run", [], steps)]))["runs"]
     about = {finding["name"]: finding["steps"] for finding in data["findings"]}
-    assert about == {"one-number": [3, 4], "no-signal": [3, 4]}
+    assert about == {"constant-reward": [3, 4], "no-learning-signal": [3, 4]}
     assert data["audit"] == [[1, 1 / 12, pytest.approx((11 / 12**3) ** 0.5)],
                              [2, 3 / 22, pytest.approx((57 / 22**3) ** 0.5)]]  # fmt: skip
     (data,) = data_of(view_run.write_page([write_run(tmp_path / "good", [line()])]))["runs"]
@@ -393,7 +393,7 @@ def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
     text = dom(view_run.write_page([write_run(tmp_path / "run", [line()], steps)]))
     assert part(text, "findings").count('class="box finding"') == 2
     assert "Rest " in part(text, "findings") and "\\n" not in part(text, "findings")
-    assert "<b>run: one-number</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
+    assert "<b>run: constant-reward</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
     (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
     assert len(re.findall(r'<path stroke="currentColor"[^>]*class="error" d="M[\d.]+ [\d.]+V', chart)) == 1
 

@@ -1,16 +1,17 @@
-"""Why does a run not learn? Findings from what it has logged: name, steps, evidence in numbers, what to do.
+"""Finds out why a run does not learn: each finding has a name, its steps, numbers as evidence, and a remedy.
 
-    python -m tools.diagnose outputs/RUN    # of a run that goes on, has ended, or comes from elsewhere
+    python -m tools.diagnose outputs/RUN    # of a run in progress or one that has ended
 
-The trainer prints a finding when it appears, and the page of a run (tools/view_run.py) has them above its
-curves. RULES is the table: a rule holds where all its conditions did in so many steps in a row. They are
-about metrics (docs/glossary.md) and `more_numbers`; a number that is missing rings no alarm. A rule of your
-own is a row. What each finding means: docs/troubleshooting.md.
+The trainer prints a finding when it first appears, and the page of a run (tools/view_run.py) lists them all.
+RULES is the table of findings: a rule holds if all its conditions held in that many steps in a row. The
+conditions are about metrics (docs/glossary.md) and about the numbers of `derived_numbers`; a condition on a
+number that is missing does not hold. To add a rule, add a row. docs/troubleshooting.md explains each finding.
 
-The bounds are for alarms that are read: none rings in runs that learn from rewards, those of
-docs/evidence/runs.jsonl and tests/data/good_runs.json (under distillation, which pays none, no-signal does).
-Left out: what only another run could tell (is this policy as good as its paper says? See the evaluation
-before training), and what would take a new metric. Needs run_folder.py.
+The bounds are chosen so that no finding appears in runs that learn from rewards: those of
+docs/evidence/runs.jsonl and tests/data/good_runs.json. (Distillation has no rewards, so that
+`no-learning-signal` appears there.)
+Left out: what only a comparison with another run could tell, and what would take a new metric. Needs
+run_folder.py.
 """
 
 import sys
@@ -23,68 +24,82 @@ import tyro
 
 from run_folder import read_lines
 
-RECENT = 10  # steps whose samples say something about a step
+RECENT = 10  # a step is judged by the samples of this many steps
 SIGNS = {"<": lt, ">": gt}
-AT_FIRST = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy",
-            "calls": "rollout/answered_turns"}
+SINCE_START = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy",
+               "calls": "rollout/answered_turns"}  # fmt: skip
 
-# (name, steps in a row, "number < or > bound" of each step, what to do); causes before what follows from them
+# (name, steps in a row, conditions on each of these steps, remedy). Causes come before their consequences.
 RULES = [
-    # Text has 0.1 to 1.5 nats a token, random weights have ln(vocabulary).
-    ("noise", 3, ["actor/entropy > 3"], "are these the trained weights, and all of them? --model"),
-    ("ends-at-once", 3, ["response_length/mean < 4"], "wrong chat template or end token"),
-    # They have said their answer, and go on.
-    ("never-ends", 3, ["response_length/clipped > 0.9", "without_answer < 0.5"],
-     "wrong chat template, or no end token in generation_config.json"),
-    # With long answers a tenth is usual.
-    ("cut", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
-     "raise --max-response-length; if they ramble, look at the chat template"),
-    # A base model forgets the box, and learns it where some groups have one, or where the form is paid.
+    # Text has 0.1 to 1.5 nats per token, random weights have ln(vocabulary).
+    ("untrained-weights", 3, ["actor/entropy > 3"],
+     "check --model: are these the trained weights, and are they complete?"),
+    ("empty-responses", 3, ["response_length/mean < 4"],
+     "check that the chat template and the end token belong to this model"),
+    # The responses contain an answer and continue after it.
+    ("missing-end-token", 3, ["response_length/clipped > 0.9", "without_answer < 0.5"],
+     "check the chat template and the end tokens in generation_config.json"),
+    # For long answers a tenth is usual.
+    ("truncation", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
+     "raise --max-response-length; if the responses ramble, check the chat template"),
+    # A base model forgets the box. It learns it if some groups have one, or if the form is rewarded.
     ("no-answer", 3, ["without_answer > 0.8", "reward/groups_with_spread < 0.2"],
-     "ask for \\boxed{} in the prompt, or take a reward function for what they write"),
-    ("one-number", 3, ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
-     "right and wrong answers score alike: call the reward function with a line of samples.jsonl"),
-    ("never-right", 3, ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
-     "does it look right? Then mend the rule or the truth; else take easier problems"),
-    # The first error of the rollout function is in samples.jsonl.
-    ("rollouts-fail", 3, ["rollout/error_rate > 0.1"],
-     "mend the function, or its tool; see `error` in samples.jsonl, and docs/rollouts.md"),
-    ("never-calls", 3, ["rollout/called < 0.02", "calls/ever < 0.02"],
-     "does the prompt say how to call a tool? Is the stop text what the policy writes?"),
-    # Turns fill the room: a response of one turn would be `cut`.
-    ("no-room", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
-     "raise --max-response-length, or let tools say less"),
-    # Made-up results pay more than looked-up ones, if only the answer counts.
-    ("calls-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
-     "calls cost more than they pay: lower their cost, or reward grounded steps, as FAPO does"),
-    # What is left may be what is easy to judge.
-    ("no-verdict", 3, ["reward/no_verdict > 0.1"], "is the judge up? `error` in samples.jsonl says why"),
-    ("judge-fails", 3, ["genrm/error_rate > 0.1"], "is the judge up? unparsable, truncated: docs/judge.md"),
+     "ask for \\boxed{} in the prompt, or use a reward function for the format that the policy writes"),
+    ("constant-reward", 3,
+     ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
+     "correct and wrong answers score alike: call the reward function with a line of samples.jsonl"),
+    ("zero-accuracy", 3,
+     ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
+     "if the answer looks correct, fix the reward function or the ground truth; else use easier problems"),
+    ("rollout-failures", 3, ["rollout/error_rate > 0.1"],
+     "fix the rollout function or its tool; see `error` in samples.jsonl, and docs/rollouts.md"),
+    ("no-tool-calls", 3, ["rollout/called < 0.02", "calls/ever < 0.02"],
+     "say in the prompt how to call a tool, and check that the policy writes the stop text"),
+    # Several turns fill the limit; the same in a single turn is `truncation`.
+    ("trajectory-truncation", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
+     "raise --max-response-length, or let tools return less"),
+    # If only the answer counts, made-up results are cheaper than looked-up ones.
+    ("tool-call-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
+     "calls cost more than they gain: lower their cost, or reward grounded steps, as FAPO does"),
+    # The samples that are left may be those that are easy to judge.
+    ("no-verdict", 3, ["reward/no_verdict > 0.1"],
+     "check that the judge is up; `error` in samples.jsonl says what failed"),
+    ("judge-failures", 3, ["genrm/error_rate > 0.1"],
+     "check that the judge is up; for unparsable or truncated critiques see docs/judge.md"),
     # Seconds after the last rollout.
-    ("slow-judge", 3, ["time/reward_wait > 60"], "--genrm-servers 2, a smaller genrm_max_tokens, --overlap"),
-    # Of 160 right answers, or more; the paper finds flaws in 20 to 40 %.
-    ("passes-all", 10, ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
-     "read critiques (keep_critique): is there nothing to find, or does it find nothing?"),
-    ("flags-all", 3, ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
+    ("slow-judge", 3, ["time/reward_wait > 60"],
+     "use --genrm-servers 2, a smaller genrm_max_tokens, or --overlap"),
+    # Of at least 160 correct answers; the FAPO paper finds flaws in 20 to 40 %.
+    ("judge-accepts-all", 10, ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
+     "read critiques (keep_critique): does the judge miss the flaws, or are there none?"),
+    ("judge-rejects-all", 3, ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
      "read critiques (keep_critique): does the judge count paragraphs as you do?"),
-    # Twice what the judge itself finds. One as good as the demo's lets 5 to 15 % pass, most of it early.
-    ("narrow-judge", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
-     "the policy has found what the judge overlooks: stop, and take a better judge"),
-    # Usual are 0.00001 to 0.01.
-    ("high-lr", 2, ["actor/approx_kl > 0.03"], "a third of this --lr, from an earlier checkpoint"),
-    # Less than rounding makes in float32; the first update of a step cannot show it.
-    ("low-lr", 5, ["actor/approx_kl < 1e-8", "actor/updates > 1"],
-     "ten times this --lr; adapters want more than whole models"),
+    # Twice what the judge itself finds. A judge as good as the demo's misses 5 to 15 %, most of it early.
+    ("reward-hacking", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
+     "the policy has found what the judge overlooks: stop, and use a better judge"),
+    # 0.00001 to 0.01 is usual.
+    ("learning-rate-too-high", 2, ["actor/approx_kl > 0.03"],
+     "resume from an earlier checkpoint with a third of this --lr"),
+    # Less than rounding makes in float32. The first update of a step cannot show it.
+    ("learning-rate-too-low", 5, ["actor/approx_kl < 1e-8", "actor/updates > 1"],
+     "use ten times this --lr; LoRA needs a larger one than full training"),
     # bf16 on a GPU makes 0.005 to 0.02.
-    ("apart", 3, ["rollout/logprob_diff > 0.05"], "do the servers have the new weights? else --tis-cap 2"),
-    ("fell", 3, ["accuracy/first < 0.5"], "back to an earlier checkpoint; a lower --lr; another reward"),
-    # What helps to answer may be long, and who learns grows sure.
-    ("longer", 3, ["length/first > 2", "accuracy/first < 1"], "does length pay? --overlong-buffer"),
-    ("shorter", 3, ["length/first < 0.5", "accuracy/first < 1"], "what is paid: is it to stop early?"),
-    ("sure", 3, ["entropy/first < 0.2", "accuracy/first < 1"], "lower --lr; --entropy-coef 0.001"),
-    ("repeated", 3, ["prompts/groups < 0.5"], "more rows in --train-file: these are known by heart"),
-    ("no-signal", 3, ["reward/groups_with_spread < 0.001"],
-     "all right: harder problems; all wrong: easier ones; else: what does the reward tell apart?"),
+    ("policy-mismatch", 3, ["rollout/logprob_diff > 0.05"],
+     "check that the servers have the new weights; --tis-cap 2 corrects small differences"),
+    ("accuracy-collapse", 3, ["accuracy/first < 0.5"],
+     "resume from an earlier checkpoint with a lower --lr, or check what the reward measures"),
+    # Longer responses may help to answer, and a policy that learns becomes more certain.
+    ("length-growth", 3, ["length/first > 2", "accuracy/first < 1"],
+     "check whether the reward favours length; set --overlong-buffer"),
+    ("length-collapse", 3, ["length/first < 0.5", "accuracy/first < 1"],
+     "check whether the reward favours stopping early"),
+    ("entropy-collapse", 3, ["entropy/first < 0.2", "accuracy/first < 1"],
+     "lower --lr, or add --entropy-coef 0.001"),
+    ("repeated-prompts", 3, ["prompts/groups < 0.5"],
+     "use more rows in --train-file: the policy memorizes these"),
+    ("no-learning-signal", 3, ["reward/groups_with_spread < 0.001"],
+     "use harder problems if all answers are correct, easier ones if all are wrong; otherwise check what the "
+     "reward distinguishes"),
 ]  # fmt: skip
 
 
@@ -93,28 +108,33 @@ class Finding:
     """Something that keeps a run from learning."""
 
     name: str
-    steps: list[int]  # at which it holds
-    evidence: str  # at the last of them
+    steps: list[int]  # the steps at which the rule holds
+    evidence: str  # numbers of the last of these steps
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.name}, steps {self.steps[0]}-{self.steps[-1]}: {self.evidence}\n    {self.remedy}"
+        steps = f"step {self.steps[0]}"
+        if len(self.steps) > 1:
+            steps = f"steps {self.steps[0]}-{self.steps[-1]}"
+        return f"{self.name}, {steps}: {self.evidence}\n    {self.remedy}"
 
 
-def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
-    """What rules ask about a step beside its metrics; what cannot be said is left out.
+def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
+    """Compute what rules need to know about a step besides its metrics. Unknown numbers are left out.
 
-    lines: of the run up to this step; samples: the newest by then.
+    Args:
+        lines: The metrics of the run up to this step.
+        samples: The samples of the newest steps.
     """
     numbers = {}
     newest = lines[-1]
-    for name, key in AT_FIRST.items():  # of what it was in the first three steps, if that was not next to 0
+    for name, key in SINCE_START.items():  # relative to the first three steps' mean, unless that is near 0
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
         if first > 0.1 and key in newest:
             numbers[f"{name}/first"] = newest[key] / first
     if "rollout/called" in newest:
         numbers["calls/ever"] = max(line.get("rollout/called", 0) for line in lines)
-    # Right answers that a judge read, or fewer; wrong ones may be asked about, too (judge_wrong).
+    # At most this many correct answers were judged: wrong ones may be judged as well (judge_wrong).
     numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
     share, error = audit(lines)
     numbers["audit_flawed/surely"] = share - 3 * error
@@ -134,22 +154,24 @@ def more_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
 
 
 def audit(lines: list[dict]) -> tuple[float, float]:
-    """Of what a judge let pass in the last 20 steps: the share that a second one calls flawed
-    (docs/judges.py), and its standard error. Laplace's rule: one more of either kind, so that few answers
-    prove nothing."""
+    """Return which share of the answers that the judge accepted in the last 20 steps a second judge calls
+    flawed (docs/judges.py), and the standard error.
+
+    Laplace's rule adds one answer of either kind, so that few answers prove nothing.
+    """
     asked = 2
     flawed = 1
     for line in lines[-20:]:
         if "reward/audited" in line:
             count = line["reward/audited"] * line["perf/tokens"] / line["response_length/mean"]
             asked += count
-            flawed += count * line.get("reward/audit_flawed", 0)  # of none audited there is no share
+            flawed += count * line.get("reward/audit_flawed", 0)  # a step without audits has no share
     share = flawed / asked
     return share, sqrt(share * (1 - share) / asked)
 
 
 def holds(conditions: list[str], numbers: list[dict]) -> bool:
-    """Whether all conditions do in all these steps; one about a number that is missing never does."""
+    """Whether all conditions held in all these steps. A condition on a missing number never holds."""
     for condition in conditions:
         key, sign, bound = condition.split()
         for step in numbers:
@@ -158,16 +180,28 @@ def holds(conditions: list[str], numbers: list[dict]) -> bool:
     return True
 
 
-def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
-    """The findings of a run's lines of metrics.jsonl and samples.jsonl, in the order in which they began."""
+def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) -> list[Finding]:
+    """Return the findings of a run, in the order in which they began.
+
+    Args:
+        lines: The lines of metrics.jsonl.
+        samples: The lines of samples.jsonl.
+        last: Look only for findings of the last `last` steps; None: of all steps.
+    """
     lines = [line for line in lines if "reward/mean" in line]
     samples = [sample for sample in samples if sample["split"] == "train"]
-    numbers = []  # of each step
+    first = 0  # index of the first step whose findings are wanted
+    if last is not None:
+        first = max(0, len(lines) - last)
+    longest = max(count for _, count, _, _ in RULES)
+    numbers = []  # one dict per step, from the first one that a rule may look at
     found = {}
-    for line in lines:
-        step = line["step"]
+    for end in range(max(0, first - longest + 1) + 1, len(lines) + 1):
+        step = lines[end - 1]["step"]
         recent = [sample for sample in samples if step - RECENT < sample["step"] <= step]
-        numbers.append(line | more_numbers(lines[: len(numbers) + 1], recent))
+        numbers.append(lines[end - 1] | derived_numbers(lines[:end], recent))
+        if end <= first:
+            continue
         for name, count, conditions, remedy in RULES:
             if len(numbers) >= count and holds(conditions, numbers[-count:]):
                 finding = found.setdefault(name, Finding(name, [], "", remedy))
@@ -177,17 +211,17 @@ def diagnose(lines: list[dict], samples: list[dict]) -> list[Finding]:
 
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
-    """The numbers of a rule, and how the newest response ends."""
+    """Return the numbers of a rule and the end of the newest response."""
     keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if samples:
-        end = " ".join(samples[-1]["response"][-40:].split())  # the evidence is one line of text
-        text += f"; ...{end!r}, truth {samples[-1]['ground_truth']!r}"
+        end = " ".join(samples[-1]["response"][-40:].split())  # without line breaks
+        text += f"; response ...{end!r}, ground truth {samples[-1]['ground_truth']!r}"
     return text
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Says why the run in a folder does not learn."""
+    """Print why the run in a folder does not learn."""
     lines, _ = read_lines(folder / "metrics.jsonl")
     samples, _ = read_lines(folder / "samples.jsonl")
     try:
