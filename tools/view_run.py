@@ -18,7 +18,6 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -48,7 +47,7 @@ class Config:
     out: Path | None = None  # File of the page; default: report.html in the first directory.
     serve: bool = False  # Serve the page to browsers on this machine and follow the runs until Ctrl-C.
     port: int = 8123  # Port for --serve; 0 takes a free one.
-    max_mb: float = 4.0  # Limit for all samples, in MB; beyond it only every second, third, ... step is kept.
+    max_mb: float = 8.0  # Limit for all samples, in MB; beyond it only every second, third, ... step is kept.
 
 
 def find_runs(folders) -> dict[str, Path]:
@@ -144,9 +143,8 @@ def settings_of(folder: Path) -> dict:
     settings = json.loads(path.read_text())
     for key, value in settings.items():
         if isinstance(value, str):
-            # As a flag of its own, so that one rule says which names are those of secrets.
             settings[key] = without_secrets(value)
-            if value and HIDDEN in without_secrets(f"--{key} {shlex.quote(value)}"):
+            if value and without_secrets(f"--{key} x").endswith(HIDDEN):
                 settings[key] = HIDDEN
     return settings
 
@@ -206,7 +204,7 @@ def read_part(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def write_page(folders, out: Path | None = None, max_mb: float = 4.0) -> Path:
+def write_page(folders, out: Path | None = None, max_mb: float = 8.0) -> Path:
     """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
     page = page_of(folders, max_mb)
     out = out or Path(folders[0], "report.html")
@@ -226,7 +224,7 @@ def version_of(folders) -> str:
     return "-".join(map(str, parts))
 
 
-def start_server(folders, port: int = 0, max_mb: float = 4.0) -> ThreadingHTTPServer:
+def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPServer:
     """A server of the page at / and of the data's version at /version; `serve_forever` runs it.
 
     Only this machine can reach the server, and it answers only requests that name this machine as the host:

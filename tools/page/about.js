@@ -11,7 +11,7 @@ function settingsOf({settings: all}) {  // the line of each run above the curves
     steps: all.total_steps, seed: all.seed};
   return Object.entries(values).filter(([, value]) => value != null && value !== "");
 }
-function showSettings() {  // what all runs share is said once
+function settingsView() {  // what all runs share is said once
   const SHOWN = ["lora_rank", "lr", "train_batch_size", "group_size", "total_steps", "seed"];
   // Further numbers and switches, a flag of the user's too, where runs differ in them.
   const further = [...new Set(RUNS.flatMap(run => Object.keys(run.settings)))].filter(key =>
@@ -22,8 +22,8 @@ function showSettings() {  // what all runs share is said once
   const alike = RUNS.length > 1 ? words[0].filter(one => words.every(some => some.includes(one))) : [];
   const lineOf = (head, settings) => settings.length
     ? [el("p", {class: "soft"}, head, settings.map(text => [" · ", text]))] : [];
-  $("settings").append(...lineOf(el("b", {}, "all runs"), alike), ...RUNS.flatMap((run, i) => lineOf(
-    [square(run.colour), el("b", {}, run.name)], words[i].filter(one => !alike.includes(one)))));
+  return [...lineOf(el("b", {}, "all runs"), alike), ...RUNS.flatMap((run, i) => lineOf(
+    [square(run.colour), el("b", {}, run.name)], words[i].filter(one => !alike.includes(one))))];
 }
 
 const timeOf = seconds => new Date(1000 * seconds).toLocaleString();
@@ -127,6 +127,7 @@ function renderAbout() {
 // ---- The page as the address says
 function render() {
   state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  for (const {runs, colour, dash} of teams()) runs.forEach(run => Object.assign(run, {colour, dash}));
   const views = {curves: renderCurves, groups: renderGroups, samples: renderSamples, changed: renderChanged,
     about: renderAbout};
   const view = Object.hasOwn(views, state.view) ? state.view : "curves", focus = document.activeElement.id;
@@ -142,9 +143,7 @@ function render() {
 }
 
 document.title = $("title").textContent = TITLE;
-showSettings();
 $("notes").append(...RUNS.flatMap(run => run.notes).map(note => el("p", {class: "note"}, note)));
-$("findings").append(...RUNS.flatMap(run => run.findings.map(finding => findingView(run, finding))));
 $("run").append(...options(RUNS.map(run => [run.name, run.name])));
 $("filter").append(...options(Object.entries(FILTERS)));
 $("sort").append(...options(Object.entries(SORTS).map(([value, [name]]) => [value, name])));

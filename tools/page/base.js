@@ -99,7 +99,7 @@ function understand(line) {
     // Paragraphs may have advantages of their own (--credit prefix, vppo, steps).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
     tokenAdvantages: line.token_advantages, length: line.response_length,
-    clipped: line.clipped, seconds: line.seconds, info: rest};
+    clipped: line.clipped, seconds: line.seconds, info: rest, line};
 }
 for (const run of RUNS) {
   for (const group of run.groups) {

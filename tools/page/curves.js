@@ -51,7 +51,8 @@ function xOf(run, step) {
   if (!(state.axis in TOTALS)) return step;
   return totalAt(run.totals[state.axis], step) / (state.axis === "time" ? TIME_UNIT : 1);
 }
-const LAST = Math.max(1, ...RUNS.flatMap(run => Object.values(run.metrics).map(points => points.at(-1)[0])));
+const LAST = Math.max(1, ...RUNS.flatMap(run =>  // samples are written before the metrics of their step
+  [...Object.values(run.metrics).map(points => points.at(-1)[0]), ...new Set(run.groups.map(group => group.step))]));
 function domain() {  // [start, end] of all charts
   const end = Math.max(...RUNS.map(run => xOf(run, LAST))) || 1;
   const from = +(state.from || 0), to = +(state.to || end);
@@ -121,6 +122,7 @@ function ticks(low, high) {
   return Array.from({length: Math.floor(high / size + 1e-9) - first + 1}, (_, i) => (first + i) * size);
 }
 function logTicks(low, high) {  // powers of ten; between few of them, 2 and 5 times, too
+  if (high / low < 5) return ticks(low, high);
   const powers = ticks(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))).filter(Number.isInteger);
   const factors = Math.log10(high / low) > 2 ? [1] : [1, 2, 5];
   return powers.flatMap(power => factors.map(factor => factor * 10 ** power))
@@ -205,7 +207,8 @@ function pointer(series, scale, cursor, readout) {  // moves the cursor of a cha
     if (!point) return null;
     const range = point.high > point.low ? ` (${show(point.low)} to ${show(point.high)})` : "";
     const fewer = point.seeds < team.runs.length ? ` of ${plural(point.seeds, "seed")}` : "";
-    const earlier = Math.abs(point.x - at) > 1e-9 ? ` (step ${point.step})` : "";
+    const hasEnded = point === points.at(-1) || !state.axis;
+    const earlier = hasEnded && Math.abs(point.x - at) > 1e-9 ? ` (step ${point.step})` : "";
     return el("span", {}, source ? `${glyph(source)} ` : "", el("b", {}, show(point.exact ?? point.value)), range, fewer, earlier);
   };
   const self = {at: null, places};
@@ -334,6 +337,8 @@ function howToRead() {
     + "zoom; click, or press Enter, to read the samples of a step.");
 }
 function renderCurves() {
+  $("settings").replaceChildren(...settingsView());
+  $("findings").replaceChildren(...RUNS.flatMap(run => run.findings.map(finding => findingView(run, finding))));
   for (const id of ["axis", "from", "to"]) $(id).value = state[id] ?? "";
   for (const id of ["log", "bands"]) $(id).checked = !!state[id];
   $("window").value = windowOf();

@@ -38,7 +38,8 @@ function renderSamples() {
   $("rows").replaceChildren(...found.slice(page * ROWS, (page + 1) * ROWS).map(one => rowOf(run, one)));
   $("download").onclick = () => {  // made only now: a run can have 20,000 samples
     const lines = found.map(({group, sample, i}) => JSON.stringify({run: run.name, step: group.step, split,
-      group: group.group, sample: i, prompt: group.prompt, ground_truth: group.truth, ...sample}) + "\n");
+      group: group.group, sample: i, data_source: group.source, prompt: group.prompt,
+      ground_truth: group.ground_truth, ...sample.line}) + "\n");
     $("download").href = URL.createObjectURL(new Blob(lines, {type: "application/jsonl"}));
   };
   $("download").href ||= "#";
@@ -213,7 +214,7 @@ function sampleView(run, group, chosen, isOpen) {
   const silence = error || (Object.keys(group.verdict).length ? "The group's verdict is above."
     : !asked || asked === "skipped" ? "No judge was asked."
     : `The critique was not kept: --reward-kwargs '{"keep_critique": true}' keeps it.`);
-  const isInside = sample.critique && sample.judge >= 0 && sample.judge < sample.paragraphs.length;
+  const isInside = sample.critique && sample.judge != null && sample.judge in sample.paragraphs;
   const reward = sample.reward == null ? [["reward", "none: no verdict"]]
     : [...termsOf(sample, group, run), ["reward", sample.reward]].map(([name, value]) => [name, signed(value)]);
   const rows = [["verdict", chip(sample)], ...reward,
