@@ -1,7 +1,8 @@
 """Writes docs/report_group.png and docs/report_sample.png from a finished demo.
 
     make demo
-    python docs/make_pictures.py      # from outputs/demo_seed0; needs chromium
+    python -m tools.view_run outputs/demo_seed0    # if the page has changed since
+    python docs/make_pictures.py                   # from outputs/demo_seed0; needs chromium
 
 The group is the first one after --step in which the judge and the oracle name the same paragraph of a right
 answer; the sample is the first such one in it.
@@ -26,7 +27,7 @@ from toy.toy_world import first_wrong_paragraph
 
 WIDTH, HEIGHT = 1240, 1600
 BESIDE_THE_GROUP = "#sample"
-BESIDE_THE_SAMPLE = "h1, nav, #settings, #notes, .bar, .two"
+BESIDE_THE_SAMPLE = "header, #notes, body > .bar, section > .bar, .two"
 
 
 @dataclass
