@@ -30,7 +30,6 @@ BESIDE = {
     "classifier": "classifier score as the reward",
     "flagged": "FAPO, classifier as the judge",
     "fapo_judge": "FAPO, generative judge",
-    "prefix_judge": "FAPO, generative judge, `--credit prefix`",
     "fapo_oracle": "FAPO, oracle as the judge",
 }
 OURS = ("classifier", "flagged")
