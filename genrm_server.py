@@ -1,21 +1,27 @@
-"""Reward models as a service: N vLLM servers of one model, watched, behind one router address.
+"""Serve a reward model: N vLLM servers, restarted when they die, behind the address of one router.
 
     python genrm_server.py --model PATH --num-servers 2 --port 30000
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
-    python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own
+    python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own server
 
-A server has its GPUs (of CUDA_VISIBLE_DEVICES, in order) or its share of the cores. One that dies leaves the
-router and is restarted with back-off; one that dies MAX_DEATHS times in a row before it is ready is given up.
-When this process ends, however it ends, nothing of it stays behind. Servers ask for a key on every path but
-/health; the router sends it along: ROUTER_API_KEY, or a random one. cluster/placement.py is the same in Ray.
-Left out: systems but Linux, servers over several nodes, other engines. Needs router.py and vllm_server.py.
+ModelServers supervises the servers and the router of one model. VllmServer is one server, a Process: a child
+that ends with this program, however this program ends. Each server gets GPUs (of CUDA_VISIBLE_DEVICES, in
+order) or an equal share of the CPU cores. A server that dies leaves the router and is restarted after a
+growing delay; the service gives up on one that dies MAX_DEATHS times in a row before it is ready. Servers
+ask for a key on every path but /health (KeyGuard). cluster/placement.py runs them as Ray actors.
+Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 
 import contextlib
+import hmac
 import json
 import os
+import re
 import secrets
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,72 +31,122 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
+import tyro  # Functions import router.py and torch when they need them: every guard() imports this file.
 
-import router
-from vllm_server import Process, VllmServer, reserve
+FOLDER = str(Path(__file__).parent)
 
 
 @dataclass
 class Config:
-    """N vLLM servers of one model behind one router."""
+    """Serve a reward model: N vLLM servers behind one router."""
 
-    model: str  # Folder of the model, or its name on the Hugging Face Hub (only that needs the network).
-    num_servers: int = 1  # How many servers.
-    port: int = 30000  # Port of the router; 0 lets the system choose (it is printed).
+    model: str  # Folder of the model, or its name on the Hugging Face Hub (only a name needs the network).
+    num_servers: int = 1  # Number of vLLM servers, each with a whole copy of the model.
+    port: int = 30000  # Port of the router. 0: a free port, which is printed.
     host: str = "127.0.0.1"  # Address of the router. 0.0.0.0 opens it to the network: set an API key then.
-    task: Literal["generate", "classify"] = "generate"  # classify: a discriminative model, /classify.
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where there is a GPU.
-    tensor_parallel_size: int = 1  # GPUs per server (on CPU: processes per server).
-    gpu_share: float = 1.0  # Of a GPU and its memory, for each server.
-    cpus: str = ""  # Cores for the servers' threads, such as 0,1 (CPU only). Empty: all, shared evenly.
-    served_model_name: str = ""  # Name that clients use as "model". Empty: the value of --model.
-    dtype: str = ""  # Empty: float32 on CPU (bf16 is emulated there without AVX-512), vLLM's choice on GPU.
-    max_model_len: int = 0  # Tokens of prompt plus answer; 0: the model's own limit.
-    sleep_mode: bool = False  # Make sleep and wake possible (GPU only).
-    control: bool = False  # vLLM's control endpoints (/collective_rpc ...), for who knows the servers' key.
-    seed: int = 0  # Server i samples with seed + i: with one seed two would answer the same prompts alike.
-    policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # The router's policy.
-    queue_timeout: float = 180.0  # Seconds that a request waits while no server is healthy, as in a restart.
-    api_key: str = field(default="", repr=False)  # Clients' key. Empty: ROUTER_API_KEY, else none is needed.
-    log_dir: Path | None = None  # Folder of the logs. Empty: outputs/genrm_logs/PORT, or process number.
-    startup_timeout: float = 1800.0  # Seconds until a server must be ready.
-    vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's server, after a lone --.
-    server_key: Annotated[str, tyro.conf.Suppress] = field(default="", repr=False)  # filled in by complete()
+    # What the model does: generate text, or classify (a discriminative reward model, POST /classify).
+    task: Literal["generate", "classify"] = "generate"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where the model runs. auto: on GPUs if there are any.
+    tensor_parallel_size: int = 1  # GPUs per server (without a GPU: processes per server).
+    gpu_share: float = 1.0  # Fraction of a GPU's memory that each server takes. 1: each has its own GPUs.
+    cpus: str = ""  # CPU cores of the servers, e.g. 0,1 (without a GPU only). Empty: all, divided evenly.
+    served_model_name: str = ""  # Model name that clients send in requests. Empty: the value of --model.
+    # Number format of the weights. Empty: float32 on CPU (bfloat16 is slow there), vLLM's choice on GPUs.
+    dtype: str = ""
+    max_model_len: int = 0  # Longest prompt plus answer, in tokens. 0: the model's own limit.
+    sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
+    control: bool = False  # Open vLLM's control endpoints, such as /collective_rpc, to the servers' key.
+    seed: int = 0  # Server i samples with seed + i, so that no two servers give the same answers.
+    policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
+    queue_timeout: float = 180.0  # Longest wait of a request, in seconds, while no server is healthy.
+    # Key that clients must send as a bearer token. Empty: ROUTER_API_KEY, or no key if that is unset.
+    api_key: str = field(default="", repr=False)
+    # Key between the router and the servers. Empty: the last key of --api-key, or a random one.
+    server_key: str = field(default="", repr=False)
+    # Folder of the log files. Empty: outputs/genrm_logs/PORT, or the process number if --port is 0.
+    log_dir: Path | None = None
+    startup_timeout: float = 1800.0  # Longest time that a server may take to get ready, in seconds.
+    vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments of vLLM's own server, after a lone --.
 
     def check(self) -> None:
-        """ValueError naming the field, the value and the remedy."""
+        """Raise ValueError, which names the flag and the remedy, if a setting is impossible."""
         for name in ("num_servers", "tensor_parallel_size"):
             if getattr(self, name) < 1:
-                self.refuse(name, "must be at least 1")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(self, name)}: must be at least 1")
         path = Path(self.model).expanduser()
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         if not (path / "config.json").exists() and (path.exists() or not is_on_hub):
-            self.refuse("model", "no folder with a config.json, nor OWNER/NAME on the Hub")
+            raise ValueError(f"--model {self.model}: no folder with a config.json, nor OWNER/NAME on the Hub")
         if not 0 < self.gpu_share <= 1:
-            self.refuse("gpu_share", "must be above 0 and at most 1")
+            raise ValueError(f"--gpu-share {self.gpu_share}: must be above 0 and at most 1")
         if self.gpu_share < 1 < self.tensor_parallel_size:
-            self.refuse("gpu_share", "a server of several GPUs takes them whole; leave it at 1")
-        router.Config(port=self.port).check()
+            raise ValueError(
+                f"--gpu-share {self.gpu_share}: a server of several GPUs takes whole GPUs; leave it at 1")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port {self.port}: must be from 0 to 65535")
 
-    refuse = router.Config.refuse
+
+def resolve_config(config: Config) -> Config:
+    """Check the settings and fill in what depends on this machine: keys, paths, and the device."""
+    import router
+    config.check()
+    key = router.read_key(config.api_key, "ROUTER_API_KEY")
+    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}")
+    config = replace(
+        config,
+        api_key=key,
+        server_key=config.server_key or key.rpartition(",")[2] or secrets.token_urlsafe(32),
+        log_dir=log_dir.expanduser().absolute(),
+        served_model_name=config.served_model_name or config.model,
+    )
+    path = Path(config.model).expanduser()
+    if path.exists():
+        config.model = str(path.absolute())  # Not resolved: a link may point elsewhere on each node.
+    if config.device == "auto":
+        config.device = choose_device()
+    return config
 
 
-def http(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0) -> tuple[int, str]:
-    """One small request: (status, text), and (0, what went wrong) when there was no answer.
+def choose_device() -> str:
+    """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if PyTorch cannot use the GPU here."""
+    import torch
+    if torch.cuda.is_available():
+        return "cuda"
+    with contextlib.suppress(OSError):  # nvidia-smi is not installed
+        if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
+            raise ValueError(
+                f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
+                "the vllm that fits the driver (see requirements.txt), or pass --device cpu")
+    return "cpu"
 
-    No library for sessions, which takes four times as long: hundreds of servers are asked twice a second.
+
+# ---- all servers of one model
+
+WATCH_EVERY = 0.5  # seconds between two health checks of a server
+HEALTH_TIMEOUT = 2.0  # seconds; a later answer of /health counts as none
+HANG_SECONDS = 180.0  # A server that does not answer /health for this long is killed and restarted.
+MAX_DEATHS = 5  # The service gives up on a server that dies this many times in a row before it is ready.
+RESTART_DELAY = 1.0  # seconds before a restart; doubles with each restart in a row, up to 60 times as long
+CONTROL_TIMEOUT = 600.0  # seconds; a control call reads new weights, or waits for the running requests
+SLEEP = "/sleep?level=1&mode=wait"  # Weights move to CPU memory. Without mode=wait, vLLM aborts requests.
+# One lock per GPU, held by the server that starts there, whatever its model. During its start vLLM measures
+# how much memory it takes, and would count a second server that starts at the same time.
+GPU_START_LOCKS = defaultdict(threading.Lock)
+
+
+def request(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0):
+    """Send a small HTTP request and return (status, text), or (0, error) if there was no answer.
+
+    Hundreds of servers are checked twice a second, and the libraries' sessions take four times as long.
     """
     host, _, path = url.removeprefix("http://").partition("/")
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    sent = None
-    if body:
-        sent = json.dumps(body)
     connection = HTTPConnection(host, timeout=timeout)
     try:
-        connection.request(method, f"/{path}", sent, headers)
+        connection.request(method, f"/{path}", json.dumps(body) if body else None, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
@@ -99,59 +155,40 @@ def http(method: str, url: str, body: dict | None = None, api_key: str = "", tim
         connection.close()
 
 
-WATCH_EVERY = 0.5  # seconds between two looks at a server
-HEALTH_TIMEOUT = 2.0  # seconds; one that is late is only counted out after
-HANG_SECONDS = 180.0  # without an answer of /health: then it is killed and restarted
-MAX_DEATHS = 5  # in a row before it was ready, after which a server is given up
-RESTART_DELAY = 1.0  # seconds before a restart; doubled with each one in a row, 60 at most
-CALL_SECONDS = 600.0  # for a control call: weights are read, or requests end before sleep
-SLEEP = "/sleep?level=1&mode=wait"  # weights to the CPU's memory; by default vLLM aborts what still runs
-# Of each GPU of each machine: held by the server that starts on it, of whichever model. vLLM measures what
-# it takes of the memory, and would count in a neighbour that starts meanwhile.
-STARTING = defaultdict(threading.Lock)
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # A closed terminal or a full disk must not stop the service.
+        print(text, flush=True)
 
 
 @dataclass(eq=False)
-class Watched:
-    """One server, or the router, and what its thread knows about it."""
+class ServerSlot:
+    """A server, or the router, and what its supervising thread knows about it."""
+
     name: str
-    server: object  # VllmServer or RouterProcess, or the handle of an actor
+    server: object  # a VllmServer or RouterProcess, or the handle of a Ray actor
     log: Path
     url: str = ""
-    joined: int = 0  # the start of the router that it has joined; 0: not in the router
-    ready: bool = False  # it has been, since it was started
+    joined: int = 0  # the number of the router's start that the server joined; 0: it is not in the router
+    ready: bool = False  # The server has been ready since its newest start.
     restarts: int = 0
-    given_up: str = ""  # why
-
-
-class RouterProcess(Process):
-    """router.py as a process of its own, at an address of its own."""
-
-    def __init__(self, config: Config):
-        try:
-            self.reserved = reserve(config.host, config.port)  # if it dies, it comes back there
-        except OSError as error:
-            raise OSError(f"--host {config.host} --port {config.port}: cannot listen ({error})") from None
-        port = str(self.reserved.getsockname()[1])
-        self.address = router.address_of(config.host, port)
-        command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
-        command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
-        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
-        super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
+    given_up: str = ""  # why the service gave up on this server; empty: it did not
 
 
 class ModelServers:
-    """One model: its servers and their router, started by the constructor, which returns when all are ready.
+    """The servers of one model and their router, each supervised by a thread.
 
-    Raises ValueError for settings that cannot work here, OSError when the router's port cannot be had,
-    RuntimeError with a log's name and end when a server fails to start. `router_address` is "host:port", the
-    servers are in `slots`. `before_starting(slot)` is called before a server starts (with --model's weights),
-    `before_joining(slot)` when it is healthy and not yet asked anything.
-    Router and servers have a thread each. Who joins, or calls all (ask_all), holds the `lock`: never both."""
+    `servers` are Ray actors of VllmServer; by default the servers run on this machine. The constructor waits
+    until all are ready, unless `wait` is False. before_starting(slot) is called before a server starts, and
+    before_joining(slot) when it is healthy, before the router sends it requests.
+
+    Raises ValueError for impossible settings, OSError if the router's port is taken, and RuntimeError with
+    the end of the log if a server does not start. `router_address` is "host:port". The `lock` is held while a
+    server joins and during a control call to all servers, so that no server misses such a call.
+    """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
-                 before_starting=lambda slot: None, before_joining=lambda slot: None):
-        self.config = config = complete(config)
+                 *, before_starting=lambda slot: None, before_joining=lambda slot: None):
+        self.config = config = resolve_config(config)
         self.before_starting = before_starting
         self.before_joining = before_joining
         label = f"[{name}] " if name else ""
@@ -159,238 +196,438 @@ class ModelServers:
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
+        n = config.num_servers
         if not servers:
-            n = config.num_servers
-            servers = [VllmServer(config, i, i, n, deal_gpus(config, i)) for i in range(n)]
+            servers = [VllmServer(config, i, i, n, gpus_of_server(config, i)) for i in range(n)]
         self.slots = []
         for i, server in enumerate(servers):
-            log = config.log_dir / f"server_{i}.log"
-            self.slots.append(Watched(f"{label}server {i}", server, log))
+            self.slots.append(ServerSlot(f"{label}server {i}", server, config.log_dir / f"server_{i}.log"))
         process = RouterProcess(config)
-        self.router = Watched(f"{label}router", process, process.log)
+        self.router = ServerSlot(f"{label}router", process, process.log)
         self.router_address = process.address
-        router.warn_if_open(config.host, config.api_key, self.say)
-        self.watched = [self.router, *self.slots]
         self.threads = []
-        for slot in self.watched:
-            thread = threading.Thread(target=self.keep, args=[slot], daemon=True)
+        for slot in (self.router, *self.slots):
+            thread = threading.Thread(target=self.supervise, args=[slot], daemon=True)
             thread.start()
             self.threads.append(thread)
         if wait:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Blocks until all servers are ready. RuntimeError when one fails to start."""
+        """Block until all servers are ready. Raise RuntimeError if one does not start."""
         try:
             while not self.all_ready.wait(0.1):
-                for slot in self.watched:
+                for slot in (self.router, *self.slots):
                     if slot.given_up:
                         raise RuntimeError(slot.given_up)
         except BaseException:
             self.shutdown()
             raise
-        self.say(f"{self.router.name} ready at http://{self.router_address} ({len(self.slots)} servers)")
+        say(f"{self.router.name} ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     def check(self) -> None:
-        """RuntimeError when no server is left that could come back."""
+        """Raise RuntimeError if the service has given up on every server."""
         if all(slot.given_up for slot in self.slots):
             raise RuntimeError("every server was given up")
 
-    def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full: no reason to stop
-            print(text, flush=True)
-
-    def keep(self, slot: Watched) -> None:
-        """A thread: runs a server or the router, and again when it has died, unless it never gets ready."""
-        tries = 0  # in a row
-        deaths = 0  # of these: by its own doing
+    def supervise(self, slot: ServerSlot) -> None:
+        """Run a server or the router, and restart it when it dies. This is the body of a thread."""
+        failed_starts = 0  # in a row
+        deaths = 0  # the failed starts among them that the server caused itself
         while not self.stopping.is_set():
-            said = ""
+            log_end = ""
             try:
-                what = self.run(slot)
-                said = self.call(slot, "last_lines")
-                if slot is not self.router and not self.asleep:  # or the trainer has the memory
+                event = self.watch(slot)
+                log_end = self.call_server(slot, "last_lines")
+                # The router never runs out of restarts. A sleeping model's GPU memory belongs to the trainer.
+                if slot is not self.router and not self.asleep:
                     deaths += 1
-            except Exception as error:  # a full disk, a node that is gone: that is waited for
-                last = str(error).strip().rpartition("\n")[2]  # an actor's error comes after a traceback
-                what = f"cannot be run ({type(error).__name__}: {last:.200})"
+            except Exception as error:  # such as a full disk or a lost node, which time may heal
+                last = str(error).strip().rpartition("\n")[2]  # An actor's error follows its traceback.
+                event = f"cannot be run ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
                 break
             if slot.ready:
-                tries = deaths = 0
+                failed_starts = deaths = 0
             else:
-                tries += 1
+                failed_starts += 1
             if not self.all_ready.is_set() or deaths >= MAX_DEATHS:
-                slot.given_up = f"{slot.name} {what}; the end of {slot.log}:\n{said}"
+                slot.given_up = f"{slot.name} {event}; the end of {slot.log}:\n{log_end}"
                 if self.all_ready.is_set():
-                    self.say(f"GIVING UP: {slot.given_up}")
+                    say(f"GIVING UP: {slot.given_up}")
                 break
-            delay = RESTART_DELAY * min(60, 2**tries)
-            self.say(f"{slot.name} {what}; restarting in {delay:g} s (log: {slot.log})")
+            delay = RESTART_DELAY * min(60, 2**failed_starts)
+            say(f"{slot.name} {event}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
             slot.restarts += 1
-        with contextlib.suppress(Exception):  # an actor that is gone
-            self.call(slot, "stop")
+        with contextlib.suppress(Exception):  # The actor may be gone.
+            self.call_server(slot, "stop")
 
-    def run(self, slot: Watched) -> str:
-        """Starts a server, or the router, and watches it; returns when it is dead or hangs: in which way."""
+    def watch(self, slot: ServerSlot) -> str:
+        """Start a server, or the router, and return what happened once it is dead or hangs."""
         slot.ready = False
-        with contextlib.ExitStack() as turn:  # until it is ready, and the next one may start on its GPU
+        with contextlib.ExitStack() as start_lock:  # released when the server is ready
             if slot is not self.router:
                 if self.config.device == "cuda":
-                    turn.enter_context(STARTING[self.call(slot, "gpu")])
+                    start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
                 self.before_starting(slot)
-            slot.url = self.call(slot, "start")
+            slot.url = self.call_server(slot, "start")
             started = answered = time.monotonic()
             try:
                 while not self.stopping.wait(WATCH_EVERY):
-                    status, _ = http("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                    status, _ = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                     silent = time.monotonic() - answered
-                    if status == 200 or slot is self.router and status:  # 503 while it has no server
+                    if status == 200 or slot is self.router and status:  # A router without servers says 503.
                         answered = time.monotonic()
                         self.join(slot, answered - started)
-                    elif not self.call(slot, "alive"):
+                    elif not self.call_server(slot, "alive"):
                         return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
                         return f"was not ready after {silent:.1f} s (--startup-timeout)"
                     elif slot.ready and silent > HANG_SECONDS:
                         return f"hangs: no answer of /health for {silent:.0f} s"
                     if slot.ready:
-                        turn.close()
+                        start_lock.close()
                     if self.router.ready and all(other.joined for other in self.slots):
                         self.all_ready.set()
             finally:
                 self.leave(slot)
         return "was stopped"
 
-    def join(self, slot: Watched, seconds: float) -> None:
-        """Lets a healthy server into the router, and into a new router again; else at the next look."""
-        start = self.router.restarts + 1
+    def join(self, slot: ServerSlot, seconds: float) -> None:
+        """Add a healthy server to the router, unless it is there. If that fails, the next check tries again.
+
+        A router that was restarted knows no server, so `joined` holds the number of the router's start.
+        """
+        router_start = self.router.restarts + 1
         if slot is self.router:
             slot.ready = True
-            return
-        if slot.joined == start:
+        if slot is self.router or slot.joined == router_start:
             return
         with self.lock:
             if not slot.joined:
-                if self.asleep:  # it must not take the memory left to the trainer
-                    self.ask(slot, SLEEP)
+                if self.asleep:  # The server must not keep the memory that the trainer uses now.
+                    self.post_control(slot, SLEEP)
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
-            if http("POST", url, {"url": slot.url}, self.config.server_key)[0] == 200:
+            if request("POST", url, {"url": slot.url}, self.config.server_key)[0] == 200:
                 if not slot.ready:
-                    self.say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
+                    say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
                 slot.ready = True
-                slot.joined = start
+                slot.joined = router_start
 
-    def leave(self, slot: Watched) -> None:
+    def leave(self, slot: ServerSlot) -> None:
+        """Remove a server from the router."""
         if slot.joined:
             slot.joined = 0
             url = f"{self.router.url}/workers?url={slot.url}"
-            http("DELETE", url, None, self.config.server_key)
+            request("DELETE", url, None, self.config.server_key)
 
-    def call(self, slot: Watched, method: str, *args):
-        """A method of the server, here or in its actor; it waits until Ray has found a place for that."""
-        call = getattr(slot.server, method)
+    def call_server(self, slot: ServerSlot, method: str, *args):
+        """Call a method of the server, here or in its Ray actor. The call waits until Ray has room for it."""
+        function = getattr(slot.server, method)
         if isinstance(slot.server, Process):
-            return call(*args)
+            return function(*args)
         import ray
-        if not ray.is_initialized():  # or a new Ray would start; the old one took its actors along
+        if not ray.is_initialized():  # A call would start a new Ray. The old one has ended its actors.
             raise RuntimeError("Ray was shut down")
-        return ray.get(call.remote(*args))
+        return ray.get(function.remote(*args))
 
-    def ask(self, slot: Watched, path: str, body: dict | None = None) -> None:
-        """A control call to one server. RuntimeError where it does not say 200."""
-        status, text = http("POST", slot.url + path, body, self.config.server_key, CALL_SECONDS)
+    def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> None:
+        """Send a control call to one server. Raise RuntimeError if the answer is not 200."""
+        status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
         if status != 200:
             raise RuntimeError(f"{slot.name}: POST {path} failed ({status}): {text[:300]}")
 
-    def ask_all(self, path: str, body: dict | None = None) -> None:
-        """One control call to all servers in the router, at the same time; the caller holds the lock.
-        One that dies of it is restarted and joins as they are then. RuntimeError where one refuses, or none
-        is left that could come back."""
+    def post_control_all(self, path: str, body: dict | None = None) -> None:
+        """Send a control call to all servers in the router at once. The caller holds the lock.
+
+        A server that dies of the call is restarted, and joins in the state that the others have by then.
+        Raise RuntimeError if a living server rejects the call, or if the service has given up on all.
+        """
         with ThreadPoolExecutor(len(self.slots)) as pool:
-            asked = {slot: pool.submit(self.ask, slot, path, body) for slot in self.slots if slot.joined}
-        for slot, answer in asked.items():
-            error = answer.exception()
+            joined = [slot for slot in self.slots if slot.joined]
+            calls = {slot: pool.submit(self.post_control, slot, path, body) for slot in joined}
+        for slot, call in calls.items():
+            error = call.exception()
             if not error:
                 continue
-            healthy = http("GET", slot.url + "/health")[0] == 200
+            healthy = request("GET", slot.url + "/health")[0] == 200
             if healthy and slot.joined:
                 raise error
-            self.say(f"{error}; it is restarted")
-            if not slot.joined:  # its thread has seen it die: it may be back already
-                continue
-            with contextlib.suppress(Exception):  # an actor that is gone, and its server with it
-                self.call(slot, "stop")
-            self.leave(slot)
+            say(f"{error}; the server is restarted")
+            if slot.joined:  # else its thread saw it die, and it may be back already
+                with contextlib.suppress(Exception):  # The actor may be gone, and its server with it.
+                    self.call_server(slot, "stop")
+                self.leave(slot)
         self.check()
 
     def sleep(self, asleep: bool = True) -> None:
-        """Frees GPU memory when what they are at has ended, or takes it again, if they can."""
+        """Release the GPU memory once the running requests have ended, or take it again (--sleep-mode)."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             return
         with self.lock:
             self.asleep = asleep
-            self.ask_all(SLEEP if asleep else "/wake_up")
+            self.post_control_all(SLEEP if asleep else "/wake_up")
 
     def shutdown(self) -> None:
-        """Ends router and servers, each by its own thread. May be called twice."""
+        """End the router and the servers, each by its own thread. A second call does nothing."""
         self.stopping.set()
         for thread in self.threads:
             thread.join(20)
         self.router.server.reserved.close()
 
 
-def complete(config: Config) -> Config:
-    """The settings, checked, with what depends on this machine filled in."""
-    config.check()
-    key = router.read_key(config.api_key, "ROUTER_API_KEY")
-    log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}")
-    config = replace(
-        config,
-        api_key=key,
-        server_key=key.rpartition(",")[2] or config.server_key or secrets.token_urlsafe(32),
-        log_dir=log_dir.expanduser().absolute(),
-        served_model_name=config.served_model_name or config.model,
-    )
-    path = Path(config.model).expanduser()
-    if path.exists():
-        config.model = str(path.absolute())  # not resolved: a link may lead elsewhere on each node
-    if config.device == "auto":
-        config.device = choose_device()
-    return config
+# ---- one server, in a process of its own
 
 
-def choose_device() -> str:
-    """cuda if PyTorch can use a GPU, else cpu. ValueError if there is a GPU that PyTorch cannot use."""
-    import torch  # only here: it takes seconds to import
-    if torch.cuda.is_available():
-        return "cuda"
-    with contextlib.suppress(OSError):  # there is no such program
-        if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
-            raise ValueError(
-                f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "the vllm that fits the driver (see requirements.txt), or pass --device cpu")
-    return "cpu"
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Bind a port for a child, and keep it for good without listening.
+
+    With SO_REUSEADDR the child can bind it too. Other programs hardly get it, neither before the child does
+    (vLLM takes 20 s) nor between two starts of the child.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, port))
+    return sock
 
 
-def deal_gpus(config: Config, part: int) -> str:
-    """CUDA_VISIBLE_DEVICES of the `part`-th server on a machine: of this process's GPUs, in order."""
+class Process:
+    """A child in a process group of its own, with a log. The group ends with the child or with this program.
+
+    `url` is where the child will listen. `cores` are the CPU cores that it may use (empty: all).
+    """
+
+    def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
+        self.log = log
+        self.command = command
+        self.url = url
+        self.cores = ",".join(cores)
+        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # for guard() and vLLM's middleware
+        self.env = env | {"PYTHONPATH": os.pathsep.join(paths)}
+        self.log_start = 0
+        self.child = None
+
+    def start(self) -> str:
+        """Start or restart the child, and return its URL."""
+        self.stop()  # An engine can outlive its API server.
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # The folder may have been deleted meanwhile.
+        # A folder for sockets, whose full names must be short. guard() makes it, and removes it at the end.
+        self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
+        guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
+        guard += [str(os.getpid()), self.folder, self.cores]
+        with open(self.log, "ab") as file:
+            self.log_start = file.tell()
+            self.child = subprocess.Popen(
+                guard + self.command,
+                env=self.env | {"TMPDIR": self.folder},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        return self.url
+
+    def alive(self) -> bool:
+        child = self.child
+        return child is not None and child.poll() is None
+
+    def stop(self) -> None:
+        """Kill the whole group. vLLM's engine is a process of its own, and there is nothing to save."""
+        child = self.child
+        self.child = None  # set first, because another thread may call stop at the same time
+        if child:
+            kill_group(child.pid, self.folder)
+            child.wait()
+
+    def last_lines(self, text: str = "", count: int = 25) -> str:
+        """Return the last lines that the child wrote since its newest start and that contain `text`."""
+        written = self.log.read_bytes()[self.log_start:]
+        lines = written.decode("utf-8", "replace").splitlines()
+        return "\n".join([line for line in lines if text in line][-count:])
+
+
+def guard() -> None:
+    """Become the command in sys.argv, and leave a watcher that ends the process group with this program.
+
+    The watcher's parent ends at once, because Ray would kill a direct child of an actor.
+    """
+    parent, folder, cores, *command = sys.argv[1:]
+    parent_fd = os.pidfd_open(os.getppid())
+    if os.getppid() != int(parent):
+        sys.exit("the program that started this has ended")
+    os.mkdir(folder, 0o700)
+    if os.fork() == 0:
+        if os.fork() == 0:
+            select.select([parent_fd], [], [])
+            kill_group(os.getpgrp(), folder)
+        os._exit(0)
+    os.wait()
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    os.execv(command[0], command)
+
+
+def kill_group(group: int, folder: str) -> None:
+    """Kill a process group, after removing its folder and the shared memory that its processes have mapped.
+
+    Inodes identify the files in /dev/shm, because a semaphore's file is renamed after it was mapped.
+    """
+    inodes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # The process has just ended, or belongs to another user.
+            if os.getpgid(int(maps.parent.name)) == group:
+                inodes.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
+    for file in os.scandir("/dev/shm"):
+        if str(file.inode()) in inodes:
+            Path(file.path).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+class RouterProcess(Process):
+    """The router as a process of its own. It keeps its address when it is restarted."""
+
+    def __init__(self, config: Config):
+        import router
+        try:
+            self.reserved = reserve_port(config.host, config.port)
+        except OSError as error:
+            raise OSError(f"--host {config.host} --port {config.port}: cannot listen ({error})") from None
+        port = str(self.reserved.getsockname()[1])
+        self.address = router.address_of(config.host, port)
+        router.warn_if_open(config.host, config.api_key, say)
+        command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
+        command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
+        env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
+        super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
+
+
+class VllmServer(Process):
+    """One vLLM server on this machine, used directly or as a Ray actor.
+
+    `config` comes from resolve_config. Without a GPU, the server gets the `part`-th of `parts` equal shares
+    of the CPU cores, else the GPUs in `gpus` (empty: all that this process sees). `driver_node` is the
+    router's Ray node: on another node, the server listens on its node's address.
+    """
+
+    def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
+        self.host = "127.0.0.1"
+        if driver_node and self.node() != driver_node:  # asked here, because a restart may move the actor
+            import ray
+            self.host = ray.util.get_node_ip_address()
+        self.reserved = reserve_port(self.host)
+        port = self.reserved.getsockname()[1]
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", config.model,
+            "--host", self.host,
+            "--port", str(port),
+            "--served-model-name", config.served_model_name,
+            "--tensor-parallel-size", str(config.tensor_parallel_size),
+            "--disable-uvicorn-access-log",
+            "--middleware", "router.Generate",
+            "--middleware", "genrm_server.KeyGuard",
+            "--seed", str(config.seed + index),
+        ]  # fmt: skip
+        env = dict(os.environ)
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        env["VLLM_API_KEY"] = config.server_key
+        if os.path.exists(config.model):
+            env["HF_HUB_OFFLINE"] = "1"
+        if config.control or config.sleep_mode:
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # opens /collective_rpc and /sleep
+        all_cores = []
+        if config.device == "cpu":
+            command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            # The engine in the API server's process starts 8 s sooner.
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            cores = cores_of_server(config, part, parts)  # one list per process
+            all_cores = [core for one in cores for core in one]
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # ignored by a single process
+            env["OMP_NUM_THREADS"] = str(len(cores[0]))
+        else:
+            command += ["--dtype", config.dtype or "auto"]
+            if gpus:
+                env["CUDA_VISIBLE_DEVICES"] = gpus
+            if config.sleep_mode:
+                command.append("--enable-sleep-mode")
+            if config.gpu_share < 1:
+                command += ["--gpu-memory-utilization", str(config.gpu_share)]
+        if config.task == "classify":
+            command += ["--runner", "pooling"]
+        if config.max_model_len:
+            command += ["--max-model-len", str(config.max_model_len)]
+        command += config.vllm_args
+        log = config.log_dir / f"server_{index}.log"
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        super().__init__(log, command, env, f"http://{host}:{port}", all_cores)
+
+    def node(self) -> str:
+        """Return the Ray node of this actor."""
+        import ray
+        return ray.get_runtime_context().get_node_id()
+
+    def gpu(self) -> tuple[str, str]:
+        """Return the host and the GPUs of this server."""
+        return self.host, self.env.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def gpus_of_server(config: Config, index: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES of a machine's `index`-th server: this process's GPUs, in order."""
     if config.device == "cpu":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
-        gpus = visible.split(",")  # may be long names (GPU-6f...)
+        gpus = visible.split(",")  # numbers, or names such as GPU-6f...
     else:
         import torch
         gpus = list(map(str, range(torch.cuda.device_count())))
     size = config.tensor_parallel_size
-    sharing = int(1 / config.gpu_share)  # so many servers are on one GPU
-    first = part // sharing * size
+    servers_per_gpu = int(1 / config.gpu_share)
+    first = index // servers_per_gpu * size
     if len(gpus) < first + size:
         raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(gpus)}; lower it")
     return ",".join(gpus[first:first + size])
+
+
+def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
+    """Return the CPU cores of each process of a server. Raise ValueError if one of --cpus does not exist."""
+    here = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    cores = config.cpus.split(",") if config.cpus else here
+    for core in cores:
+        if core not in here:
+            raise ValueError(f"--cpus {config.cpus}: no core {core} here; there are {','.join(here)}")
+    return split_evenly(split_evenly(cores, parts)[part], config.tensor_parallel_size)
+
+
+def split_evenly(cores: list, count: int) -> list[list]:
+    """Split the cores into `count` parts. If there are fewer cores than parts, some parts share one."""
+    n = len(cores)
+    return [cores[i * n // count:(i + 1) * n // count] or [cores[i % n]] for i in range(count)]
+
+
+class KeyGuard:
+    """vLLM's --middleware that asks for the servers' key on every path but /health.
+
+    vLLM's own check covers /v1 only, and not the control endpoints, which can replace the weights.
+    """
+
+    def __init__(self, app):
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope, receive, send):
+        app = self.app
+        if scope["type"] != "lifespan" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                from starlette.responses import PlainTextResponse
+                app = PlainTextResponse("missing or wrong key", 401)
+        await app(scope, receive, send)
 
 
 def main() -> None:

@@ -491,6 +491,77 @@ class Router:
         return web.json_response(vars(worker))
 
 
+class Generate:
+    """Answer SGLang's POST /generate, which vLLM does not have, by way of /v1/completions.
+
+    The request is {"text" or "input_ids": one prompt or a list, "sampling_params": {"max_new_tokens": 128,
+    ...}}; the answer is {"text", "output_ids", "meta_info"}, or a list of them. Errors are those of
+    /v1/completions. Not covered: streams.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            return await self.app(scope, receive, send)
+        from starlette.requests import Request
+        from starlette.responses import Response
+        completion = completion_request(await Request(scope, receive).body())
+        bodies = [json.dumps(completion).encode()]
+        messages = []
+
+        async def receive_completion():
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
+            return await receive()
+
+        async def collect(message):
+            messages.append(message)
+
+        await self.app(scope | {"path": "/v1/completions"}, receive_completion, collect)
+        status = messages[0]["status"]
+        body = b"".join(message.get("body", b"") for message in messages)
+        if status == 200 and body != b"null":  # vLLM answers null if the client has gone.
+            answers = sglang_answers(json.loads(body))
+            prompt = completion["prompt"]
+            is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+            if not is_batch and len(answers) == 1:
+                answers = answers[0]
+            body = json.dumps(answers)
+        await Response(body, status, media_type="application/json")(scope, receive, send)
+
+
+def completion_request(body: bytes) -> dict:
+    """Translate SGLang's request for /v1/completions, or return {}, which /v1/completions rejects."""
+    try:
+        given = json.loads(body)
+        params = {"max_new_tokens": 128} | (given.get("sampling_params") or {})
+        params["max_tokens"] = params.pop("max_new_tokens")
+        params["prompt"] = given.get("input_ids") or given.get("text")
+    except (ValueError, TypeError, AttributeError):
+        return {}
+    return params | {"return_token_ids": True}
+
+
+def sglang_answers(completion: dict) -> list[dict]:
+    """Translate an answer of /v1/completions into SGLang's, one for each choice."""
+    answers = []
+    for choice in completion["choices"]:
+        answer = {
+            "text": choice["text"],
+            "output_ids": choice["token_ids"],
+            "meta_info": {
+                "id": completion["id"],
+                "finish_reason": {"type": choice["finish_reason"]},
+                "completion_tokens": len(choice["token_ids"]),
+                "prompt_tokens": len(choice["prompt_token_ids"]),
+            },
+        }
+        answers.append(answer)
+    return answers
+
+
 async def serve(config: Config) -> None:
     """Runs until SIGINT or SIGTERM, then drains."""
     stop = asyncio.Event()

@@ -3,7 +3,7 @@
     python benchmarks/bench_vllm.py                                      the toy policy, one server and two
     python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 32 --max-tokens 32 --concurrency 16
 
-vllm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, with which vLLM's engine runs the model itself; with 1,
+genrm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, with which vLLM's engine runs the model itself; with 1,
 vLLM's default, the model has a process of its own. Both ways are started in turn, --rounds times; each is
 asked for --requests answers of --max-tokens tokens, --concurrency at a time, through the router, three times.
 CPU time is that of the whole machine, so nothing else should run.

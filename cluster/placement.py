@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genrm_server import Config, ModelServers, complete
-from vllm_server import VllmServer
+from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
 RANK_CPUS = 0.25  # of a rank, beside its GPU: a laptop is to have room for ranks, judges and workers
 SERVER_CPUS = 0.5  # of a server's actor, for the same reason
@@ -195,7 +194,10 @@ class Places:
 
 
 def start_servers(models: dict[str, Config], places: Places) -> dict[str, list]:
-    """An actor for each server of these models (complete()), which may be restarted on another node."""
+    """Start an actor for each server of these models. Ray may restart it on another node.
+
+    The configurations come from resolve_config.
+    """
     driver = ray.get_runtime_context().get_node_id()
     parts = Counter()  # of each node's cores
     for name in models:
@@ -240,7 +242,7 @@ class RewardModelManager:
             config = with_device(config)
             if several and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
-            config = complete(config)
+            config = resolve_config(config)
             configs[name] = replace(config, log_dir=config.log_dir / name)
             parts[name] = part_of(config)
         try:

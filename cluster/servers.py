@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.placement import Places, end_servers, part_of, start_servers
 from cluster.weights import NO_HEAD, WeightFolder, packs, served_weights
-from genrm_server import Config, ModelServers, Watched, complete
+from genrm_server import Config, ModelServers, ServerSlot, resolve_config
 from policy import RanksLost
 
 # The new weights, and no keys of the old ones; with reset_running_requests a failed reset is an error in
@@ -61,9 +61,9 @@ class PolicyServers:
             dtype=str(self.dtype).removeprefix("torch."),
             vllm_args=fixed + config.vllm_args,
         )
-        self.folder = WeightFolder(*self.contents)  # complete() looks for it
+        self.folder = WeightFolder(*self.contents)  # resolve_config looks for it
         try:
-            self.start(complete(config))
+            self.start(resolve_config(config))
         except BaseException:
             self.shutdown()
             raise
@@ -76,23 +76,23 @@ class PolicyServers:
         for number, pack in enumerate(packs(served_weights(self.policy, self.dtype))):
             self.folder.write(number, pack)
 
-    def make_current(self, slot: Watched):
+    def make_current(self, slot: ServerSlot):
         """Before a server joins: one that was restarted may have read the weights of before a sync."""
         if self.service:
             for call in RELOAD:
-                self.service.ask(slot, *call)
+                self.service.post_control(slot, *call)
 
     def sync(self):
         """The policy's weights to all servers, of which none may be generating."""
         with self.service.lock:  # no server joins between the new files and the reload
             self.write_weights()
             for call in RELOAD:
-                self.service.ask_all(*call)
+                self.service.post_control_all(*call)
         if not self.is_checked:
             self.is_checked = True
             for slot in self.service.slots:
                 if slot.joined:
-                    line = self.service.call(slot, "last_lines", "weights were not loaded", 1)
+                    line = self.service.call_server(slot, "last_lines", "weights were not loaded", 1)
                     if line:
                         print(f"policy servers: WARNING: {line}", flush=True)
 
@@ -127,7 +127,7 @@ class ClusterServers(PolicyServers):
         hooks = dict(before_starting=self.before_starting, before_joining=self.make_current)
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
-    def before_starting(self, slot: Watched):
+    def before_starting(self, slot: ServerSlot):
         """Sees to it that the server's node has the weights: its actor may have moved to another one."""
         starts = self.policy.starts
         try:

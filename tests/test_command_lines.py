@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import servers
-from genrm_server import Config, complete
-from vllm_server import VllmServer
+from genrm_server import Config, VllmServer, resolve_config
 
 ROOT = Path(__file__).parent.parent
 POLICY = str(ROOT / "toy/models/policy")
@@ -73,7 +72,7 @@ def policy_server(monkeypatch):
 @pytest.mark.slow
 def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
-    configs = {name: complete(replace(mode, log_dir=tmp_path)) for name, mode in MODES.items()}
+    configs = {name: resolve_config(replace(mode, log_dir=tmp_path)) for name, mode in MODES.items()}
     configs["policy server"] = policy_server(monkeypatch)
     lines = {}
     for name, config in configs.items():
@@ -87,7 +86,7 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     found = dict(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("["))
     assert set(found) == set(lines)
     for name, taken in found.items():
-        assert taken["seed"] == 3 and taken["middleware"] == ["vllm_server.Generate", "vllm_server.KeyGuard"]
+        assert taken["seed"] == 3 and taken["middleware"] == ["router.Generate", "genrm_server.KeyGuard"]
         assert taken["disable_uvicorn_access_log"] is True, name
     assert found["judge on a share"]["gpu_memory_utilization"] == 0.22
     assert found["judge that sleeps"]["enable_sleep_mode"] is True

@@ -24,16 +24,15 @@ import psutil
 import pytest
 
 import genrm_server
-import vllm_server
 from cluster.placement import RewardModelManager
-from genrm_server import Config, ModelServers, complete, http
+from genrm_server import Config, ModelServers, request, reserve_port, resolve_config, split_evenly
 from cluster.servers import PolicyServers
 from played import stand_in_for_vllm
 from policy import Sample
 from rollout import rollout_vllm
+from router import Generate
 from test_reward_loop import alive, free_port, until
 from tiny import policy_of
-from vllm_server import reserve, share
 
 ROOT = Path(__file__).parent.parent
 
@@ -137,7 +136,7 @@ def serving(servers):
 
 def ask(url, path="/v1/args", api_key=""):
     """What the stand-in says of itself; `url`: the router's, or a server's with its key."""
-    status, text = http("GET", url + path, api_key=api_key, timeout=30)
+    status, text = request("GET", url + path, api_key=api_key, timeout=30)
     assert status == 200, (status, text)
     return json.loads(text)
 
@@ -152,7 +151,8 @@ def restarts_of(servers):
 
 
 def router_workers(servers):
-    status, text = http("GET", servers.router.url + "/workers", api_key=servers.config.server_key, timeout=30)
+    url, key = servers.router.url + "/workers", servers.config.server_key
+    status, text = request("GET", url, api_key=key, timeout=30)
     return json.loads(text)["workers"] if status == 200 else []  # it may just be away
 
 
@@ -162,7 +162,7 @@ def descendants(process):
 
 def port_is_free(url):
     try:
-        with reserve("127.0.0.1", int(url.rpartition(":")[2])) as sock:
+        with reserve_port("127.0.0.1", int(url.rpartition(":")[2])) as sock:
             sock.listen()
     except OSError:
         return False
@@ -202,28 +202,28 @@ def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkey
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/sleep?level=1"
-        found = http("POST", url, {"a": 1}, "key", timeout=1.0)
+        found = request("POST", url, {"a": 1}, "key", timeout=1.0)
         thread.join(10)
     assert found[0] == status and found[1].startswith(text), found
     head, _, body = asked[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /sleep?level=1 HTTP/1.1\r\n") and b"Bearer key" in head
     assert body == b'{"a": 1}' and asked[1:] in ([], [b""])
-    assert http("GET", url)[0] == 0  # nobody listens any more
+    assert request("GET", url)[0] == 0  # nobody listens any more
 
 
 def test_a_control_call_is_made_to_all_servers_at_once(monkeypatch):
     """Of many, too: a run waits while their weights are replaced."""
     servers = object.__new__(ModelServers)
-    servers.slots = [genrm_server.Watched(f"server {i}", None, Path(), joined=1) for i in range(100)]
+    servers.slots = [genrm_server.ServerSlot(f"server {i}", None, Path(), joined=1) for i in range(100)]
     together = threading.Barrier(100)
-    monkeypatch.setattr(ModelServers, "ask", lambda self, slot, path, body: together.wait(20))
-    servers.ask_all("/collective_rpc")
+    monkeypatch.setattr(ModelServers, "post_control", lambda self, slot, path, body: together.wait(20))
+    servers.post_control_all("/collective_rpc")
 
 
 def test_cores_are_shared_out():
-    assert share([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
-    assert share([4, 5, 6], 2) == [[4], [5, 6]]
-    assert share([7], 3) == [[7], [7], [7]]
+    assert split_evenly([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
+    assert split_evenly([4, 5, 6], 2) == [[4], [5, 6]]
+    assert split_evenly([7], 3) == [[7], [7], [7]]
 
 
 def test_cpu_servers(stand_in, monkeypatch):
@@ -237,7 +237,7 @@ def test_cpu_servers(stand_in, monkeypatch):
         vllm_args=("--max-num-seqs", "7"),
     )
     with running(config) as servers:
-        assert http("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
+        assert request("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
         assert "least_loaded" in psutil.Process(servers.router.server.child.pid).cmdline()
         for number in range(2):
             seen = told(servers, number)
@@ -290,11 +290,11 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
     program = stand_in.parent / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     program.chmod(0o755)
-    assert complete(settings(stand_in, device="auto")).device == "cpu"
+    assert resolve_config(settings(stand_in, device="auto")).device == "cpu"
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU.*, or pass --device cpu"):
-        complete(settings(stand_in, device="auto"))
-    assert complete(settings(stand_in)).device == "cpu"
+        resolve_config(settings(stand_in, device="auto"))
+    assert resolve_config(settings(stand_in)).device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
     with running(settings(stand_in, num_servers=2)) as servers:
         address = servers.router_address
         servers.router.server.child.kill()
-        until(lambda: http("GET", f"http://{address}/health")[0] == 200)
+        until(lambda: request("GET", f"http://{address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert servers.router_address == address and ask(f"http://{address}")
 
@@ -474,9 +474,9 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     def late(method, url, *args, **more):
         if url == f"http://127.0.0.1:{port}/health" and len(missed) < 6:  # as where no core is free
             return missed.append(url) or (0, "timed out")
-        return http(method, url, *args, **more)
+        return request(method, url, *args, **more)
 
-    monkeypatch.setattr(genrm_server, "http", late)
+    monkeypatch.setattr(genrm_server, "request", late)
     with running(settings(stand_in, num_servers=2, port=port)) as servers:
         hanging = servers.router.server.child.pid
         os.kill(hanging, signal.SIGSTOP)
@@ -505,14 +505,14 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
             monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.1)
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
-            until(lambda: servers.slots[0].url and http("GET", servers.slots[0].url + "/health")[0] == 200)
+            until(lambda: servers.slots[0].url and request("GET", servers.slots[0].url + "/health")[0] == 200)
             until(
                 lambda: (
                     "router died" in capfd.readouterr().out
                     and "address already in use" in servers.router.log.read_text()
                 )
             )
-        until(lambda: http("GET", f"http://{servers.router_address}/health")[0] == 200)
+        until(lambda: request("GET", f"http://{servers.router_address}/health")[0] == 200)
         until(lambda: len(router_workers(servers)) == 2)
         assert ask(f"http://{servers.router_address}")
 
@@ -549,18 +549,17 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
     with running(settings(stand_in)) as servers:
         key = servers.config.server_key
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
-        assert http("GET", servers.slots[0].url + "/health")[0] == 200
-        assert http("GET", servers.slots[0].url + "/v1/args")[0] == 401
+        assert request("GET", servers.slots[0].url + "/health")[0] == 200
+        assert request("GET", servers.slots[0].url + "/v1/args")[0] == 401
         # the router has it, its clients need none
-        assert http("GET", f"http://{servers.router_address}/v1/args")[0] == 200
-        assert (
-            http("POST", f"http://{servers.router_address}/workers", {"url": "http://127.0.0.1:1"})[0] == 401
-        )
+        assert request("GET", f"http://{servers.router_address}/v1/args")[0] == 200
+        url = f"http://{servers.router_address}/workers"
+        assert request("POST", url, {"url": "http://127.0.0.1:1"})[0] == 401
         seen = told(servers)
         middleware = [
             name for option, name in zip(seen["argv"], seen["argv"][1:]) if option == "--middleware"
         ]
-        assert middleware[-1] == "vllm_server.KeyGuard"  # vLLM asks the last one first
+        assert middleware[-1] == "genrm_server.KeyGuard"  # vLLM asks the last one first
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
         processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
         assert str(stand_in) in processes and key not in processes
@@ -577,7 +576,7 @@ def ask_guard(scope_type, path, *headers):
     async def send(message):
         sent.append(message.get("status", message["type"]))
 
-    asyncio.run(vllm_server.KeyGuard(app)(dict(type=scope_type, path=path, headers=headers), None, send))
+    asyncio.run(genrm_server.KeyGuard(app)(dict(type=scope_type, path=path, headers=headers), None, send))
     return sent[0]
 
 
@@ -600,7 +599,7 @@ def test_the_key_guard(monkeypatch):
     assert ask_guard("websocket", "/v1/realtime") == 401
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):  # rather no server than an open one
-        vllm_server.KeyGuard(None)
+        genrm_server.KeyGuard(None)
 
 
 def test_generate_is_no_error_where_the_client_has_gone():
@@ -618,7 +617,7 @@ def test_generate_is_no_error_where_the_client_has_gone():
         answers.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
-    asyncio.run(vllm_server.Generate(vllm)(scope, receive, send))
+    asyncio.run(Generate(vllm)(scope, receive, send))
     assert answers[-1]["body"] == b"null"
 
 
@@ -724,18 +723,18 @@ def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answe
     """A call of a weight sync; the other server answers once the first one is ready to join again."""
     with running(settings(stand_in, num_servers=2)) as servers:
         dying, other = servers.slots
-        ask = servers.ask
+        ask = servers.post_control
 
         def ask_one(slot, path, body=None):
             if slot is other:
-                until(lambda: dying.restarts == 1 and http("GET", dying.url + "/health")[0] == 200)
+                until(lambda: dying.restarts == 1 and request("GET", dying.url + "/health")[0] == 200)
                 return ask(slot, path, body)
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             return ask(slot, path, body)
 
-        monkeypatch.setattr(servers, "ask", ask_one)
+        monkeypatch.setattr(servers, "post_control", ask_one)
         with servers.lock:
-            servers.ask_all("/collective_rpc", {"method": "reload_weights"})
+            servers.post_control_all("/collective_rpc", {"method": "reload_weights"})
         until(lambda: dying.joined and other.joined)
         assert dying.restarts == 1
 
@@ -775,7 +774,7 @@ def test_sleep_and_wake(stand_in, monkeypatch):
         servers.sleep(False)
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
         # not for whoever knows the router
-        assert http("POST", f"http://{servers.router_address}/sleep")[0] == 404
+        assert request("POST", f"http://{servers.router_address}/sleep")[0] == 404
 
 
 @pytest.mark.slow
@@ -872,7 +871,7 @@ def test_however_it_ends_nothing_is_left(stand_in, number):
 KILLED_EARLY = """
 import os, sys
 from pathlib import Path
-from vllm_server import Process
+from genrm_server import Process
 Process(Path(sys.argv[1], "log"), [sys.executable, "-c", "pass"], dict(os.environ)).start()
 os.kill(os.getpid(), 9)
 """
@@ -925,7 +924,7 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     log = tmp_path / "a.log"
     log.write_text("WARNING: of an earlier run\n")
     command = [sys.executable, "-c", "print('WARNING: of this one')"]
-    child = vllm_server.Process(log, command, dict(os.environ))
+    child = genrm_server.Process(log, command, dict(os.environ))
     child.start()
     until(lambda: not child.alive())
     assert child.last_lines("WARNING", 1) == "WARNING: of this one" == child.last_lines()
@@ -934,7 +933,7 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
 
 
 def test_two_services_of_one_folder_have_two_folders_of_logs(stand_in):
-    folders = [complete(settings(stand_in, log_dir=None, port=port)).log_dir for port in (30000, 30001)]
+    folders = [resolve_config(settings(stand_in, log_dir=None, port=port)).log_dir for port in (30000, 30001)]
     assert folders == [Path("outputs/genrm_logs").absolute() / port for port in ("30000", "30001")]
 
 
@@ -946,7 +945,7 @@ def test_under_nohup_it_outlives_its_terminal(stand_in):
         process.send_signal(signal.SIGHUP)
         victim = ask(router)["pids"][0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: http("GET", router + "/health")[0] == 200 and ask(router)["pids"][0] != victim)
+        until(lambda: request("GET", router + "/health")[0] == 200 and ask(router)["pids"][0] != victim)
         assert process.poll() is None
     finally:
         process.kill()
@@ -1048,7 +1047,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():
         expected = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
-    status, text = http(
+    status, text = request(
         "POST",
         f"http://{manager.router_addresses['rm']}/classify",
         {"model": "rm", "input": texts, "use_activation": False},
@@ -1062,7 +1061,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
 @pytest.mark.slow
 def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
     process, router, urls, manager = vllm
-    send = functools.partial(http, timeout=60)
+    send = functools.partial(request, timeout=60)
     classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
         assert send("GET", url + "/health")[0] == 200
@@ -1105,7 +1104,7 @@ def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
     )
 
     def generate(**body):
-        status, text = http("POST", router + "/generate", body, timeout=60)
+        status, text = request("POST", router + "/generate", body, timeout=60)
         return status, json.loads(text)
 
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -1118,7 +1117,7 @@ def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
     assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == len(answer["output_ids"]) <= 12
     assert meta["finish_reason"]["type"] in ("stop", "length") and meta["id"]
     body = {"model": "judge", "messages": messages, "max_tokens": 12, "temperature": 0.0}
-    chat = json.loads(http("POST", router + "/v1/chat/completions", body, timeout=60)[1])
+    chat = json.loads(request("POST", router + "/v1/chat/completions", body, timeout=60)[1])
     assert chat["choices"][0]["message"]["content"] == answer["text"]
     text = tokenizer.decode(ids)
     assert generate(text=text, sampling_params=sampling)[1]["output_ids"] == answer["output_ids"]
@@ -1140,7 +1139,7 @@ def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
     ):
         status, error = generate(**body)
         assert 400 <= status < 500 and error and isinstance(error, str), (body, status, error)
-    assert http("POST", urls[0] + "/generate", {"text": "x"})[0] == 401
+    assert request("POST", urls[0] + "/generate", {"text": "x"})[0] == 401
 
 
 @pytest.fixture(scope="module")
@@ -1155,7 +1154,7 @@ def one_killed(vllm):
     }
 
     def judge(_):
-        return http("POST", f"{router}/v1/chat/completions", body, timeout=300)
+        return request("POST", f"{router}/v1/chat/completions", body, timeout=300)
 
     servers = [
         next(child for child in map(psutil.Process, descendants(process)) if port in child.cmdline())
@@ -1220,7 +1219,7 @@ def test_named_models_in_ray(stand_in):
         return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
 
     def healthy(address):
-        status, text = http("GET", f"http://{address}/health", timeout=30)
+        status, text = request("GET", f"http://{address}/health", timeout=30)
         return json.loads(text)["healthy"] if status else 0
 
     try:
@@ -1237,11 +1236,11 @@ def test_named_models_in_ray(stand_in):
         assert next(line for line in driver.stdout if line.startswith("down"))
         # killed in time, but the engines are nobody's children now
         until(lambda: not any(map(alive, pids)))
-        assert http("GET", f"http://{genrm}/health")[0] == 0
+        assert request("GET", f"http://{genrm}/health")[0] == 0
         genrm, rm, pids = started()  # and now the driver crashes
         driver.kill()
         until(lambda: not any(alive(pid) for pair in pids for pid in pair))
-        until(lambda: http("GET", f"http://{genrm}/health")[0] == 0)
+        until(lambda: request("GET", f"http://{genrm}/health")[0] == 0)
     finally:
         driver.kill()
         driver.wait()
@@ -1261,7 +1260,7 @@ config = genrm_server.Config(sys.argv[1], port=0, device="cpu", cpus="0", log_di
 manager = placement.RewardModelManager({"genrm": config})
 slot = manager.models["genrm"].slots[0]
 def ask():
-    return genrm_server.http("GET", f"http://{manager.router_addresses['genrm']}/v1/args")[0]
+    return genrm_server.request("GET", f"http://{manager.router_addresses['genrm']}/v1/args")[0]
 def wait_for(condition):
     end = time.monotonic() + 400
     while not condition():

@@ -346,12 +346,12 @@ def with_stand_in(folder):
 
 @pytest.mark.slow
 def test_vllm_server_alone(alone):
-    with_stand_in(alone("vllm_server.py"))
+    with_stand_in(alone("genrm_server.py"))
     code = """
 import time, urllib.request
 from pathlib import Path
 from types import SimpleNamespace
-from vllm_server import VllmServer
+from genrm_server import VllmServer
 config = SimpleNamespace(
     model="model", served_model_name="judge", log_dir=Path("logs"), device="cpu", dtype="", cpus="", seed=0,
     tensor_parallel_size=1, server_key="key", control=False, sleep_mode=False, task="generate",
