@@ -43,15 +43,19 @@ PANELS = {
 }
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
-NAMES = {"rule": "rule only", "fapo_judge": "FAPO, served judge", "fapo_oracle": "FAPO, oracle as judge",
-         "papo_oracle": "PAPO, oracle as judge"}  # fmt: skip
+NAMES = {
+    "rule": "outcome reward only",
+    "fapo_judge": "FAPO, served judge",
+    "fapo_oracle": "FAPO, oracle as judge",
+    "papo_oracle": "PAPO, oracle as judge",
+}
 FIRST_TABLE = {  # of the README
     "rule": "GRPO, outcome reward only",
     "fapo_judge": "FAPO, judge trained and served",
     "fapo_oracle": "FAPO, oracle as the judge",
 }
 ALGORITHMS = {
-    "rule": "rule only",
+    "rule": "outcome reward only",
     "fapo_oracle": "FAPO",
     "prefix_oracle": "FAPO, `--credit prefix`",
     "vppo_oracle": "VPPO, FAPO's score",
@@ -69,7 +73,7 @@ ALGORITHMS = {
 # of processor makes of the same seeds; what ran from there stands beside.
 OWN = ("own0", "own1", "own2")
 OWN_ALGORITHMS = {
-    "rule": "rule only",
+    "rule": "outcome reward only",
     "fapo_oracle": "FAPO",
     "prefix_oracle": "FAPO, `--credit prefix`",
     "vppo_oracle": "VPPO, FAPO's score",
@@ -84,27 +88,27 @@ LONG = {
     "vppo_oracle": "vppo_long",
 }
 VARIANTS = {  # from its first start; {steps}: those of its runs
-    "rule": "rule only",
-    "rule_slow": "rule, half the learning rate",
-    "rule_fast": "rule, twice the learning rate",
-    "rule_kl": "rule, `--kl-coef 0.05`",
-    "rule_group16": "rule, groups of 16",
-    "rule_long": "rule, {steps} steps",
+    "rule": "outcome reward only",
+    "rule_slow": "outcome reward, half the learning rate",
+    "rule_fast": "outcome reward, twice the learning rate",
+    "rule_kl": "outcome reward, `--kl-coef 0.05`",
+    "rule_group16": "outcome reward, groups of 16",
+    "rule_long": "outcome reward, {steps} steps",
     "fapo_oracle": "FAPO",
     "fapo_long": "FAPO, {steps} steps",
     "fapo_group16": "FAPO, groups of 16",
     "penalty0.5": "FAPO, λ = 1/2",
     "penalty2": "FAPO, λ = 2",
-    "place_oracle": "FAPO, wrong answers paid by place",
+    "place_oracle": "FAPO, wrong answers scored by location",
     "prefix_oracle": "FAPO, `--credit prefix`",
     "prefix_long": "`--credit prefix`, {steps} steps",
-    "prefix_right": "`--credit prefix`, told of right answers only",
+    "prefix_right": "`--credit prefix`, judge queried on correct answers only",
     "vppo_oracle": "VPPO",
     "vppo_long": "VPPO, {steps} steps",
-    "vppo_right": "VPPO, told of right answers only",
+    "vppo_right": "VPPO, judge queried on correct answers only",
 }
 OVERLOOKING = {  # from its second start: FAPO with judges that find a share of the flaws
-    "rule": "rule only, no judge",
+    "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
     "fapo_recall0.7": "FAPO, recall .7",
     "fapo_recall0.9": "FAPO, recall .9",
@@ -143,8 +147,8 @@ IN_USE = {
 }
 OF_JUDGES = {
     "recall": "fapo_critic/recall",
-    "sound kept": "fapo_critic/sound_kept",
-    "exact location": "fapo_critic/location",
+    "specificity": "fapo_critic/sound_kept",
+    "first-error accuracy": "fapo_critic/location",
 }
 
 
@@ -298,7 +302,7 @@ def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "a
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
     """A start of the second world, and those of the algorithms that have run from there."""
     there = {run["algorithm"] for run in runs if run["world"] == world}
-    rows = [of_start(runs, "rule", f"{head}before", world, "before")]
+    rows = [of_start(runs, "rule", f"{head}initial policy", world, "before")]
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
 
 
@@ -364,7 +368,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
     made["policies"] = table(heads, *rows)
     rows = []
     for number, world in enumerate(STANDARD):
-        rows.append(row(f"warm start {number}: before", of(runs, "rule", world), COLUMNS, when="before"))
+        before = of(runs, "rule", world)
+        rows.append(row(f"warm start {number}: initial policy", before, COLUMNS, when="before"))
         rows += [
             row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
         ]
@@ -381,12 +386,13 @@ def tables(runs: list[dict]) -> dict[str, str]:
     shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
     rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
     made["narrow judge"] = table(["last ten steps", *IN_USE], *rows)
-    penalties = {"0 (rule only)": "rule", "2/3": "penalty0.667", "1": "fapo_oracle", "4/3": "penalty1.333"}
+    penalties = {"0 (outcome reward only)": "rule", "2/3": "penalty0.667"}
+    penalties |= {"1": "fapo_oracle", "4/3": "penalty1.333"}
     rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
     weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
     rows = [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
-    made["weak start"] = table(heads, row("before", weak["rule"], COLUMNS, when="before"), *rows)
+    made["weak start"] = table(heads, row("initial policy", weak["rule"], COLUMNS, when="before"), *rows)
     rows = []
     for name, some in weak.items():
         flawed = [smooth(shares(run)["flawed positives"]) for run in some]

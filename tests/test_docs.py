@@ -314,8 +314,8 @@ def test_the_second_worlds_tables(tmp_path):
     assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
     rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
     assert [(one[0], one[1], *one[-5:]) for one in rows] == [
-        ("0: before", "0.10 (0.10-0.10)", "", "", "", "", ""),
-        ("0: rule only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .05 and .08, .085
+        ("0: initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
+        ("0: outcome reward only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .085
         ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06, and half of .1 would be enough
         ("0: VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
     ]
@@ -332,7 +332,7 @@ def test_the_second_worlds_tables(tmp_path):
     assert module.starts(runs) == ["own0", "own2"]
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
-    assert "FAPO, 200 steps" in titles and titles[1] == "rule only"
+    assert "FAPO, 200 steps" in titles and titles[1] == "outcome reward only"
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
@@ -383,7 +383,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     assert module.half_correct(run) is math.inf and module.half_correct(longer) == 3  # .1, .3, .5
     last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
     found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
-    assert "| rule only | 0.50 (0.50-0.50) |" in found and "| never (never-never) | 2 |" in found
+    assert "| outcome reward only | 0.50 (0.50-0.50) |" in found and "| never (never-never) | 2 |" in found
     assert len(found.splitlines()) == 3  # what has not run in all of them is left out
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip

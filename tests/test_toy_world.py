@@ -337,12 +337,12 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
     card = (warm_start.SHIPPED / "README.md").read_text()
     for key, line in {
         "acc": "accuracy",
-        "oracle_flawed_positive_rate": "flawed positives (share of right answers, by the oracle)",
-        "truly_correct": "truly correct",
+        "oracle_flawed_positive_rate": "flawed positives (fraction of correct answers, by the oracle)",
+        "truly_correct": "fully correct",
     }.items() if name == "policy" else {
         "recall": "recall",
-        "sound_kept": "sound kept",
-        "location": "exact location (of flawed solutions)",
+        "sound_kept": "specificity (of sound solutions)",
+        "location": "first-error accuracy (of flawed solutions)",
     }.items():  # fmt: skip
         told = float(card.split(f"\n| {line} | ")[1].split(" ")[0])
         assert means[key] == pytest.approx(told, abs=0.12), key
@@ -460,7 +460,7 @@ def test_report_puts_any_runs_side_by_side(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", "--runs", "a", "b"])
     report.main()
     head, _, before, a, b = capsys.readouterr().out.splitlines()
-    assert head.endswith("| all sums right |") and before == "| before" + 5 * " | 0.000" + " |"
+    assert head.endswith("| all sums right |") and before == "| initial policy" + 5 * " | 0.000" + " |"
     assert (a, b) == ("| a, step 1" + 5 * " | 0.250" + " |", "| b, step 1" + 5 * " | 0.750" + " |")
     monkeypatch.setattr(sys, "argv", ["report", "--runs", "nowhere"])
     with pytest.raises(SystemExit):
@@ -474,7 +474,7 @@ def test_report_rejects_runs_on_other_data(tmp_path, monkeypatch, capsys):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     monkeypatch.chdir(tmp_path)
-    for runs, named in (("own", "own"), ("demo", "rule only")):
+    for runs, named in (("own", "own"), ("demo", "outcome reward only")):
         monkeypatch.setattr(sys, "argv", ["report", "--runs", runs])
         with pytest.raises(SystemExit) as ended:
             report.main()
@@ -505,12 +505,13 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     for name, acc in (("baseline", 0.75), ("fapo", 0.875)):
         run(name, {"step": 0} | held_out, {"step": 1, "reward/acc": 0.5} | held_out | {"val/toy/mean@1": acc})
         so_far = report.report(tmp_path, so_far=True)  # without the runs to come
-        assert "| rule only, step 1 | 0.750 |" in so_far and ("| FAPO" in so_far) == (name == "fapo")
+        assert "| outcome reward only, step 1 | 0.750 |" in so_far
+        assert ("| FAPO" in so_far) == (name == "fapo")
     text = report.report(tmp_path)
     assert "| before | 1.000 | 0.000 | 0.100 |" in text
     assert "| after | 0.500 | 1.000 | 0.100 |" in text
-    assert "| before | 0.250 | 0.250 | 0.250 | 0.250 |" in text
-    assert "| rule only, step 1 | 0.750 |" in text and "| FAPO, step 1 | 0.875 |" in text
+    assert "| initial policy | 0.250 | 0.250 | 0.250 | 0.250 |" in text
+    assert "| outcome reward only, step 1 | 0.750 |" in text and "| FAPO, step 1 | 0.875 |" in text
     assert (tmp_path / "report.md").read_text() == text + "\n"
     with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')  # killed while it wrote

@@ -18,7 +18,7 @@ import tyro
 
 from run_folder import has_evaluation, read_lines
 
-RUNS = {"rule only": "baseline", "FAPO": "fapo"}
+RUNS = {"outcome reward only": "baseline", "FAPO": "fapo"}
 COLUMNS = {
     "accuracy": "toy",
     "flawed positives": "toy/oracle_flawed_positive_rate",
@@ -73,7 +73,7 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     """
     for label, metrics in runs.items():
         check_evaluated(label, metrics, COLUMNS["accuracy"])
-    lines = {"before": next(iter(runs.values()))[0]}
+    lines = {"initial policy": next(iter(runs.values()))[0]}
     for label, metrics in runs.items():
         lines[f"{label}, step {metrics[-1]['step']}"] = metrics[-1]
     rows = []
@@ -94,7 +94,7 @@ def judge_table(metrics: list[dict]) -> str:
         for key in "recall", "sound_kept", "location":
             shares.append("%.3f" % line[f"val/fapo_critic/{key}/mean@1"])
         rows.append([when, *shares])
-    return table(["judge, 512 held-out solutions", "recall", "sound kept", "exact location"], *rows)
+    return table(["judge, 512 held-out solutions", "recall", "specificity", "first-error accuracy"], *rows)
 
 
 def report(runs: Path, so_far: bool = False) -> str:
