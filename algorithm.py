@@ -1,66 +1,81 @@
-"""The mathematics of FAPO's training, as pure functions on tensors.
+"""The mathematics of training: results -> advantages -> loss, as pure functions on tensors.
 
-    from algorithm import ADVANTAGES, LOSSES, compute_advantages, compute_policy_loss
+    groups_to_train = set_advantages(groups, options, decode)      # fills in Sample.advantage
+    loss, sums = compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens)
 
-Read it beside the README's three equations: R_FAPO itself is made in compute_score.py (paper eq. 8); what
-turns rewards into a gradient is here. A new advantage is one function and one line in ADVANTAGES, a new loss
-one function and one line in LOSSES; docs/algorithms.md has all of them in one table.
-Nothing here knows of models, files or servers, and nothing is mutated. Needs none of our other files.
-Left out: value functions (GAE), a KL term inside the reward.
-Shapes: P prompts, G samples of each, B = P*G sequences, T tokens of the longest response, S paragraphs.
+Each `--advantage` is one function and one line in ADVANTAGES, and each `--loss` is one function and one line
+in LOSSES; docs/algorithms.md has a table of all of them. The README has the equations of FAPO. FAPO's reward
+itself (equation 8 of the paper) is computed in compute_score.py.
+
+This file knows nothing about models, files or servers. Needs none of our other files.
+Not covered: value functions (GAE), a KL term inside the reward, credit for less than a paragraph.
+Names end in the shape of a tensor: P prompts, G samples per prompt, B = P * G sequences, T tokens of the
+longest response, S paragraphs.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, chain
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-MAX_LOG_RATIO = 20.0  # beyond 88 exp() overflows in float32: the loss may be finite, its gradient is NaN
+# exp() overflows in float32 beyond 88. The loss may still be finite then, but its gradient is NaN.
+MAX_LOG_RATIO = 20.0
 
 
-# ---- advantages: the formulas
+# ---- 1. rewards -> advantages, in a group of samples of the same prompt
 
 
 def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """(reward - mean) / (sample std + 1e-6) within each group (GRPO; FAPO, section 3).
+    """Return (reward - mean) / (sample std + 1e-6) within each group (GRPO, arXiv:2402.03300).
 
-    NaN means no verdict: such a sample has advantage 0 and is left out of its group's mean and std. A group
-    with fewer than two verdicts or without spread gets 0. divide_by_std=False: Dr. GRPO (arXiv:2503.20783),
-    whose loss is divided by a constant length as well. Returns advantages_P_G.
+    Args:
+        rewards_P_G: One row per prompt. NaN means that the sample has no verdict: its advantage is 0, and it
+            is excluded from the mean and the std of its group.
+        divide_by_std: False gives the advantage of Dr. GRPO (arXiv:2503.20783), whose loss is divided by a
+            constant length as well.
+
+    Returns:
+        advantages_P_G. A group gets 0 if it has fewer than two verdicts, or if all its rewards are equal.
     """
     known = ~rewards_P_G.isnan()
     count = known.sum(1, keepdim=True)
     mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known, rewards_P_G - mean, 0.0)
-    # The std of a group without spread can consist of rounding errors, which the division would blow up.
+    # If all rewards are equal, the std may consist of rounding errors, and dividing by it would amplify them.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
     has_spread = highest - lowest > 1e-9 * torch.maximum(highest.abs(), lowest.abs())
     if divide_by_std:
-        scale = centred.abs().amax(1, keepdim=True).clamp(min=1)  # squares of huge rewards would overflow
+        # Without this scale the squares of huge rewards would overflow.
+        scale = centred.abs().amax(1, keepdim=True).clamp(min=1)
         variance = (centred / scale).square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (scale * variance.sqrt() + 1e-6)
     return torch.where(has_spread, centred, 0.0)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
+    """Return the length penalty of one response (DAPO, arXiv:2503.14476, equation 13).
 
-    Source: DAPO (arXiv:2503.14476), equation 13, without its cut at max_length: a response cannot be longer
-    than that. Raises ValueError for a buffer outside 1 .. max_length.
+    The penalty is 0 up to max_length - buffer tokens and falls linearly to -factor at max_length. The
+    paper's third case does not occur, because no response is longer than max_length.
+
+    Raises:
+        ValueError: The buffer is not in 1 .. max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"overlong_buffer: {buffer} must be from 1 to max_response_length {max_length}; 0 is no penalty"
-        )
+        raise ValueError(f"--overlong-buffer {buffer} is not between 1 and --max-response-length "
+                         f"{max_length}; pass 0 for no length penalty")  # fmt: skip
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
 
 
-def penalty_of(config) -> Callable | None:
-    """overlong_penalty with a configuration's settings, of the length alone; None where it has none."""
+def length_penalty_of(config) -> Callable[[int], float] | None:
+    """Return overlong_penalty with the settings of the trainer's `config`, or None if it is turned off."""
     if not config.overlong_buffer:
         return None
     penalty = partial(
@@ -69,77 +84,198 @@ def penalty_of(config) -> Callable | None:
         buffer=config.overlong_buffer,
         factor=config.overlong_factor,
     )
-    penalty(0)  # refuses a buffer that does not fit
+    penalty(0)  # raises ValueError for a buffer that does not fit
     return penalty
 
 
-# ---- advantages: one function and one line in the table for each
+# ---- 2. what an advantage is made from
 
 
-# groups: credit.Groups, with `number(key)` of the reward function's dict, rewards_P_G (score + penalty),
-# penalties_P_G (for length), lengths_P_G and prompt_lengths_P_G (tokens), tokens_T (0, 1, ...), prefixes_P_G
-# (tokens before the first wrong paragraph), steps. NaN: no verdict, or no such number. options:
-# policy.PolicyOptions. Each returns P x G, or P x G x T; NaN: no verdict on this sample.
+class Groups:
+    """The results of P groups of G samples as float64 tensors. NaN: no verdict, or no such number.
+
+    Advantage functions read these attributes:
+        rewards_P_G: The score of the reward function plus the length penalty.
+        number(key): Any number of the reward function's dict, P x G.
+        penalties_P_G: The length penalty, at most 0.
+        lengths_P_G, prompt_lengths_P_G: Numbers of tokens.
+        tokens_T: 0, 1, ... for the tokens of the longest response.
+        prefixes_P_G: Tokens before the first wrong paragraph.
+        steps: One score per paragraph, and the paragraph of each token.
+
+    Args:
+        groups: Lists of policy.Sample that have a `result`.
+        decode: Returns the text of a list of token ids.
+        require_keys: Raise RuntimeError if the reward function returned a number that an advantage needs for
+            none of the samples. This is most likely the wrong reward function.
+    """
+
+    def __init__(self, groups: list[list], decode, require_keys: bool = False):
+        self.shape = len(groups), -1
+        self.samples = list(chain(*groups))
+        self.decode = decode
+        self.require_keys = require_keys
+        self.infos = []  # The reward function's dict of each sample. It is empty without a verdict.
+        rewards = []
+        for sample in self.samples:
+            reward = sample.result["reward_score"]
+            info = sample.result["reward_extra_info"]
+            if reward is None:
+                info = {}
+            rewards.append(number_or_nan(reward))
+            self.infos.append(info)
+        penalties = [number_or_nan(info.get("overlong_penalty", 0.0)) for info in self.infos]
+        self.rewards_P_G = self.tensor(rewards)
+        self.penalties_P_G = self.tensor(penalties) + 0 * self.rewards_P_G  # NaN without a verdict
+        self.lengths_P_G = self.tensor([len(sample.response_ids) for sample in self.samples])
+        self.prompt_lengths_P_G = self.tensor([len(sample.prompt_ids) for sample in self.samples])
+        self.tokens_T = torch.arange(max(1, int(self.lengths_P_G.max())))
+
+    def tensor(self, values: list) -> torch.Tensor:
+        """Return one number per sample as a tensor, P x G."""
+        return torch.tensor(values, dtype=torch.float64).unflatten(0, self.shape)
+
+    def number(self, key: str) -> torch.Tensor:
+        """Return a number of the reward function's dict, P x G."""
+        self.check_key(key)
+        return self.tensor([number_or_nan(info.get(key)) for info in self.infos])
+
+    def check_key(self, key: str) -> None:
+        """Raise RuntimeError if require_keys is set and no sample has this number (a text is no number)."""
+        infos = [info for info in self.infos if info]
+        found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
+        if self.require_keys and infos and not found:
+            returned = ", ".join(infos[0])
+            raise RuntimeError(f"--advantage or --credit needs the key {key}; the reward function returns "
+                               f"{returned}. See docs/algorithms.md for what each advantage needs, and for "
+                               "functions that return it")  # fmt: skip
+
+    @cached_property
+    def prefixes_P_G(self) -> torch.Tensor:
+        """Tokens before the first wrong paragraph (or turn), 0 if no paragraph is known to be wrong.
+
+        NaN means that `first_wrong` is not a number, so that the sample has no verdict.
+        """
+        self.check_key("first_wrong")
+        prefixes = []
+        for sample, info in zip(self.samples, self.infos):
+            first_wrong = number_or_nan(info.get("first_wrong") or 0)
+            prefix = first_wrong  # NaN stays NaN
+            if first_wrong <= 0:
+                prefix = 0
+            elif first_wrong > 0 and sample.has_turns:
+                starts = starts_of(sample, int(first_wrong) + 1, self.decode)
+                starts = [*starts, len(sample.response_ids) - 1]  # the start of a turn that does not exist
+                prefix = starts[min(int(first_wrong), len(starts) - 1)]
+            elif first_wrong > 0:
+                prefix = count_tokens_before(int(first_wrong), sample.text, sample.response_ids, self.decode)
+            prefixes.append(prefix)
+        return self.tensor(prefixes)
+
+    @cached_property
+    def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The score of each paragraph (or turn), P x G x S, and the paragraph of each token, P x G x T.
+
+        The scores are `step_scores` of the reward function's dict. Paragraphs without a score have NaN.
+        """
+        self.check_key("step_scores")
+        steps = []
+        paragraphs = []
+        for sample, info in zip(self.samples, self.infos):
+            scores = info.get("step_scores")
+            if not isinstance(scores, list):
+                scores = []
+            # The first paragraph without a score has a start too: there the last score's tokens end.
+            starts = starts_of(sample, len(scores) + 1, self.decode)
+            numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
+            steps.append(torch.tensor(numbers, dtype=torch.float64))
+            paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
+        steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
+        return steps_B_S.unflatten(0, self.shape), torch.stack(paragraphs).unflatten(0, self.shape)
+
+    def without_length_penalty(self) -> "Groups":
+        """Return a copy whose rewards are the scores alone."""
+        other = copy.copy(self)
+        other.require_keys = False  # The keys have been checked by now.
+        other.infos = [info | {"overlong_penalty": 0.0} for info in self.infos]
+        other.rewards_P_G = other.number("score")
+        other.penalties_P_G = 0 * other.rewards_P_G
+        return other
+
+
+def number_or_nan(value) -> float:
+    """Return NaN for a value that is not a number, is infinite, or is too large to compute with."""
+    if isinstance(value, (int, float)) and abs(value) <= 1e300:
+        return float(value)
+    return math.nan
+
+
+# ---- 3. one function per advantage
+#
+# Each takes Groups and policy.PolicyOptions, and returns one advantage per sample (P x G) or per token
+# (P x G x T). NaN means that the sample has no verdict.
 
 
 def grpo(groups, options):
+    """The normalised reward (GRPO; FAPO uses it as well)."""
     return compute_advantages(groups.rewards_P_G)
 
 
 def dr_grpo(groups, options):
-    """Without the deviation; policy.py divides the loss as if all responses were of full length."""
+    """GRPO without the std; policy.py divides the loss as if all responses had the maximum length."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
 def papo(groups, options):
-    """A_outcome + A_process, the two normalised apart (PAPO, arXiv:2603.26535).
+    """A_outcome + A_process, each normalised on its own (PAPO, arXiv:2603.26535).
 
-    Outcome: 1 where the answer is right, else -1, plus the length penalty, normalised over the whole group.
-    Process: 1 sound, 0 flawed, normalised among the right answers only and 0 for the others: however good its
-    steps look, a wrong answer gains nothing, and in a group that is all right the steps still tell the
-    samples apart. A right answer whose reasoning nobody judged has no verdict. Nor does a sample without
-    `acc`.
+    The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. It is normalised over
+    the whole group. The process is 1 if the reasoning is sound and 0 if it is flawed. It is normalised among
+    the correct answers, and is 0 for the wrong ones: a wrong answer never gains from good steps, while a
+    group whose answers are all correct can still learn from its steps. A correct answer whose reasoning was
+    not judged has no verdict; neither has a sample without `acc`.
     """
     acc_P_G = groups.number("acc")
-    right_P_G = acc_P_G == 1
+    correct_P_G = acc_P_G == 1
     sound_P_G = 1 - groups.number("flawed_positive")
-    unjudged_P_G = acc_P_G.isnan() | (right_P_G & sound_P_G.isnan())
-    outcome_P_G = torch.where(right_P_G, 1.0, -1.0) + groups.penalties_P_G
+    unjudged_P_G = acc_P_G.isnan() | (correct_P_G & sound_P_G.isnan())
+    outcome_P_G = torch.where(correct_P_G, 1.0, -1.0) + groups.penalties_P_G
     outcome_P_G = outcome_P_G.masked_fill(unjudged_P_G, math.nan)
-    process_P_G = sound_P_G.masked_fill(~right_P_G, math.nan)
+    process_P_G = sound_P_G.masked_fill(~correct_P_G, math.nan)
     advantages_P_G = compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
     return advantages_P_G.masked_fill(unjudged_P_G, math.nan)
 
 
 def vppo(groups, options):
-    """Two advantages a sample: on its rewarded prefix, and after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
+    """One advantage on a sample's rewarded prefix and one after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
 
-    A token's value is 1 in a right solution; in a wrong one `prefix_reward` (alpha) in the part of the prefix
-    before the first error that is rewarded, 0 after it. From it goes the group's mean of the solutions' mean
-    values, which is outcome + alpha * share in a wrong one; no division by a deviation. Not in the paper: a
-    length penalty is part of the outcome. A group with fewer than two verdicts gets 0.
+    A token of a correct solution has the value 1. A token of a wrong solution has the value `prefix_reward`
+    (alpha) in the rewarded part of the prefix before the first error, and 0 after it. The advantage of a
+    token is its value minus the baseline: the mean value of a solution's tokens, averaged over the group. It
+    is not divided by a std. Unlike in the paper, a length penalty is part of the outcome. A group with fewer
+    than two verdicts gets 0.
     """
-    right_P_G = groups.number("score") > 0  # by the function: FAPO's, at penalty 1, if it is sound
-    outcome_P_G = right_P_G + groups.penalties_P_G
-    unpaid_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
-    paid_P_G = (groups.prefixes_P_G - unpaid_P_G).clamp(min=0)
-    share_P_G = paid_P_G / groups.lengths_P_G
-    alpha_P_G = torch.where(right_P_G, 0.0, options.prefix_reward)
+    correct_P_G = groups.number("score") > 0  # With FAPO's score and penalty 1 this means correct and sound.
+    outcome_P_G = correct_P_G + groups.penalties_P_G
+    unrewarded_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
+    rewarded_P_G = (groups.prefixes_P_G - unrewarded_P_G).clamp(min=0)
+    share_P_G = rewarded_P_G / groups.lengths_P_G
+    alpha_P_G = torch.where(correct_P_G, 0.0, options.prefix_reward)
     values_P_G = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num()
     known_P_G = ~outcome_P_G.isnan()
     count = known_P_G.sum(1, keepdim=True)
     centred_P_G = outcome_P_G - values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
-    is_paid_P_G_T = groups.tokens_T < paid_P_G[..., None]
-    advantages_P_G_T = centred_P_G[..., None] + alpha_P_G[..., None] * is_paid_P_G_T
+    is_rewarded_P_G_T = groups.tokens_T < rewarded_P_G[..., None]
+    advantages_P_G_T = centred_P_G[..., None] + alpha_P_G[..., None] * is_rewarded_P_G_T
     advantages_P_G_T = torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
     return advantages_P_G_T.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
 
 
 def terms(groups, options):
-    """Terms normalised in their groups, the weighted sum among these groups (GDPO, arXiv:2601.05242).
+    """The weighted sum of reward components, normalised again over the step (GDPO, arXiv:2601.05242).
 
-    NaN leaves a sample out of that term only, and out of all where it has none. The sum's mean, 0 like every
-    group's, is not subtracted.
+    Each component is normalised within its group first. NaN excludes a sample from this component only; a
+    sample without any component has no verdict. The mean of the sums is 0 already, as it is in every group.
     """
     total_P_G = 0.0
     size_P_G = 0.0
@@ -150,29 +286,30 @@ def terms(groups, options):
         total_P_G = total_P_G + weighted_P_G
         size_P_G = size_P_G + weighted_P_G.abs()
         known_P_G = known_P_G | ~term_P_G.isnan()
-    # Terms that cancel leave a small rest, from rounding and from the 1e-6 in their divisors.
+    # If components cancel, rounding and the 1e-6 in the divisors leave a small remainder.
     total_P_G = torch.where(total_P_G.abs() > 1e-4 * size_P_G, total_P_G, 0.0)
     std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
     return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)
 
 
 def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
-    """The names and weights of --reward-terms. ValueError for what is none."""
+    """Return the names and weights of --reward-terms. Raises ValueError if one is not NAME=WEIGHT."""
     weights = {}
     for term in reward_terms:
         name, _, weight = term.partition("=")
         try:
             weights[name] = float(weight)
         except ValueError:
-            raise ValueError(f"reward_terms: {term}: write NAME=WEIGHT, as in acc=1") from None
+            raise ValueError(f"--reward-terms {term}: pass NAME=WEIGHT, such as acc=1") from None
     return weights
 
 
 def steps(groups, options):
-    """GRPO's advantage of the response, and on each paragraph the sum of its own and all later scores.
+    """GRPO with process supervision: outcome advantage plus step scores (arXiv:2402.03300, section 4.1.3).
 
-    The scores are normalised over all paragraphs of a group (GRPO, arXiv:2402.03300, section 4.1.3). A sample
-    none of whose steps has a score has no verdict.
+    The scores are normalised over all paragraphs of a group. A token gets the advantage of its response plus
+    the sum of the scores of its own paragraph and of all later ones. A sample without any score has no
+    verdict.
     """
     steps_P_G_S, paragraphs_P_G_T = groups.steps
     unscored_P_G = steps_P_G_S.isnan().all(2)
@@ -195,7 +332,10 @@ ADVANTAGES = {
 
 
 def spare_good_prefix(advantages, groups):
-    """--credit prefix: no token before the first wrong paragraph is blamed (VPPO, eq. 8). P x G x T."""
+    """Set negative advantages before the first wrong paragraph to 0 (--credit prefix; VPPO, equation 8).
+
+    advantages: P x G or P x G x T. Returns P x G x T.
+    """
     if advantages.dim() == 2:
         advantages = advantages[..., None]
     advantages = advantages.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
@@ -203,8 +343,235 @@ def spare_good_prefix(advantages, groups):
     return torch.where(is_good_P_G_T, advantages.clamp(min=0), advantages)
 
 
+def apply_formula(groups: Groups, options) -> torch.Tensor:
+    """Return the advantages that --advantage and --credit ask for, P x G or P x G x T."""
+    advantages = ADVANTAGES[options.advantage](groups, options)
+    if options.credit == "prefix":
+        advantages = spare_good_prefix(advantages, groups)
+    return advantages
+
+
+# ---- 4. advantages -> samples
+
+
+def set_advantages(
+    groups: list[list], options, decode, drop_zero_advantages=False, require_keys=False
+) -> list[list]:
+    """Fill in the advantage of each sample, or one advantage per token, and return the groups to train on.
+
+    A sample without a verdict keeps None. A sample also loses its verdict if the reward function returned
+    something that is not a number for what the advantage needs; its group is then compared without it.
+
+    Args:
+        groups: Lists of policy.Sample that have a `result`.
+        options: policy.PolicyOptions.
+        decode: Returns the text of a list of token ids.
+        drop_zero_advantages: Leave out groups without a learning signal, and set no advantages in them.
+        require_keys: Check that the reward function returns what the advantage needs for some sample.
+
+    Raises:
+        RuntimeError: require_keys is set and a key is missing in every sample.
+    """
+    results = Groups(groups, decode, require_keys)
+    advantages = apply_formula(results, options)
+    # In float32, which is what the loss computes with, a large number may become infinite.
+    has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
+    has_number_B &= ~results.rewards_P_G.isnan().flatten()
+    has_lost_verdict = False
+    for sample, has_number in zip(results.samples, has_number_B.tolist()):
+        if sample.result["reward_score"] is not None and not has_number:
+            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+            has_lost_verdict = True
+    if has_lost_verdict:
+        return set_advantages(groups, options, decode, drop_zero_advantages)
+
+    has_signal_P = [True] * len(groups)
+    if drop_zero_advantages:
+        has_signal_P = has_learning_signal(results, options)
+    groups_to_train = []
+    for group, advantages_G, has_signal in zip(groups, advantages, has_signal_P):
+        if has_signal:
+            groups_to_train.append(group)
+        for sample, advantage in zip(group, advantages_G):
+            if sample.result["reward_score"] is None or not has_signal:
+                continue
+            if advantage.dim() == 0:
+                sample.advantage = advantage.item()
+            else:
+                sample.token_advantages = advantage[: len(sample.response_ids)].tolist()
+                sample.advantage = sample.token_advantages[-1]
+    return groups_to_train
+
+
+def has_learning_signal(groups: Groups, options) -> torch.Tensor:
+    """Return for each group whether some advantage is not 0 (DAPO's dynamic sampling).
+
+    As in DAPO, the length penalty does not count: different lengths alone are not a learning signal.
+    """
+    advantages = apply_formula(groups.without_length_penalty(), options).nan_to_num()
+    return advantages.abs().flatten(1).amax(1) > 1e-6
+
+
+# ---- 5. advantages -> loss
+#
+# Each loss function takes B x T tensors and its Clip, and returns the loss of each token and whether the
+# token was clipped, both B x T.
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The range 1 - low .. 1 + high to which the ratio of probabilities is clipped."""
+
+    low: float
+    high: float
+    dual: float = 10.0  # Dual clip: bound on the ratio of tokens with a negative advantage.
+
+
+def clip_loss(logprobs, log_ratio, advantages, mask, clip):
+    """PPO's clipped loss with DAPO's clip-higher and dual clip (arXiv:1912.09729)."""
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    loss_B_T = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip.dual
+    loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
+    return loss_B_T, loss_B_T != unclipped
+
+
+def gspo_loss(logprobs, log_ratio, advantages, mask, clip):
+    """GSPO-token (arXiv:2507.18071): all tokens have the ratio of their sequence. There is no dual clip."""
+    sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
+    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()  # gradient of each token
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    loss_B_T = torch.maximum(unclipped, clipped)
+    return loss_B_T, loss_B_T != unclipped
+
+
+def cispo_loss(logprobs, log_ratio, advantages, mask, clip):
+    """CISPO (arXiv:2506.13585): the clipped ratio is a constant weight of the log-probabilities.
+
+    Unlike a clipped loss, it gives every token a gradient. There is no dual clip.
+    """
+    ratio = log_ratio.exp().detach()
+    weight = ratio.clamp(1 - clip.low, 1 + clip.high)
+    return -advantages * weight * logprobs, weight != ratio
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function with the clip range of its paper."""
+
+    compute: Callable
+    clip: Clip
+    over_sequences: bool = False  # Average over sequences, each the mean of its tokens, not over all tokens.
+
+
+LOSSES = {
+    "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
+    "gspo": Loss(gspo_loss, Clip(3e-4, 4e-4), over_sequences=True),
+    "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # 0 to 5, as in ScaleRL (arXiv:2510.13786)
+}
+
+
+def compute_policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    num_tokens: int,
+    *,
+    num_sequences: int | None = None,
+    loss: str = "clip",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    clip_c: float = 10.0,
+    rollout_logprobs: torch.Tensor | None = None,
+    tis_cap: float | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the policy loss of a micro-batch, and sums for the metrics.
+
+    The loss is a mean over the tokens of the whole mini-batch (gspo: over its sequences). So the losses of
+    micro-batches and ranks add up to the same number, however the samples are split.
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the current policy, B x T.
+        old_logprobs: The same under the policy before the first update of this step, B x T.
+        advantages: One per sequence (B) or per token (B x T).
+        mask: True on the tokens that the policy wrote, B x T.
+        num_tokens: Number of these tokens in the whole mini-batch.
+        num_sequences: Number of sequences in the whole mini-batch. Default: B. Only gspo uses it.
+        loss: A name in LOSSES.
+        clip_low: The ratio is clipped at 1 - clip_low. Default: the value of the loss's paper.
+        clip_high: The ratio is clipped at 1 + clip_high. Default: the value of the loss's paper.
+        clip_c: Dual clip of "clip".
+        rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
+        tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
+
+    Returns:
+        The loss (a scalar), and a dict of sums over the tokens: the clipped tokens, the KL estimate
+        r - 1 - log r, and the number of tokens to divide these by. Sums of micro-batches can be added.
+    """
+    chosen = LOSSES[loss]
+    clip = Clip(
+        chosen.clip.low if clip_low is None else clip_low,
+        chosen.clip.high if clip_high is None else clip_high,
+        clip_c,
+    )
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    mask = mask.to(logprobs.dtype)
+    logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may hold anything, even NaN.
+    log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    loss_B_T, is_clipped = chosen.compute(logprobs, log_ratio, advantages, mask, clip)
+    kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
+    sums = {
+        "clipped_tokens": (is_clipped * mask).sum().item(),
+        "approx_kl_sum": (kl_B_T * mask).sum().item(),
+        "loss_tokens": mask.sum().item(),
+    }
+    if tis_cap is not None:
+        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
+        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
+        weight = weight.clamp(max=tis_cap)
+        sums["tis_sum"] = (weight * mask).sum().item()
+        loss_B_T = loss_B_T * weight
+    if chosen.over_sequences:
+        loss_B = (loss_B_T * mask).sum(1) / lengths_of(mask)[:, 0]
+        return loss_B.sum() / (num_sequences or len(mask)), sums
+    return (loss_B_T * mask).sum() / num_tokens, sums
+
+
+def lengths_of(mask):
+    """Return the number of tokens of each sequence, at least 1, as B x 1."""
+    return mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
+    """Return the KL divergence to the reference, a token mean of exp(d) - d - 1 (arXiv:2402.03300, eq. 4).
+
+    d is the reference's log-probability minus the policy's. Shapes and `num_tokens` are those of
+    compute_policy_loss.
+    """
+    mask = mask > 0
+    difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
+
+
+# ---- 6. where paragraphs begin, in tokens
+
+
+def starts_of(sample, count: int, decode) -> list[int]:
+    """Return the first token of each of the first `count` paragraphs, or turns if the sample has turns."""
+    if sample.has_turns:
+        lengths = [turn["tokens"] for turn in sample.turns]
+        return list(accumulate(lengths[:-1], initial=0))[:count]
+    places = paragraph_starts(sample.text)[:count]
+    return tokens_before(places, sample.text, sample.response_ids, decode)
+
+
 def paragraph_starts(text: str) -> list[int]:
-    """Where in a text its paragraphs begin, as compute_score.split_paragraphs finds them."""
+    """Return where the paragraphs of a text begin. compute_score.split_paragraphs splits it the same way."""
     starts = []
     end = 0
     for part in text.split("\n\n"):
@@ -215,10 +582,9 @@ def paragraph_starts(text: str) -> list[int]:
 
 
 def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
-    """How many tokens of a response come before one of its paragraphs.
+    """Return how many tokens of a response come before a paragraph, which is counted from 0.
 
-    paragraph: counted from 0, as compute_score.split_paragraphs does; one that is missing begins with the
-    last token, by which the response ended. The rest as in tokens_before.
+    A paragraph that does not exist begins with the last token. Other arguments: see tokens_before.
     """
     starts = paragraph_starts(text)
     if paragraph >= len(starts):
@@ -227,15 +593,21 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 
 
 def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
-    """How many tokens of a response come before each of these places in its text, which ascend.
+    """Return how many tokens of a response come before each place in its text.
 
-    text: what decode(ids) gives. A token across a place belongs to what follows. Nothing is encoded again,
-    which could give other tokens: the search is for the first token up to which the decoded text is all that
-    precedes the place, and more. It goes on from place to place and decodes only what is near.
+    A token that crosses a place counts as part of what follows. The text is not encoded again, which could
+    give other tokens. For each place, a binary search finds the first token with which the decoded text goes
+    beyond it. To save time, the search continues from the place before and decodes only the tokens since.
+
+    Args:
+        places: Indices of characters, in ascending order.
+        text: The text of all `ids`.
+        ids: The tokens of the response.
+        decode: Returns the text of a list of token ids.
     """
     counts = []
     low, last = 0, len(ids) - 1
-    first, offset = 0, 0  # decoding begins with this token, whose text begins here
+    first, offset = 0, 0  # Decoding starts with token `first`, whose text starts at `offset`.
     for place in places:
         before = text[offset:place]
         reach = 8
@@ -260,10 +632,10 @@ def goes_beyond(before: str, decoded: str) -> bool:
 
 
 def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
-    """A token a little before `end` to begin decoding with, and where its text begins.
+    """Return a token shortly before `end` at which decoding can start, and where its text starts.
 
-    Decoders drop a space at the start, and join the bytes of a character. So the tokens between the new start
-    and `end` must decode to what stands there in the text; else the old start remains.
+    Decoders drop a leading space and join the bytes of a character. So a start is only valid if the tokens
+    from there to `end` decode to the same text as before. Otherwise the old start is returned.
     """
     decoded = decode(ids[first:end])
     for context in (8, 32):
@@ -272,108 +644,3 @@ def later_start(first: int, offset: int, end: int, text: str, ids: list[int], de
         if end - context > first and fits and text.startswith(decoded, offset):
             return end - context, offset + len(decoded) - len(near)
     return first, offset
-
-
-# ---- losses: one function and one line in the table for each
-
-
-def clip_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
-    """GRPO with DAPO's clip-higher; clip_c: dual clip, a bound where the advantage is negative."""
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_B_T = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip_c
-    loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
-    return loss_B_T, loss_B_T != unclipped
-
-
-def gspo_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
-    """GSPO-token (arXiv:2507.18071): the ratio is the sequence's, the gradient each token's; no dual clip."""
-    sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
-    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_B_T = torch.maximum(unclipped, clipped)
-    return loss_B_T, loss_B_T != unclipped
-
-
-def cispo_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c):
-    """CISPO (arXiv:2506.13585): the clipped ratio is a constant weight of log-probabilities; no dual clip."""
-    ratio = log_ratio.exp().detach()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -advantages * weight * logprobs, weight != ratio
-
-
-@dataclass(frozen=True)
-class Loss:
-    compute: Callable  # (logprobs ... clip_c) -> (loss, whether it is clipped), B x T each
-    clip_low: float  # how far the ratio may go below 1, as published
-    clip_high: float  # and above it
-    over_sequences: bool = False  # the mean is over sequences, each the mean of its tokens; else over tokens
-
-
-LOSSES = {
-    "clip": Loss(clip_loss, 0.2, 0.28),  # DAPO
-    "gspo": Loss(gspo_loss, 3e-4, 4e-4, over_sequences=True),
-    "cispo": Loss(cispo_loss, 1.0, 4.0),  # from 0 to 5: ScaleRL
-}
-
-
-def compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_low=None, clip_high=None,
-                        clip_c=10.0, rollout_logprobs=None, tis_cap=None, *, loss="clip",
-                        num_sequences=None):  # fmt: skip
-    """The policy loss, a token mean over the global `num_tokens` (gspo: a mean over `num_sequences`).
-
-    logprobs, old_logprobs, rollout_logprobs: B x T, of the sampled tokens under the policy now, before this
-    step's first update, and as the sampler had them. advantages: B or B x T. mask: B x T, true on response
-    tokens. num_tokens: response tokens of the whole mini-batch, so that the sum over any split into
-    micro-batches or ranks is the same loss; num_sequences: its sequences (default: those given here).
-    loss: a name in LOSSES. clip_low, clip_high: None takes the loss's own. tis_cap: each token weighs
-    min(exp(old - rollout), tis_cap), truncated importance sampling; needs rollout_logprobs.
-
-    Returns (loss, sums): the sums over these tokens of what was clipped and of the KL estimate r - 1 - log r,
-    and the number of tokens to divide them by, all three floats that add up over micro-batches and ranks.
-    """
-    chosen = LOSSES[loss]
-    if clip_low is None:
-        clip_low = chosen.clip_low
-    if clip_high is None:
-        clip_high = chosen.clip_high
-    if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    mask = mask.to(logprobs.dtype)
-    logprobs = torch.where(mask > 0, logprobs, 0.0)  # what stands in the padding may be anything, NaN too
-    log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    loss_B_T, is_clipped = chosen.compute(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c)
-    kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
-    sums = {
-        "clipped_tokens": (is_clipped * mask).sum().item(),
-        "approx_kl_sum": (kl_B_T * mask).sum().item(),
-        "loss_tokens": mask.sum().item(),
-    }
-    if tis_cap is not None:
-        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
-        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
-        weight = weight.clamp(max=tis_cap)
-        sums["tis_sum"] = (weight * mask).sum().item()
-        loss_B_T = loss_B_T * weight
-    if chosen.over_sequences:
-        loss_B = (loss_B_T * mask).sum(1) / lengths_of(mask)[:, 0]
-        return loss_B.sum() / (num_sequences or len(mask)), sums
-    return (loss_B_T * mask).sum() / num_tokens, sums
-
-
-def lengths_of(mask):
-    """Tokens of each sequence, B x 1, at least 1."""
-    return mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
-    """KL to the reference: token mean of exp(d) - d - 1 (GRPO, arXiv:2402.03300, eq. 4).
-
-    d is reference - policy. Shapes and `num_tokens` as in compute_policy_loss.
-    """
-    mask = mask > 0
-    difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return ((difference.exp() - difference - 1) * mask).sum() / num_tokens

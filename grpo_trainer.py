@@ -8,7 +8,7 @@
 
 Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
 passes them; run.py holds what a run starts. The formulas are in algorithm.py, how samples come by their
-advantages in credit.py, the model and its update in policy.py, sampling in rollout.py, turns and tools in
+advantages in algorithm.py, the model and its update in policy.py, sampling in rollout.py, turns and tools in
 trajectory.py, scoring in reward_loop.py, what a run writes in run_folder.py.
 
 On CPU the policy is in this process, unless --policy-ranks splits it. On GPUs Ray places everything: its
@@ -37,8 +37,7 @@ from tqdm import tqdm
 
 import genrm_server
 import reward_loop
-from algorithm import parse_terms, penalty_of
-from credit import set_advantages
+from algorithm import length_penalty_of, parse_terms, set_advantages
 from policy import PolicyOptions, Sample, advantages_of
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -144,7 +143,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if terms and self.overlong_buffer and "overlong_penalty" not in terms:
             raise ValueError("reward_terms: the length penalty is a term; add overlong_penalty=1, or "
                              "--overlong-buffer 0")  # fmt: skip
-        penalty_of(self)
+        length_penalty_of(self)
         if not self.rollout_fn and (self.rollout_kwargs, self.rollout_timeout) != ("{}", 600.0):
             raise ValueError("rollout_kwargs, rollout_timeout: are for --rollout-fn; give it, too")
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):

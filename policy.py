@@ -315,9 +315,19 @@ class Policy:
                 else:
                     old = padded([sample.old_logprobs for sample in part], self.device)
                 loss, found = compute_policy_loss(
-                    logprobs, old, advantages, mask, loss_tokens, config.clip_low,
-                    config.clip_high, config.clip_c, rollout, config.tis_cap, loss=config.loss,
-                    num_sequences=batch.num_sequences)  # fmt: skip
+                    logprobs,
+                    old,
+                    advantages,
+                    mask,
+                    loss_tokens,
+                    num_sequences=batch.num_sequences,
+                    loss=config.loss,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    clip_c=config.clip_c,
+                    rollout_logprobs=rollout,
+                    tis_cap=config.tis_cap,
+                )
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
-from algorithm import penalty_of
+from algorithm import length_penalty_of
 from policy import Policy, RanksLost, config_of
 from prepare_data import read_rows
 from rollout import check_sampling
@@ -313,7 +313,7 @@ class Run:
 
     def start_rewards(self, stack, sleep_mode):
         self.rewards = reward_loop.start_rewards(
-            self.config, stack, self.places, sleep_mode=sleep_mode, overlong=penalty_of(self.config)
+            self.config, stack, self.places, sleep_mode=sleep_mode, overlong=length_penalty_of(self.config)
         )
         if self.rollouts:
             if self.config.genrm:

@@ -24,7 +24,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import credit
+import algorithm
 import policy
 from bench_hand_over import cpu_of
 from bench_router import machine
@@ -142,7 +142,7 @@ def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
         row(name, config, samples, cpu_of(config.rounds, function))
 
     timed("rewards' metrics", lambda: reward_metrics(flat))
-    timed("advantages", lambda: credit.set_advantages(groups, options, decode, False, False))
+    timed("advantages", lambda: algorithm.set_advantages(groups, options, decode, False, False))
     timed("mini-batches", lambda: policy.mini_batches(groups, options))
     timed("entropy", lambda: policy.entropy_of(groups))
     batches = policy.mini_batches(groups, options)

@@ -26,8 +26,7 @@ from transformers import AutoTokenizer
 
 import compute_score as scores
 import grpo_trainer
-from algorithm import compute_advantages, compute_policy_loss, count_tokens_before
-from credit import set_advantages
+from algorithm import compute_advantages, compute_policy_loss, count_tokens_before, set_advantages
 from policy import Policy, Sample, deal
 from rollout import rollout_hf
 from run import load_rows

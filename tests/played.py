@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-import credit
+import algorithm
 import grpo_trainer
 import reward_loop
 import reward_worker
@@ -32,7 +32,7 @@ def sample_of(score, text="x", **info):
 
 def advantages_of(*groups, **options):
     """What the trainer would set: of each sample one advantage, or one for each token."""
-    credit.set_advantages(groups, PolicyOptions(model="m", **options), lambda ids: "".join(map(chr, ids)))
+    algorithm.set_advantages(groups, PolicyOptions(model="m", **options), lambda ids: "".join(map(chr, ids)))
     return [sample.token_advantages or sample.advantage for group in groups for sample in group]
 
 

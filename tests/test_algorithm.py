@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import algorithm
-import credit
 from algorithm import (
     ADVANTAGES,
     compute_advantages,
@@ -30,7 +29,7 @@ NAN = math.nan
 
 
 def groups_with(numbers=(), **tensors):
-    """What an advantage is made of (credit.Groups), as far as it asks for it."""
+    """What an advantage is made of (algorithm.Groups), as far as it asks for it."""
     return SimpleNamespace(number=dict(numbers).get, **tensors)
 
 
@@ -250,7 +249,7 @@ def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
     group = [Sample({}, [5], [6], result=result) for result in results]
     options = PolicyOptions(model="", advantage="rloo")
     equal = [Sample({}, [5], [6], result=results[0]) for _ in range(3)]
-    assert credit.set_advantages([group, equal], options, str, drop_useless=True) == [group]
+    assert algorithm.set_advantages([group, equal], options, str, drop_zero_advantages=True) == [group]
     assert [sample.advantage for sample in group] == [1.5, 0.0, -1.5]
     assert [sample.advantage for sample in equal] == [None] * 3
 

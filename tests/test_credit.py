@@ -6,7 +6,7 @@ import math
 import pytest
 
 import grpo_trainer
-from credit import set_advantages
+from algorithm import set_advantages
 from played import toy_config, without_ray
 from policy import Policy, Sample
 from tiny import config_of
@@ -91,7 +91,7 @@ def test_terms_that_cancel_teach_nothing(size):
     """acc and score say the same in other units, so that only rounding and the 1e-6 differ."""
     group = group_of(RIGHT, *[WRONG] * (size - 1))
     assert set(advantages(group, **TERMS)) == {0}
-    assert set_advantages([group], config_of(**TERMS), decode, drop_useless=True) == []
+    assert set_advantages([group], config_of(**TERMS), decode, drop_zero_advantages=True) == []
 
 
 def test_terms_that_cancel_in_one_group_leave_the_others_as_they_are():
@@ -173,7 +173,7 @@ def test_dynamic_sampling_drops_groups_that_differ_in_the_length_penalty_alone(a
     group = group_of(RIGHT, RIGHT | {"overlong_penalty": -0.5})
     group[1].result["reward_score"] = 0.5
     options = config_of(advantage=advantage)
-    assert set_advantages([group], options, decode, drop_useless=True) == []
+    assert set_advantages([group], options, decode, drop_zero_advantages=True) == []
     assert [sample.advantage for sample in group] == [None, None]
     assert set_advantages([group], options, decode) == [group]  # otherwise the length is learnt
     assert group[0].advantage > 0.2 and group[1].advantage < -0.2

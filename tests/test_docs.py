@@ -232,7 +232,7 @@ def test_the_readmes_equations_are_the_codes():
     for check in EQUATIONS.values():
         check()
     assert "λ is 1 by default" in section and "ε_low = 0.2, ε_high = 0.28, c = 10" in section
-    assert PolicyOptions(model="m").clip_c == 10 and LOSSES["clip"].clip_high == 0.28
+    assert PolicyOptions(model="m").clip_c == 10 and LOSSES["clip"].clip.high == 0.28
     for function in (compute_advantages, compute_policy_loss, compute_score.compute_score_fapo):
         assert f"`{function.__name__}`" in section
 

@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import credit
+import algorithm
 import grpo_trainer
 import reward_loop
 import run_folder
@@ -60,7 +60,7 @@ def scored(score, penalty=0.0, **info):
 def teaches(group, **changes):
     """Whether dynamic sampling keeps this group."""
     group = [dataclasses.replace(sample) for sample in group]
-    kept = credit.set_advantages([group], config_of(**changes), decode, drop_useless=True)
+    kept = algorithm.set_advantages([group], config_of(**changes), decode, drop_zero_advantages=True)
     assert kept or [sample.advantage for sample in group] == [None] * len(group)
     return kept == [group]
 
@@ -73,7 +73,7 @@ def test_a_group_teaches_where_scores_differ():
     late = [good, scored(1.0, penalty=-0.5, acc=True)]
     assert not teaches(late)
     # without dynamic sampling it learns to be shorter
-    assert credit.set_advantages([late], config_of(), decode) == [late]
+    assert algorithm.set_advantages([late], config_of(), decode) == [late]
     assert late[0].advantage > 0 > late[1].advantage
 
 
@@ -498,20 +498,20 @@ def test_papo_normalises_answer_and_reasoning_apart():
         scored(-1.0, acc=False, flawed_positive=False),
         scored(None, **flawed),
     ]
-    credit.set_advantages([group], papo, decode)
+    algorithm.set_advantages([group], papo, decode)
     assert group[3].advantage is None
     outcome, process = 2 / 3 / (math.sqrt(4 / 3) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
     got = [sample.advantage for sample in group[:3]]
     assert got == pytest.approx([outcome + process, outcome - process, -2 * outcome], rel=1e-5)
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
-    credit.set_advantages([long], papo, decode)  # the length penalty is part of the outcome
+    algorithm.set_advantages([long], papo, decode)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
     # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
-    credit.set_advantages([late], papo, decode)
+    algorithm.set_advantages([late], papo, decode)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(RuntimeError, match="advantage, .* need flawed_positive, .* gives score, acc;"):
-        credit.set_advantages([[scored(1.0, acc=True)] * 4], papo, decode, is_first=True)
+    with pytest.raises(RuntimeError, match="needs the key flawed_positive; .* returns score, acc. See"):
+        algorithm.set_advantages([[scored(1.0, acc=True)] * 4], papo, decode, require_keys=True)
 
 
 def decode(ids):
@@ -528,7 +528,7 @@ def written(text, score, first_wrong, **info):
 def credited(group, **changes):
     """The advantages of each sample's tokens, or its one advantage, as a step would set them."""
     config = config_of(**changes)
-    credit.set_advantages([group], config, decode)
+    algorithm.set_advantages([group], config, decode)
     return [sample.token_advantages or sample.advantage for sample in group]
 
 
@@ -630,11 +630,11 @@ def test_reward_terms_and_dr_grpo():
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
-    with pytest.raises(RuntimeError, match=f"need {absent}, .* gives score, acc, pred; docs/algorithms"):
-        credit.set_advantages([samples], config_of(**changes), decode, is_first=True)
+    with pytest.raises(RuntimeError, match=f"needs the key {absent}; .* returns score, acc, pred. See docs"):
+        algorithm.set_advantages([samples], config_of(**changes), decode, require_keys=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
-    credit.set_advantages([samples], config_of(**changes), decode)
-    credit.set_advantages([samples[1:]], config_of(**changes), decode, is_first=True)
+    algorithm.set_advantages([samples], config_of(**changes), decode)
+    algorithm.set_advantages([samples[1:]], config_of(**changes), decode, require_keys=True)
 
 
 @pytest.mark.parametrize(
@@ -642,8 +642,8 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
     [
         (dict(advantage="terms"), "reward_terms: goes with --advantage terms"),
         (dict(reward_terms=("acc=1",)), "reward_terms: goes with --advantage terms"),
-        (dict(advantage="terms", reward_terms=("acc",)), "reward_terms: acc: write NAME=WEIGHT"),
-        (dict(advantage="terms", reward_terms=("acc=a",)), "reward_terms: acc=a: write NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: pass NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: pass NAME=WEIGHT"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
             "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
@@ -670,7 +670,7 @@ def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
     late = [scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]
     late[0].result["reward_extra_info"]["overlong_penalty"] = 0.0
     terms = dict(advantage="terms", reward_terms=("acc=1", "overlong_penalty=1"))
-    assert not teaches(late, **terms) and credit.set_advantages([late], config_of(**terms), decode)
+    assert not teaches(late, **terms) and algorithm.set_advantages([late], config_of(**terms), decode)
     assert late[0].advantage > 0 > late[1].advantage
 
 
@@ -689,7 +689,7 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
 def test_what_counts_as_right(acc, right):
     """PAPO takes its outcome from `acc` (None: no verdict); the sample beside it is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
-    credit.set_advantages([group], config_of(advantage="papo"), decode)
+    algorithm.set_advantages([group], config_of(advantage="papo"), decode)
     if right is None:
         assert group[0].advantage is None
     else:
@@ -949,7 +949,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(val_every=-1), "val_every: -1 must be at least 0"),
         (dict(keep_checkpoints=-1), "keep_checkpoints: -1 must be at least 0"),
         (dict(rollout_vllm_args="--a 'b"), "rollout_vllm_args: \"--a 'b\" cannot be read"),
-        (dict(overlong_buffer=9), "overlong_buffer: 9 must be from 1 to max_response_length 8; 0"),
+        (dict(overlong_buffer=9), "--overlong-buffer 9 is not between 1 and --max-response-length 8; pass 0"),
         (dict(reward_kwargs="{1"), "reward_kwargs: '{1' is not JSON, or no JSON object"),
         (dict(reward_kwargs="[1]"), "or no JSON object"),
         (
@@ -1028,7 +1028,7 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
     source = Path("grpo_trainer.py").read_text().replace("self.", "config.")
     source += inspect.getsource(PolicyOptions).replace("self.", "config.")
-    for name in ("policy.py", "credit.py", "algorithm.py"):
+    for name in ("policy.py", "algorithm.py"):
         source += Path(name).read_text().replace("options.", "config.")
     for name in ("run.py", "run_folder.py", "lora.py", "cluster/ranks.py"):
         source += Path(name).read_text()

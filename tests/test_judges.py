@@ -11,7 +11,7 @@ from test_group_rewards import served
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
-import credit
+import algorithm
 import judges
 from compute_score import close_session
 from policy import Sample
@@ -189,7 +189,7 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
     for result in results:
         whole = {"reward_score": result["score"], "reward_extra_info": result, "status": "ok"}
         group.append(Sample({}, [], [6], result=whole))
-    credit.set_advantages([group], config_of(advantage="papo"), None)
+    algorithm.set_advantages([group], config_of(advantage="papo"), None)
     good, fair, poor, silent, wrong = [sample.advantage for sample in group]
     assert good > fair > poor > wrong and silent is None
 

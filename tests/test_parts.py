@@ -227,9 +227,9 @@ print(sample.failure or [int(own) for own in sample.loss_mask])
 
 
 def test_credit_with_policy_and_algorithm(alone):
-    alone("credit.py")
+    alone("policy.py")
     code = """
-from credit import set_advantages
+from algorithm import set_advantages
 from policy import PolicyOptions, Sample
 def sample(score):
     result = {"reward_score": score, "reward_extra_info": {"score": score}, "status": "ok"}

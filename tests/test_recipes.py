@@ -230,7 +230,7 @@ def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
     assert config.clip_low is config.clip_high is None  # the loss's own
     own = LOSSES[config.loss]
-    config.clip_low, config.clip_high = own.clip_low, own.clip_high
+    config.clip_low, config.clip_high = own.clip.low, own.clip.high
     assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
 
 
