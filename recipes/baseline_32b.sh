@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The baseline with 32B (paper Table 1): GRPO on the rule alone. With JUDGE=HOST:PORT a judge measures the
-# flawed positives.
+# The baseline with 32B (paper Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT a judge also
+# measures the flawed positives.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 ranks of the policy, eight servers of two GPUs for
-# its rollouts. Weights and optimizer stay in the hosts' memory (260 to 520 GB on those of the ranks) between
-# their turns. Two nodes: --policy-ranks 8 --rollout-servers 4. `python -m tools.plan_run` with the trainer's
-# flags says what fits where.
+# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 policy ranks, and eight policy servers with two GPUs
+# each. Weights and optimizer states stay in host memory between updates (260 to 520 GB on the nodes of the
+# ranks). Two nodes: --policy-ranks 8 --rollout-servers 4. `python -m tools.plan_run` with the trainer's flags
+# shows what fits where.
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is written), 66 GB for the model.
 source "$(dirname "$0")/paths.sh"
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The baseline with 7B (paper Table 1): GRPO on the rule alone. With JUDGE=HOST:PORT a judge measures the
-# flawed positives.
+# The baseline with 7B (paper Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT a judge also
+# measures the flawed positives.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# One node with eight GPUs of 80 GB: four ranks of the policy, four servers for its rollouts. Several nodes:
-# docs/cluster.md. `python -m tools.plan_run` with the trainer's flags says what fits where.
+# One node with eight GPUs of 80 GB: four policy ranks and four policy servers. Several nodes:
+# docs/cluster.md. `python -m tools.plan_run` with the trainer's flags shows what fits where.
 # Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is written), 15 GB for the model.
 source "$(dirname "$0")/paths.sh"
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A discriminative reward model on GSM8K: its score is the reward, the rule only measures (reward/acc).
+# A discriminative reward model on GSM8K: its score is the reward, and reward/acc measures accuracy.
 #
 #   bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]
 #   bash recipes/disrm_gsm8k.sh Qwen/Qwen2.5-0.5B-Instruct Skywork/Skywork-Reward-V2-Qwen3-0.6B
 #
-# POLICY: any instruct model; REWARD_MODEL: any sequence classifier with one label that vLLM serves, with a chat
-# template in its tokenizer; both a folder or a hub name. For one GPU of 24 GB, which both share with the policy's
-# server; without a GPU the same command takes small models. It has not run as a whole yet, only a step with two toy
-# models. Watch whether reward/acc follows reward/score, or the policy has found out the model.
+# POLICY is any instruct model, and REWARD_MODEL any sequence classifier with one label that vLLM can serve and
+# whose tokenizer has a chat template; each is a folder or a hub name. The recipe is for one GPU of 24 GB, shared
+# with the policy's server; without a GPU it works with small models. It has not been run as a whole yet, only one
+# step with two toy models. If reward/acc does not follow reward/score, the policy is hacking the reward model.
 POLICY=${1:?give POLICY, a folder or a hub name} REWARD_MODEL=${2:?give REWARD_MODEL, a folder or a hub name}
 [ ! -d "$POLICY" ] || POLICY=$(realpath "$POLICY")
 [ ! -d "$REWARD_MODEL" ] || REWARD_MODEL=$(realpath "$REWARD_MODEL")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# FAPO with 1.5B on one GPU of 24 GB: adapters (LoRA) are trained, not the weights, and the policy, its vLLM
-# server and a small judge share the device. It needs a judge that was trained for this (genrm_4b.sh trains
-# one): JUDGE_MODEL=FOLDER.
+# FAPO with 1.5B on one GPU of 24 GB: LoRA training, with the policy, its vLLM server and a small judge
+# sharing the GPU. It needs a small judge that was trained for this, as genrm_4b.sh trains one:
+# JUDGE_MODEL=FOLDER.
 # Data: python prepare_data.py --tasks dapo aime24 --out-dir data
 #
-# What each takes by `python -m tools.plan_run` with the trainer's flags:
+# Memory by `python -m tools.plan_run` with the trainer's flags:
 #      6.24 GB  policy server: 3.55 of weights, room for 26,239 tokens (a sequence: 4,096): it fits
 #      3.84 GB  genrm: 0.99 of weights, room for 74,743 tokens (a sequence: 8,192): it fits
 #      3.70 GB  weights

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# FAPO with 32B (paper Table 1). The judge starts with the run; JUDGE=HOST:PORT takes one that runs already.
+# FAPO with 32B (paper Table 1). The run starts the judge; JUDGE=HOST:PORT uses a running one.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 ranks of the policy, six servers of two GPUs for
-# its rollouts, four judges. Weights and optimizer stay in the hosts' memory (260 to 520 GB on those of the
-# ranks) between their turns. Two nodes: --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. `python -m
-# tools.plan_run` with the trainer's flags says what fits where.
+# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 policy ranks, six policy servers with two GPUs each,
+# and four judges. Weights and optimizer states stay in host memory between updates (260 to 520 GB on the nodes
+# of the ranks). Two nodes: --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. `python -m tools.plan_run`
+# with the trainer's flags shows what fits where.
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is written), 66 GB for the model.
 source "$(dirname "$0")/paths.sh"
 

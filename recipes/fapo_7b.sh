@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# FAPO with 7B (paper Table 1). The judge starts with the run; JUDGE=HOST:PORT takes one that runs already.
+# FAPO with 7B (paper Table 1). The run starts the judge; JUDGE=HOST:PORT uses a running one.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# One node with eight GPUs of 80 GB: four ranks of the policy, two servers for its rollouts, two judges.
-# Several nodes: docs/cluster.md. `python -m tools.plan_run` with the trainer's flags says what fits where.
+# One node with eight GPUs of 80 GB: four policy ranks, two policy servers and two judges. Several
+# nodes: docs/cluster.md. `python -m tools.plan_run` with the trainer's flags shows what fits where.
 # Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is written), 15 GB for the model.
 source "$(dirname "$0")/paths.sh"
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# FAPO with 7B on one GPU of 80 GB: adapters (LoRA) are trained, not the weights, and the policy, its vLLM
-# server and the judge share the device. The batch is a quarter of the paper's, the learning rate ten times.
+# FAPO with 7B on one GPU of 80 GB: LoRA training, with the policy, its vLLM server and the judge sharing
+# the GPU. The batch is a quarter of the paper's, and the learning rate ten times the paper's.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# What each takes by `python -m tools.plan_run` with the trainer's flags:
+# Memory by `python -m tools.plan_run` with the trainer's flags:
 #     24.00 GB  policy server: 15.23 of weights, room for 70,306 tokens (a sequence: 10,240): it fits
 #     17.60 GB  genrm: 8.04 of weights, room for 32,695 tokens (a sequence: 28,672): it fits
 #     17.73 GB  weights

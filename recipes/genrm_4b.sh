@@ -2,9 +2,9 @@
 # The judge, GenRM-4B (paper Table 1 and eq. 7): GRPO on FAPO-Critic.
 # Data: python prepare_data.py --tasks critic --out-dir data
 #
-# One node with eight GPUs of 80 GB: four ranks of the policy, four servers for its rollouts. `python -m
-# tools.plan_run` with the trainer's flags says what fits where.
-# Disk: 2.4 TB in OUT (50 checkpoints of 48 GB, all kept as in the original, which chose an early one for its
+# One node with eight GPUs of 80 GB: four policy ranks and four policy servers. `python -m tools.plan_run`
+# with the trainer's flags shows what fits where.
+# Disk: 2.4 TB in OUT (50 checkpoints of 48 GB; all are kept, because the original chose an early one for its
 # short critiques; 150 GB with --keep-checkpoints 2), 8 GB for the model.
 source "$(dirname "$0")/paths.sh"
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# GSM8K without a GPU: any small instruct model, by folder or hub name, learns with GRPO from the rule and a
-# small share for the form of the answer (gsm8k_reward.py). What to expect, and how long: recipes/README.md.
+# GSM8K without a GPU: GRPO training of any small instruct model (a folder or a hub name) with the outcome
+# reward and a small format reward (gsm8k_reward.py). recipes/README.md has results and times.
 #
 #   bash recipes/gsm8k_laptop.sh HuggingFaceTB/SmolLM2-135M-Instruct [OUT_DIR] [FURTHER FLAGS]
 #   SOURCE_DIR=~/files bash recipes/gsm8k_laptop.sh ~/models/SmolLM2-135M-Instruct  # all from files: no network
 #
-# Problems of at most LONGEST characters (two of three take one or two sums), each after a worked example. Held
-# out are the first HELD_OUT such problems of the test set, before and after training.
+# It uses problems of at most LONGEST characters (two thirds of them need one or two sums), each after a worked
+# example. The first HELD_OUT such problems of the test set are evaluated before and after training.
 MODEL=${1:?give MODEL, a folder or a hub name}
 [ ! -d "$MODEL" ] || MODEL=$(realpath "$MODEL")
 RUN=${2:+$(realpath -m "$2")}

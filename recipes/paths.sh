@@ -1,6 +1,6 @@
-# Where the paper's recipes read and write, sourced by them: DATA (default: data) and OUT (default: outputs).
-# A Ray job runs in a copy of this folder, without data/, that is deleted afterwards: there both must be
-# named, on a file system that all nodes see.
+# The paper's recipes source this file: they read from DATA (default: data) and write to OUT (default: outputs).
+# A Ray job runs in a temporary copy of this folder, without data/, so it needs both variables, as paths on a
+# file system that all nodes see.
 set -euo pipefail
 case $PWD in */runtime_resources/*)
   how="a Ray job needs it: env DATA=/absolute/path OUT=/absolute/path bash recipes/..."

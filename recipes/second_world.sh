@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A run in the second world, whose flaws nobody planted, from one of the three starts that ship, as those of
+# A run in the second world, which has no planted flaws, from one of the three shipped checkpoints, as in
 # docs/evidence.md: forty steps, two minutes on a core with AVX-512. Further flags go to the trainer, where
-# the last one given wins, so that a reward function or an advantage of your own can stand beside these figures:
-#   bash recipes/second_world.sh 0 outputs/own0_fapo                 # FAPO from start 0, the oracle as judge
+# the last one wins, so that you can compare your own reward function or advantage with the results there:
+#   bash recipes/second_world.sh 0 outputs/own0_fapo                 # FAPO from start 0, with the oracle as the judge
 #   bash recipes/second_world.sh 1 outputs/own1_mine --seed 2 --reward-fn mine.py:score --advantage mine
 #   python -m toy.report --runs outputs/own1_fapo outputs/own1_mine    # a table of several
 source "$(dirname "$0")/toy_runs.sh"

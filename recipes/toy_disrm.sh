@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A discriminative reward model in the toy world: a classifier is trained and served by vLLM's /classify. A
-# policy learns from its score, another from FAPO's reward with it for a judge, a third, for a few steps, from it
-# and the judge that writes at once. SEED=1 bash recipes/toy_disrm.sh [FLAGS]
-# All seeds share the classifier; the flags go to all runs of the trainer. Measured: docs/classifier.md.
+# A discriminative reward model in the toy world: trains a classifier, serves it with vLLM's /classify, and trains
+# three policies: with its score as the reward, with FAPO and the classifier as the judge, and, for a few steps,
+# with both the classifier and the generative judge. SEED=1 bash recipes/toy_disrm.sh [FLAGS]
+# All seeds share the classifier, and the flags go to all runs of the trainer. Results: docs/classifier.md.
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0} CLASSIFIER_STEPS=${CLASSIFIER_STEPS:-600}
 CLASSIFIER=outputs/disrm/classifier
@@ -10,12 +10,12 @@ RUNS=outputs/disrm/seed$SEED
 rm -rf "$RUNS"  # of an earlier run
 mkdir -p "$RUNS"
 
-stage "1. The toy world, and a classifier that tells sound solutions from all others"
+stage "1. The toy world, and training a classifier of sound solutions"
 [ -f data/toy/judge/model.safetensors ] || python prepare_data.py --tasks toy --out-dir data/toy
 [ -f "$CLASSIFIER/tokenizer.json" ] ||
   python recipes/toy_classifier.py --out-dir "$CLASSIFIER" --steps "$CLASSIFIER_STEPS"
 
-stage "2. A policy that is paid its score, and one that is paid by FAPO with its verdict"
+stage "2. Training two policies: with the classifier's score, and with FAPO and the classifier as the judge"
 for name in classifier flagged; do
   train_policy data/toy "$SEED" "$RUNS/$name" \
     --genrm "$CLASSIFIER" --reward-model-task classify \
@@ -23,7 +23,7 @@ for name in classifier flagged; do
     --genrm-cpus 1 --genrm-vllm-args="--max-model-len 512" "$@"
 done
 
-stage "3. Two reward models at once, for a few steps: the judge that writes, as it ships, and the classifier"
+stage "3. Two reward models at once, for a few steps: the shipped judge and the classifier"
 train_policy data/toy "$SEED" "$RUNS/both" \
   --genrm judge=data/toy/judge classifier="$CLASSIFIER" --reward-model-task generate classify \
   --reward-model-tokenizer "$CLASSIFIER" --reward-fn recipes/toy_disrm_reward.py:compute_score_both \
