@@ -64,3 +64,13 @@ train_own() {  # train_own .../own[012] SEED OUT_DIR [FURTHER FLAGS]: from a sta
   train_policy "$1" "$2" "$3" --model "toy/models/${1##*/}" --max-response-length 112 \
     --total-steps 40 --val-every 0 --save-every 0 "${ORACLE[@]}" "${@:4}"
 }
+
+train_shop() {  # train_shop .../shop[012] SEED OUT_DIR [FURTHER FLAGS]: FAPO in the world with a tool
+  python grpo_trainer.py --model "toy/models/${1##*/}" --out-dir "$3" --seed "$2" \
+    --train-file "$1/shop_train.parquet" --val-file "$1/shop_test.parquet" \
+    --rollout-fn toy/shop_world.py:with_prices --reward-fn toy/shop_world.py:compute_score_fapo_oracle \
+    --reward-kwargs '{"call_cost": 0.03}' \
+    --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
+    --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
+    --val-every 20 --val-top-p 1 --num-threads 1 --samples-per-step 16 --num-reward-workers 1 "${@:4}"
+}

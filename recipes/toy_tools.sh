@@ -12,10 +12,4 @@ source "$(dirname "$0")/toy_runs.sh"
 WORLD=data/shop$1
 [ -f "$WORLD/shop_train.parquet" ] ||
   python -m toy.warm_start --kind shop --seed "$1" --models --out-dir "$WORLD"  # its rows, no models
-python grpo_trainer.py --model "toy/models/shop$1" --out-dir "$2" --seed 0 \
-  --train-file "$WORLD/shop_train.parquet" --val-file "$WORLD/shop_test.parquet" \
-  --rollout-fn toy/shop_world.py:with_prices --reward-fn toy/shop_world.py:compute_score_fapo_oracle \
-  --reward-kwargs '{"call_cost": 0.03}' \
-  --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
-  --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
-  --val-every 20 --val-top-p 1 --num-threads 1 --samples-per-step 16 --num-reward-workers 1 "${@:3}"
+train_shop "$WORLD" 0 "$2" "${@:3}"
