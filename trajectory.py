@@ -17,6 +17,7 @@ afterwards, functions in other processes.
 """
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import pickle
@@ -75,8 +76,10 @@ class Trajectory:
         self._rollouts = wave.rollouts
         self._session = secrets.token_hex(8)  # the router sends all turns of a session to the same server
         self._left = wave.rollouts.timeout  # seconds that the function may still take
+        self._expired: asyncio.Future | None = None  # done if it has taken them all
         self._working_since: float | None = None  # None: it waits for the policy, or has ended
         self._is_full = False
+        self._has_ended = False  # whatever the function has left running can add nothing more
 
     @property
     def turns(self) -> list[dict]:
@@ -108,8 +111,14 @@ class Trajectory:
         if "" in stop or max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate: stop {stop!r}, max_tokens {max_tokens!r}: a stop text must not be "
                              "empty, max_tokens must be at least 1")  # fmt: skip
-        if self._working_since is None:
-            raise RuntimeError("generate: the policy is writing this trajectory already, or it has ended")
+        for word in stop:
+            if any(token in word for token in self._rollouts.special):
+                raise ValueError(f"generate: stop {word!r} has a special token, which texts leave out; the "
+                                 "policy stops there only if the model's generation config has it as an "
+                                 "end token")  # fmt: skip
+        if self._is_full or self._has_ended:
+            await asyncio.sleep(TICK_S)  # a function that catches whatever is raised must not spin
+        self._check_open()
         limit = min(max_tokens or self.room, self.room)
         if limit < 1:
             self._end()
@@ -118,7 +127,9 @@ class Trajectory:
             turn = Turn(self._place, self.ids, limit, tuple(stop), self._session)
             ids, logprobs = await self._wave.ask(turn)
         finally:
-            self._working_since = time.monotonic()
+            if not self._has_ended:
+                self._working_since = time.monotonic()
+        self._check_open()
         text = self._rollouts.decode(ids)
         self._add("policy", text, ids, logprobs)
         self.stopped = first_stop(text, stop)
@@ -153,8 +164,7 @@ class Trajectory:
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
         """Add tokens as they are, which the policy did not write."""
-        if self._working_since is None:
-            raise RuntimeError("observe, reply, insert: the policy is writing, or the trajectory has ended")
+        self._check_open()
         if who == "policy":
             raise ValueError("insert: who is 'policy', which speaks by generate alone; give 'tool' or 'user'")
         if len(ids) > self.room:
@@ -170,6 +180,13 @@ class Trajectory:
         sample.rollout_logprobs += logprobs
         sample.loss_mask += [who == "policy"] * len(ids)
 
+    def _check_open(self):
+        if self._is_full:
+            raise NoRoom
+        if self._working_since is None:
+            raise RuntimeError("generate, observe, reply, insert: the policy is writing this trajectory "
+                               "already, or it has ended")  # fmt: skip
+
     def _end(self):
         self._is_full = True
         raise NoRoom
@@ -180,34 +197,41 @@ class Trajectory:
             self._sample.tool_seconds += time.monotonic() - self._working_since
         self._working_since = None
 
-    async def _run(self, function, arguments, file):
-        """The function, whose failure is its sample's. It has ended when this returns."""
+    def _close(self, call: asyncio.Task):
+        """End the trajectory with this call of the function, whose failure is its sample's alone."""
+        self._pause()
+        self._has_ended = True
         sample = self._sample
-        self._working_since = time.monotonic()
-        failure = None
-        try:
-            await function(**arguments)
-        except BaseException as error:  # SystemExit and groups of errors, too
-            is_ours = isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling()
-            if is_ours and self._left > 0:  # all calls are given up
-                raise
-            if not self._is_full:
-                failure = describe(error, file)
-        finally:
-            self._pause()
         sample.truncated = self._is_full
-        if self._is_full and not any(sample.loss_mask):
-            failure = "it left the policy no room: raise --max-response-length"
-        elif not any(sample.loss_mask) and not failure:
-            failure = "it ended before the policy had written anything: await trajectory.generate()"
-        try:
-            pickle.dumps(sample.info)
-        except Exception as error:
-            failure = failure or f"trajectory.info cannot be sent to the reward function: {describe(error)}"
-        if self._left <= 0:
+        sample.info = self.info
+        if not call.done():
             self._fail("timeout", f"it took over {self._rollouts.timeout:g} s, without the policy's time")
-        elif failure:
+            return
+        failure = self._failure_of(call)
+        if failure:
             self._fail("error", failure)
+
+    def _failure_of(self, call: asyncio.Task) -> str:
+        """What is wrong with a call that is done; empty if nothing is."""
+        if call.cancelled():
+            return "CancelledError: the function has cancelled its own task"
+        error = call.exception()
+        if isinstance(error, BaseExceptionGroup):  # of a TaskGroup: what is left without the want of room
+            error = error.split(NoRoom)[1]
+        if error and not isinstance(error, NoRoom):
+            return describe(error, self._rollouts.file)
+        has_spoken = any(self._sample.loss_mask)
+        if self._is_full and not has_spoken:
+            return "it left the policy no room: raise --max-response-length"
+        if not has_spoken:
+            return "it ended before the policy had written anything: await trajectory.generate()"
+        if not isinstance(self.info, dict):
+            return f"trajectory.info is {self.info!r:.60}; it must be a dict"
+        try:
+            pickle.dumps(self.info)
+        except Exception as problem:
+            return f"trajectory.info cannot be sent to the reward function: {describe(problem)}"
+        return ""
 
     def _fail(self, kind, message):
         info = {"error": f"rollout function: {message}"}
@@ -232,9 +256,9 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     offered = OFFERED
     if with_addresses:
         offered = OFFERED | ADDRESSES
-    taken = offered & signature.parameters.keys() - settings.keys()
+    taken = offered & signature.parameters.keys() - settings.keys() | {"trajectory"}
     try:
-        signature.bind(**dict.fromkeys(taken | {"trajectory"}), **settings)
+        signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
         raise ValueError(f"it cannot be called with `trajectory`, --rollout-kwargs, and what it names of "
                          f"{', '.join(sorted(offered))}: {error}") from None  # fmt: skip
@@ -286,6 +310,7 @@ class Rollouts:
         code = getattr(inspect.unwrap(function), "__code__", None)
         self.file = code.co_filename if code else ""
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.special = tokenizer.all_special_tokens
         added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
         self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 
@@ -298,12 +323,20 @@ class Rollouts:
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(Threads())
         self.beat = time.monotonic()  # when the loop was last seen to go on
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.is_closing = False
+        self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
         self.beating = asyncio.run_coroutine_threadsafe(self.keep_beating(), self.loop)
 
+    def run_loop(self):
+        while not self.is_closing:
+            # A task of the function that exits stops the loop, which then continues with the other tasks.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+
     def close(self):
+        self.is_closing = True
         self.beating.cancel()
         self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)
         self.thread.join(timeout=1.0)  # a tool may block it: nobody waits for that
@@ -445,14 +478,19 @@ class Wave:
                 row = sample.row
                 given = self.rollouts.models | {
                     "trajectory": trajectory,
-                    "prompt": row["prompt"],
+                    "prompt": row["prompt"],  # copied below: the samples of a group share a row
                     "ground_truth": row["reward_model"]["ground_truth"],
-                    "extra_info": copy.deepcopy(row.get("extra_info") or {}),  # the group's samples share it
+                    "extra_info": row.get("extra_info") or {},
                     "data_source": row["data_source"],
                     "step": step,
                 }
                 self.trajectories.append(trajectory)
-                self.arguments.append({name: given[name] for name in self.rollouts.names})
+                arguments = {}
+                for name in self.rollouts.names:
+                    arguments[name] = given[name]
+                    if name in ("prompt", "ground_truth", "extra_info"):
+                        arguments[name] = copy.deepcopy(given[name])
+                self.arguments.append(arguments)
         self.unfinished = len(self.trajectories)
 
     async def run(self):
@@ -470,21 +508,33 @@ class Wave:
 
     async def run_all(self):
         async with asyncio.TaskGroup() as self.tasks:
-            calls = []
+            trajectories = []
             for trajectory, arguments in zip(self.trajectories, self.arguments):
-                calls.append(self.tasks.create_task(self.one(trajectory, arguments)))
-            clock = self.tasks.create_task(self.count_seconds(calls))
-            await asyncio.wait(calls)
+                trajectories.append(self.tasks.create_task(self.one(trajectory, arguments)))
+            clock = self.tasks.create_task(self.count_seconds())
+            await asyncio.wait(trajectories)
             clock.cancel()
 
     async def one(self, trajectory, arguments):
-        await trajectory._run(self.rollouts.function, arguments | self.rollouts.settings, self.rollouts.file)
+        """A call of the function. It is a task of its own: nobody waits for one that does not end."""
+        trajectory._expired = asyncio.get_running_loop().create_future()
+        trajectory._working_since = time.monotonic()
+        call = asyncio.create_task(self.rollouts.function(**arguments, **self.rollouts.settings))
+        try:
+            await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
+            trajectory._close(call)
+        finally:
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())  # or asyncio prints it
+            call.cancel()
+        left = self.waiting.pop(trajectory._place, None)
+        if left:  # by a task that the function has started
+            left.answer.cancel()
         self.unfinished -= 1
         self.events.put(("finished", trajectory._sample))
         self.begin_round()
 
-    async def count_seconds(self, calls):
-        """Cancel the calls that have taken too long. A tick is at most TICK_S, or one call that blocks the
+    async def count_seconds(self):
+        """Ends the calls that have taken too long. A tick is at most TICK_S, or one call that blocks the
         loop would cost all the others their time."""
         last = time.monotonic()
         while True:
@@ -492,12 +542,12 @@ class Wave:
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)
             last = now
-            for trajectory, call in zip(self.trajectories, calls):
+            for trajectory in self.trajectories:
                 if trajectory._working_since is None:
                     continue
                 trajectory._left -= passed
-                if trajectory._left <= 0:
-                    call.cancel()
+                if trajectory._left <= 0 and not trajectory._expired.done():
+                    trajectory._expired.set_result(None)
 
     async def ask_servers(self, session, turn: Turn):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}

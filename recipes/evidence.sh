@@ -230,9 +230,9 @@ other_costs() {  # other_costs SEED START
   done
 }
 other_algorithms() {  # other_algorithms SEED START
+  shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
   shop "$2" prefix "$1" 0.03 --credit prefix
   shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
-  shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
 }
 tool_world() {  # in an order in which every beginning says something
   local seed start
@@ -247,8 +247,8 @@ tool_world() {  # in an order in which every beginning says something
     done
   done
   for seed in $SEEDS; do
-    for start in 0 1 2; do other_costs "$seed" $start; done
     for start in 0 1 2; do other_algorithms "$seed" $start; done
+    for start in 0 1 2; do other_costs "$seed" $start; done
   done
   all_done
 }

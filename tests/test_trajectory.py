@@ -346,6 +346,153 @@ def test_a_function_that_cannot_be_called_is_rejected(function, message, tokeniz
         Rollouts(function, tokenizer)
 
 
+async def fails_soon():
+    await asyncio.sleep(0.02)
+    raise LookupError("no such shop")
+
+
+def test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody(model, tokenizer):
+    """Its child goes on asking for turns; the others are still there, and wait at different times."""
+    ended = {}
+
+    async def keeps_asking(trajectory):
+        while True:
+            with contextlib.suppress(Exception):
+                await trajectory.generate(max_tokens=2)
+            await asyncio.sleep(0.01)
+
+    async def function(trajectory):
+        await trajectory.generate(max_tokens=2)
+        if trajectory.number == 0:
+            await asyncio.gather(keeps_asking(trajectory), fails_soon())
+        for _ in range(3):
+            await asyncio.sleep(0.05 * trajectory.number)
+            await trajectory.generate(max_tokens=2)
+
+    def finished(sample):
+        ended[id(sample)] = list(sample.response_ids)
+
+    samples = rolled_out(function, model, tokenizer, eos_ids=(), finished=finished)
+    for number, sample in enumerate(samples):
+        assert sample.response_ids == ended[id(sample)]
+        if number % 4:
+            assert len(sample.response_ids) == 8 and not sample.failure
+        else:
+            assert sample.failure == "error" and "no such shop" in str(sample.result)
+
+
+SWALLOWED = []
+
+
+async def swallows(trajectory):
+    await trajectory.generate(max_tokens=2)
+    for _ in range(100 if trajectory.number == 0 else 0):  # that many times it cannot be cancelled
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+        SWALLOWED.append(trajectory.number)
+
+
+async def cancels_its_own_task(trajectory):
+    await trajectory.generate(max_tokens=2)
+    if trajectory.number == 0:
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+
+
+async def exits_in_a_task(trajectory):
+    async def exits():
+        sys.exit(3)
+
+    await trajectory.generate(max_tokens=2)
+    if trajectory.number == 0:
+        await asyncio.gather(exits(), asyncio.sleep(0.1))
+
+
+async def cleans_up_badly(trajectory):
+    try:
+        await trajectory.generate(max_tokens=2)
+        while trajectory.number == 0:
+            trajectory.observe("7")
+    finally:
+        assert trajectory.room, "the game cannot be closed"
+
+
+ESCAPES = [
+    (swallows, "timeout", "over 0.3 s"),
+    (cancels_its_own_task, "error", "CancelledError"),
+    (exits_in_a_task, "error", "SystemExit: 3"),
+    (cleans_up_badly, "error", "the game cannot be closed"),
+]
+
+
+@pytest.mark.parametrize("function, failure, message", ESCAPES)
+def test_no_way_of_failing_escapes_its_sample(function, failure, message, model, tokenizer):
+    samples = rolled_out(function, model, tokenizer, eos_ids=(), timeout=0.3, length=9)
+    for number, sample in enumerate(samples):
+        if number % 4:
+            assert not sample.failure and len(sample.response_ids) == 2
+        else:
+            assert sample.failure == failure and message in sample.result["reward_extra_info"]["error"]
+    assert len(SWALLOWED) < 100  # nobody waits until a function gives in
+
+
+def test_after_its_end_for_want_of_room_nothing_more_is_added(model, tokenizer):
+    async def goes_on(trajectory):
+        await trajectory.generate(max_tokens=2)
+        for add in (lambda: trajectory.observe("7" * 20), lambda: trajectory.observe("7")):
+            with contextlib.suppress(BaseException):
+                add()
+        with contextlib.suppress(BaseException):
+            await trajectory.generate(max_tokens=2)
+
+    samples = rolled_out(goes_on, model, tokenizer, eos_ids=(), length=9)
+    assert all(sample.truncated and len(sample.response_ids) == 2 for sample in samples)
+
+
+def test_info_may_be_replaced_and_must_be_a_dict(model, tokenizer):
+    async def replaces(trajectory):
+        await trajectory.generate(max_tokens=2)
+        trajectory.info = {"won": True}
+        if trajectory.number == 0:
+            trajectory.info = None
+
+    samples = rolled_out(replaces, model, tokenizer, eos_ids=())
+    for number, sample in enumerate(samples):
+        if number % 4:
+            assert sample.info == {"won": True} and not sample.failure
+        else:
+            assert sample.failure == "error" and "info" in sample.result["reward_extra_info"]["error"]
+
+
+def test_a_stop_text_that_can_never_appear_is_rejected(model, tokenizer):
+    async def stops(trajectory):
+        await trajectory.generate(stop="7<|end|>")
+
+    for sample in rolled_out(stops, model, tokenizer):
+        assert "special token" in sample.result["reward_extra_info"]["error"]
+
+
+def test_a_function_that_takes_anything_gets_the_trajectory(model, tokenizer):
+    async def takes_anything(**given):
+        assert given.keys() == {"trajectory", "cost"}
+        await given["trajectory"].generate(max_tokens=2)
+
+    samples = rolled_out(takes_anything, model, tokenizer, settings={"cost": 1})
+    assert not any(sample.failure for sample in samples)
+
+
+def test_what_a_call_changes_of_its_row_no_other_call_sees(model, tokenizer):
+    async def changes(trajectory, prompt, extra_info):
+        assert prompt == [{"role": "user", "content": "?"}]
+        prompt[0]["content"] = "changed"
+        prompt.append("more")
+        await trajectory.generate(max_tokens=2)
+
+    samples = rolled_out(changes, model, tokenizer)
+    assert not any(sample.failure for sample in samples)
+    assert ROW["prompt"] == [{"role": "user", "content": "?"}]
+
+
 # ---- what is learnt
 
 
@@ -366,6 +513,7 @@ LOSSES = [
     dict(tis_cap=1.5),
     dict(kl_coef=0.1),
     dict(mini_batch_size=1),
+    dict(lora_rank=2, kl_coef=0.1),
 ]
 
 
