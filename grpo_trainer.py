@@ -18,18 +18,20 @@ Left out: a critic model, prompts with images.
 Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
+import inspect
 import os
 import random
+import re
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from importlib.util import find_spec
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
 import huggingface_hub
 import tyro
@@ -46,61 +48,90 @@ from run_folder import mean, no_verdict_rate, reward_metrics, rollout_metrics, v
 
 @dataclass(kw_only=True)
 class Config(reward_loop.RewardOptions, PolicyOptions):
-    """A run of the trainer. How the policy learns: PolicyOptions; how it is rewarded: RewardOptions."""
+    """Settings of a training run, including those of the reward loop and of the policy."""
 
-    train_file: str | tuple[str, ...]  # Training rows, parquet or JSONL (as prepare_data.py writes them).
-    out_dir: str  # Folder of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
-    val_file: tuple[str, ...] = ()  # Files of validation rows; gpqa.parquet:4 takes 4 samples of each row.
+    # Training data: parquet or JSONL files with rows as prepare_data.py writes them.
+    train_file: str | tuple[str, ...]
+    # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
+    out_dir: str
+    # Validation data in the format of --train-file; FILE:4 takes 4 samples of each row of FILE.
+    val_file: tuple[str, ...] = ()
+    # JSON object of arguments for the policy's chat template, such as '{"enable_thinking": false}'.
+    chat_template_kwargs: str = "{}"
+    # Longest prompt in tokens; rows with longer prompts are dropped before the first step.
+    max_prompt_length: int = 2048
 
-    reward_mode: Literal["standalone", "colocate"] = "standalone"  # colocate: all rollouts, then all scores.
-    max_no_verdict_rate: float = 0.5  # Stop when more of the samples that needed a verdict have none.
-    max_idle_steps: int = 10  # Stop after so many steps in a row in which no group taught anything; 0: never.
-    overlong_buffer: int = 4096  # The last so many tokens cost a growing penalty; 0: no penalty.
-    overlong_factor: float = 1.0  # Penalty of a response of full length.
+    # When samples are scored: standalone, each when its rollout ends; colocate, all after the last rollout.
+    reward_mode: Literal["standalone", "colocate"] = "standalone"
+    # Stop the run if more than this fraction of the samples that need a verdict have none.
+    max_no_verdict_rate: float = 0.5
 
-    total_steps: int = 200  # Training steps; 0: evaluate and stop.
-    train_batch_size: int = 512  # Prompts per step (P).
-    group_size: int = 8  # Samples per prompt (G).
-    chat_template_kwargs: str = "{}"  # For the policy's chat template: '{"enable_thinking": false}'.
-    max_prompt_length: int = 2048  # Rows with longer prompts (tokens) are dropped before the first step.
-    dynamic_sampling: bool = False  # Replace groups that teach nothing, as all scores are equal (DAPO).
-    max_refills: int = 10  # Rounds of replacement per step, at most.
-    lr_warmup_steps: int = 10  # Steps over which the learning rate rises linearly.
+    # Sampler of the policy: hf, in the trainer's process; vllm, on servers; auto: hf on a CPU without
+    # ranks and --overlap, vllm otherwise.
+    rollout: Literal["auto", "hf", "vllm"] = "auto"
+    # Rollout function FILE:NAME, an async function for turns, tools or environments (docs/rollouts.md).
+    rollout_fn: str | None = None
+    rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
+    # Seconds that --rollout-fn may take per sample, without the time in which the policy writes.
+    rollout_timeout: float = 600.0
+    rollout_servers: int = 1  # Number of vLLM servers of the policy.
+    rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
+    # Fraction of a GPU for each vLLM server of the policy; below 1, other processes can use the rest.
+    rollout_gpu_share: float = 1.0
+    # CPU cores for the vLLM servers of the policy, such as "0,1"; default: all cores, divided evenly.
+    rollout_cpus: str = ""
+    # Arguments for the vLLM servers of the policy: --rollout-vllm-args="--max-num-seqs 64".
+    rollout_vllm_args: str = ""
+    rollout_batch_size: int = 512  # Number of sequences that a sampler generates at a time.
+    group_size: int = 8  # Number of samples per prompt.
+    # Roll out and score the next step during the update, with weights that are one step old.
+    overlap: bool = False
+    # Stop the run if rollout/logprob_diff exceeds this bound, or twice this bound with --overlap.
+    max_logprob_diff: float = 0.2
 
-    rollout: Literal["auto", "hf", "vllm"] = "auto"  # hf: in this process. vllm: servers. auto: hf if it can.
-    rollout_fn: str | None = None  # As FILE:NAME: an async function of several turns; docs/rollouts.md.
-    rollout_kwargs: str = "{}"  # JSON object: keyword arguments for every call of --rollout-fn.
-    rollout_timeout: float = 600.0  # Seconds that it may take for a sample, without the policy's time.
-    rollout_servers: int = 1  # Number of vLLM servers for --rollout vllm.
-    rollout_tensor_parallel: int = 1  # GPUs of each of them.
-    rollout_gpu_share: float = 1.0  # Share of a GPU that each of them takes; below 1 others can use the rest.
-    rollout_cpus: str = ""  # On CPU: cores for those servers, such as "1"; default: all, shared out evenly.
-    rollout_vllm_args: str = ""  # Their vLLM arguments: --rollout-vllm-args="--max-num-seqs 64".
-    rollout_batch_size: int = 512  # Sequences generated at once, by each server.
-    max_logprob_diff: float = 0.2  # Stop when rollout/logprob_diff is larger; with --overlap twice as much.
-    overlap: bool = False  # Roll out and judge the next step during the update, from weights one step old.
+    # Replace groups without a learning signal by groups of further prompts (DAPO).
+    dynamic_sampling: bool = False
+    max_refills: int = 10  # Number of times per step that --dynamic-sampling may draw further prompts.
+    # Stop the run after this many consecutive steps without a learning signal; 0: never.
+    max_idle_steps: int = 10
+    # Number of tokens before the length limit in which the length penalty grows (DAPO); 0: no penalty.
+    overlong_buffer: int = 4096
+    overlong_factor: float = 1.0  # Length penalty of a response that reaches the length limit.
 
-    val_every: int = 10  # Steps between evaluations; 0: only those before and after training.
-    val_before_train: bool = True  # Evaluate before the first step, too.
-    val_n: int = 1  # Samples per validation row (k of mean@k, maj@k, pass@k).
-    val_temperature: float = 1.0  # Sampling temperature in evaluation; 0: greedy.
-    val_top_p: float = 0.7  # Nucleus of sampling in evaluation.
-    val_greedy: bool = False  # Evaluate greedily as well, once per row (val/<data_source>/greedy).
+    total_steps: int = 200  # Number of training steps; 0: only evaluate.
+    train_batch_size: int = 512  # Number of prompts per step.
+    lr_warmup_steps: int = 10  # Number of steps in which the learning rate rises linearly to --lr.
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where the policy is; auto: GPUs where Ray has some.
-    policy_ranks: int = 1  # Processes that hold the policy together (FSDP2), Ray actors with a GPU each.
-    policy_gpu_share: float = 1.0  # Share of a GPU that each of them takes.
-    policy_offload: bool = False  # Keep the ranks' weights and Adam in the host's memory: slower.
-    max_restarts: int = 3  # How often ranks are started anew from the newest checkpoint when one dies.
-    num_threads: int = 0  # CPU threads of torch; 0: its own choice, 1 is fastest for tiny models.
+    val_every: int = 10  # Number of steps between evaluations; 0: evaluate only before and after training.
+    val_before_train: bool = True  # Evaluate before the first step.
+    val_n: int = 1  # Number of samples per validation row (the k of mean@k, maj@k and pass@k).
+    val_temperature: float = 1.0  # Sampling temperature in evaluations; 0: greedy decoding.
+    val_top_p: float = 0.7  # Nucleus sampling (top-p) in evaluations.
+    # Evaluate with greedy decoding as well, with one sample per row (val/<data_source>/greedy).
+    val_greedy: bool = False
 
-    save_every: int = 20  # Steps between checkpoints; 0: only the last, and where the run stops or fails.
-    keep_checkpoints: int = 2  # Older checkpoints are deleted; 0: keep all.
-    resume: Literal["never", "auto"] = "never"  # auto: go on from the newest checkpoint in out_dir, if any.
-    samples_per_step: int = 8  # Samples of each data source written to samples.jsonl, in whole groups.
-    tensorboard: bool = False  # Write the metrics for TensorBoard too (out_dir/tensorboard).
-    wandb: bool = False  # Send the metrics to Weights & Biases too (WANDB_PROJECT, default "fapo").
-    dry_run: bool = False  # Check everything, print the whole configuration, and stop.
+    # Number of steps between checkpoints; 0: only after the last step, or if the run stops or fails.
+    save_every: int = 20
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: all.
+    # Whether to resume: never; auto, from the newest checkpoint in --out-dir if there is one.
+    resume: Literal["never", "auto"] = "never"
+    # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
+    samples_per_step: int = 8
+    tensorboard: bool = False  # Write the metrics for TensorBoard as well, to tensorboard/ in --out-dir.
+    # Send the metrics to Weights & Biases as well (project WANDB_PROJECT, by default "fapo").
+    wandb: bool = False
+    dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
+
+    # Device of the policy; auto: GPUs if the Ray cluster has any.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
+    policy_ranks: int = 1
+    policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
+    # Keep the weights and the optimizer state of the ranks in host memory, which is slower.
+    policy_offload: bool = False
+    max_restarts: int = 3  # Number of times that ranks which died are restarted from the newest checkpoint.
+    # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
+    num_threads: int = 0
 
     above_0 = (
         *reward_loop.RewardOptions.above_0,
@@ -520,8 +551,75 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
     return batch.groups
 
 
+# ---- the command line
+
+# The settings by the groups of --help. A name that ends in _ stands for all settings that begin with it.
+GROUPS = {
+    "data": "val_file chat_template_kwargs max_prompt_length seed",
+    "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
+        http_retries max_no_verdict_rate""",
+    "judge": "genrm genrm_ router_address reward_model_",
+    "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
+    "algorithm": """advantage credit loss reward_terms prefix_ clip_ tis_cap kl_coef entropy_coef overlong_
+        dynamic_sampling max_refills max_idle_steps""",
+    "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
+        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
+    "model": "max_positions trust_remote_code lora_",
+    "evaluation": "val_",
+    "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
+    "hardware": "device policy_ max_restarts num_threads",
+}
+
+
+def group_of(setting: Field) -> str:
+    if setting.default is MISSING:
+        return "required"
+    for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
+        for group, names in GROUPS.items():
+            if prefix in names.split():  # the whole name first: val_file is data, all other val_ evaluation
+                return group
+    return "other"
+
+
+def help_texts(config: type) -> dict[str, str]:
+    """Read the help of each setting: the comment at the end of its line, or else those above it."""
+    texts = {}
+    for kind in reversed(config.__mro__[:-1]):
+        above = []
+        for line in inspect.getsource(kind).splitlines():
+            code, _, comment = line.partition("# ")
+            setting = re.match(r"    (\w+): ", code)
+            if setting:
+                texts[setting[1]] = comment or " ".join(above)
+            if code.strip() or not comment:
+                above = []
+            else:
+                above.append(comment)
+    return texts
+
+
+def parse_command_line(config: type = Config, args: list[str] | None = None) -> Config:
+    """Parse the command line. --help shows the settings in groups, the required ones first."""
+    hints = get_type_hints(config, include_extras=True)
+    texts = help_texts(config)
+    groups = {group: [] for group in ("required", *GROUPS, "other")}
+    for setting in fields(config):
+        hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
+        groups[group_of(setting)].append((setting.name, hint, field(default=setting.default)))
+    boxes = []
+    for group, settings in groups.items():
+        if settings:
+            boxes.append((group, make_dataclass(group, settings, kw_only=True)))
+    grouped = tyro.conf.OmitArgPrefixes[make_dataclass("Grouped", boxes)]
+    parsed = tyro.cli(grouped, description=__doc__, args=args)
+    values = {}
+    for box in vars(parsed).values():
+        values |= vars(box)
+    return config(**values)
+
+
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = parse_command_line()
     try:
         models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
         if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub

@@ -51,36 +51,49 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # ch
 class PolicyOptions:
     """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
 
-    model: str  # Folder of the policy (Hugging Face format), or a hub name such as Qwen/Qwen2.5-Math-7B.
-    trust_remote_code: bool = False  # Run code that comes with the model's folder.
-    max_positions: int = 0  # Sets the model's max_position_embeddings; 0: as its config.json says.
+    model: str  # Model of the policy: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
+    trust_remote_code: bool = False  # Run code that comes with the model.
+    max_positions: int = 0  # Value that replaces the model's max_position_embeddings; 0: keep the model's.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    max_response_length: int = 8192  # A rollout is cut after this many tokens.
-    mini_batch_size: int = 32  # Prompts per optimizer update, at most.
+    max_response_length: int = 8192  # Longest response in tokens; longer rollouts are cut off.
+    mini_batch_size: int = 32  # Largest number of prompts per optimizer update.
 
-    advantage: Literal[tuple(ADVANTAGES)] = "grpo"  # docs/algorithms.md has all of them in one table.
-    reward_terms: tuple[str, ...] = ()  # terms: the function's numbers, weighted: acc=1 flawed_positive=-0.5
-    prefix_reward: float = 0.5  # vppo: what the tokens of a good prefix are worth (alpha).
-    prefix_cut: float = 1.0  # vppo: the last tokens of a good prefix not rewarded, in lengths of the prompt.
-    credit: Literal["sample", "prefix"] = "sample"  # prefix: no blame before the first wrong paragraph.
-    loss: Literal[tuple(LOSSES)] = "clip"  # Ratio per token, per sequence, or as a constant weight.
-    clip_low: float | None = None  # Lower clip range of the ratio; default: 0.2, gspo 0.0003, cispo 1.
-    clip_high: float | None = None  # Upper clip range (clip-higher); default: 0.28, gspo 0.0004, cispo 4.
-    clip_c: float = 10.0  # Dual clip of --loss clip, above 1: bound on the ratio of negative advantages.
-    tis_cap: float | None = None  # Cap of the importance weights of rollouts; default: off, 2 with --overlap.
-    kl_coef: float = 0.0  # Weight of the KL divergence to --model as it was; 0: no second model is loaded.
-    entropy_coef: float = 0.0  # Weight of an entropy bonus.
+    # How rewards become advantages; docs/algorithms.md describes the choices.
+    advantage: Literal[tuple(ADVANTAGES)] = "grpo"
+    # Weights of reward components for --advantage terms: acc=1 flawed_positive=-0.5.
+    reward_terms: tuple[str, ...] = ()
+    prefix_reward: float = 0.5  # Reward of the tokens of a good prefix with --advantage vppo (its alpha).
+    # With --advantage vppo: tokens at the end of a good prefix that earn nothing, in prompt lengths.
+    prefix_cut: float = 1.0
+    # Whether negative advantages apply to the whole sample, or only after its good prefix.
+    credit: Literal["sample", "prefix"] = "sample"
+    # Importance ratio of the loss: clip, per token; gspo, per sequence; cispo, as a constant weight.
+    loss: Literal[tuple(LOSSES)] = "clip"
+    # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
+    clip_low: float | None = None
+    # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
+    clip_high: float | None = None
+    clip_c: float = 10.0  # Dual clip of --loss clip: bound of the ratio for negative advantages, above 1.
+    # Cap of the importance weights that correct for the sampler; default: off, or 2 with --overlap.
+    tis_cap: float | None = None
+    # Weight of the KL divergence from the initial --model; 0: off, without a second model in memory.
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0  # Weight of the entropy bonus.
 
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
-    adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates; 0.9 0.95 is steadier in short runs.
-    weight_decay: float = 0.1  # AdamW's weight decay.
-    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
-    lora_rank: int = 0  # Train adapters of this rank (LoRA), not the weights; they want 5-10 times the --lr.
-    lora_alpha: int = 0  # Scale of the adapters, times rank; 0: twice the rank.
-    lora_targets: tuple[str, ...] = ("all-linear",)  # Layers with an adapter, or names such as q_proj v_proj.
-    max_tokens_per_micro_batch: int = 0  # Tokens of one pass, with padding; 0: 16384 on a GPU, 2048 on CPU.
-    gradient_checkpointing: bool = False  # Compute activations again in the backward pass: less memory.
-    seed: int = 0  # Seed of data order and sampling, and of new adapters.
+    # Decay rates of AdamW; 0.9 0.95 is more stable in short runs.
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.1  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # Gradient norm above which gradients are scaled down.
+    # Rank of LoRA adapters, which train instead of the weights and need 5 to 10 times the --lr; 0: off.
+    lora_rank: int = 0
+    lora_alpha: int = 0  # LoRA alpha: adapters are scaled by alpha / rank; 0: 2 x rank.
+    # Layers with LoRA adapters: all-linear, or names such as q_proj v_proj.
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    # Tokens per forward and backward pass, with padding; 0: 16384 on a GPU, 2048 on a CPU.
+    max_tokens_per_micro_batch: int = 0
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
+    seed: int = 0  # Seed of data order, sampling and new adapters.
 
 
 @dataclass

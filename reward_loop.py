@@ -70,25 +70,39 @@ log = logging.getLogger("reward_loop")
 class RewardOptions:
     """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
 
-    reward_fn: str | None = None  # As FILE:NAME; default: the rule, or a discriminative model's score.
-    reward_kwargs: str = "{}"  # JSON object: keyword arguments for every call, such as '{"penalty": 0.5}'.
-    router_address: tuple[str, ...] = ()  # Running reward model, as host:port; several: NAME=host:port each.
-    genrm: tuple[str, ...] = ()  # Reward model to start: PATH or hub name; several: NAME=PATH, main first.
-    genrm_servers: int = 1  # vLLM servers for each model of --genrm.
-    genrm_tensor_parallel: int = 1  # GPUs of each of them.
-    genrm_gpu_share: float = 1.0  # Share of a GPU for each of them; below 1 also of its memory.
-    genrm_cpus: str = ""  # On CPU: their cores, such as 0,1; default: all, shared out evenly.
-    genrm_vllm_args: str = ""  # Their vLLM arguments, with a =: --genrm-vllm-args="--max-num-seqs 64".
-    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)  # For all, or one each.
-    reward_model_tokenizer: str | None = None  # Path, for functions that need one; default: that of --genrm.
-    # Ray workers; 0: one on each node, two at least.
+    # Reward function FILE:NAME; default: the outcome rule, or the score of a discriminative model.
+    reward_fn: str | None = None
+    # JSON object of arguments for every call of --reward-fn, such as '{"penalty": 0.5}'.
+    reward_kwargs: str = "{}"
+    # Address host:port of a reward model that is running; several: NAME=host:port each.
+    router_address: tuple[str, ...] = ()
+    # Reward model to start: a folder or hub name; several: NAME=PATH each, the main one first.
+    genrm: tuple[str, ...] = ()
+    genrm_servers: int = 1  # Number of vLLM servers per --genrm model.
+    genrm_tensor_parallel: int = 1  # Number of GPUs per vLLM server of --genrm.
+    genrm_gpu_share: float = 1.0  # Fraction of a GPU, and of its memory, for each vLLM server of --genrm.
+    # CPU cores for the vLLM servers of --genrm, such as 0,1; default: all cores, divided evenly.
+    genrm_cpus: str = ""
+    # Arguments for the vLLM servers of --genrm: --genrm-vllm-args="--max-num-seqs 64".
+    genrm_vllm_args: str = ""
+    # Task of the reward models: one for all models, or one for each.
+    reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
+    # Tokenizer folder for reward functions that need one; default: the tokenizer of --genrm.
+    reward_model_tokenizer: str | None = None
+    # Number of Ray workers that score samples; 0: one per node, and at least two.
     num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
-    sync_processes: int = 0  # Grading processes per worker, for a sync function; 0 shares the cores out.
-    timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0  # Seconds a call; then "timeout".
-    max_in_flight: int | None = None  # Calls at once in the whole cluster; default: 128 per judge's server.
-    max_rpm: float | None = None  # Calls of the function per minute in the whole cluster, evenly paced.
-    http_retries: int = 6  # Further tries of a call that raised a broken connection, HTTP 408, 429, 5xx.
-    max_no_verdict_rate: float = 0.2  # Stop when more of the samples that needed a verdict have none.
+    # Number of grading processes per worker for a reward function without async; 0: by CPU cores.
+    sync_processes: int = 0
+    # Seconds that a call of --reward-fn may take; after that the sample has the status "timeout".
+    timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0
+    # Concurrent calls in the cluster; default: 128 per server of the main reward model, else 2048.
+    max_in_flight: int | None = None
+    # Calls of --reward-fn per minute in the whole cluster, evenly paced; default: no limit.
+    max_rpm: float | None = None
+    # Number of retries of a call that raised a broken connection or HTTP 408, 429 or 5xx.
+    http_retries: int = 6
+    # Stop if more than this fraction of the samples that need a verdict have none.
+    max_no_verdict_rate: float = 0.2
 
     # Of the numbers, which may otherwise be 0. No fields: they have no type.
     above_0 = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout", "max_in_flight",

@@ -442,6 +442,36 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     ]
 
 
+def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")  # a wider terminal gets several columns
+    with pytest.raises(SystemExit):
+        grpo_trainer.parse_command_line(args=["--help"])
+    said = capsys.readouterr().out.partition("show this help message")[2]  # without the header's example
+    settings = dataclasses.fields(grpo_trainer.Config)
+    shown = []
+    for line in said.splitlines():
+        text = line.strip("│| ")
+        if text.startswith("--"):
+            shown += re.findall(r"--([\w-]+)", text.split("  ")[0])
+    for setting in settings:
+        assert shown.count(setting.name.replace("_", "-")) == 1, setting.name
+    assert re.findall(r"\W(\w+) options\W", said) == ["required", *grpo_trainer.GROUPS]
+    texts = grpo_trainer.help_texts(grpo_trainer.Config)
+    assert all(len(texts[setting.name]) > 10 and texts[setting.name][-1] == "." for setting in settings)
+    assert said.index("--model ") < said.index("--train-file ") < said.index("--out-dir ")
+    assert said.index("--out-dir ") < said.index("data options") < said.index("--val-file ")
+
+
+def test_the_command_line_in_groups_gives_the_configuration():
+    needed = ["--model", "m", "--train-file", "a", "b", "--out-dir", "o"]
+    flags = ["--num-reward-workers", "3", "--val-greedy", "--lora-targets", "q_proj", "v_proj"]
+    config = grpo_trainer.parse_command_line(args=[*needed, *flags])
+    expected = grpo_trainer.Config(
+        model="m", train_file=("a", "b"), out_dir="o", num_workers=3, val_greedy=True,
+        lora_targets=("q_proj", "v_proj"))  # fmt: skip
+    assert config == expected and type(config) is grpo_trainer.Config
+
+
 def test_checkpoints_are_written_now_and_then_by_default():
     config = grpo_trainer.Config(model="m", train_file="t", out_dir="o")
     assert 0 < config.save_every <= 50

@@ -287,7 +287,7 @@ def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(Config, args=["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Grading processes per worker" in shown and "Whose name is not inherited" in shown
+    assert "Number of grading processes per worker" in shown and "Whose name is not inherited" in shown
 
 
 # ---- what the function may do
