@@ -452,7 +452,7 @@ def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(mo
     for line in said.splitlines():
         text = line.strip("│| ")
         if text.startswith("--"):
-            shown += re.findall(r"--([\w-]+)", text.split("  ")[0])
+            shown += re.findall(r"--([\w-]+)(?=[ ,]|$)", text.split("  ")[0])
     for setting in settings:
         assert shown.count(setting.name.replace("_", "-")) == 1, setting.name
     assert re.findall(r"\W(\w+) options\W", said) == ["required", *grpo_trainer.GROUPS]
