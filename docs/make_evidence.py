@@ -164,6 +164,8 @@ def collect(folder: Path) -> list[dict]:
     """One dict a run, in the order of their names. Raises ValueError for a run that is not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
+        if path.parent.parent.name.startswith("shop"):  # docs/make_shop.py collects these
+            continue
         metrics = read_metrics(path.parent)
         algorithm, _, seed = path.parent.name.partition("_seed")
         before, after = (

@@ -2,9 +2,10 @@
 # The evidence. The first world: the demo's comparison over three warm starts and three seeds each, with the
 # served judge, the oracle and PAPO; the algorithms beside one another; other penalties; reward hacking of a
 # narrow judge; a weak start. The second: the algorithms from three starts whose flaws are the policy's own; what
-# each is told; learning rates, KL, penalties; a teacher; judges that overlook, and two that are served.
-# WORLDS="first second" has both; what is finished is not run again, so it can be stopped and started anew. Ends
-# with docs/make_evidence.py, which writes docs/evidence/.
+# each is told; learning rates, KL, penalties; a teacher; judges that overlook, and two that are served. The
+# third (tools): outcome reward and FAPO at four costs of a call, and other advantages.
+# WORLDS="first second tools" runs all of them; finished runs are not repeated, so the script can be stopped and
+# started again. It ends with docs/make_evidence.py and docs/make_shop.py, which write docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=$(realpath -m "${OUT:-outputs/evidence}")
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would say what OMP_NUM_THREADS says
@@ -254,8 +255,9 @@ tool_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps). What is done is not run again."
+echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps), the third 1 (99 runs)."
+echo "Finished runs are not repeated."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
-[[ " $WORLDS " != *" tools "* ]] || tool_world
-python docs/make_evidence.py --runs "$OUT"
+[[ " $WORLDS " != *" tools "* ]] || { tool_world; python docs/make_shop.py --runs "$OUT"; }
+[[ $WORLDS == tools ]] || python docs/make_evidence.py --runs "$OUT"

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import compute_score
+import grpo_trainer
 import reward_loop
 from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
@@ -350,6 +351,51 @@ def test_the_second_worlds_tables(tmp_path):
 def write_run(folder, lines):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
+    module = load("docs/make_shop")
+    runs = module.read()
+    made = module.tables(runs, module.evidence.read())
+    found = []
+    for page in module.PAGES:
+        text = page.read_text()
+        assert module.fill(text, made) == text, f"{page.name}: run python docs/make_shop.py"
+        found += re.findall(r"<!-- runs: ([\w ]+) -->", text)
+    assert sorted(found) == sorted(made)
+    names = [(run["world"], run["algorithm"], run["seed"]) for run in runs]
+    assert len(names) == len(set(names))
+    for name in ("outcome", "fapo"):  # the comparison of the pages: three seeds from each checkpoint
+        seeds = {(run["world"], run["seed"]) for run in module.some_of(runs, name)}
+        assert len(seeds) == 9
+
+
+def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():
+    """Its flags are the trainer's, and a method needs runs from each checkpoint to be ranked."""
+    module = load("docs/make_shop")
+    settings = {field.name for field in dataclasses.fields(grpo_trainer.Config)}
+    for flags in (*module.FLAGS.values(), *module.SECOND_WORLD.values()):
+        assert {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", flags)} <= settings
+    runs = [run for run in module.read() if (run["world"], run["algorithm"]) != ("shop2", "fapo")]
+    made = module.tables([*runs], module.evidence.read())["tool world"]
+    assert "| FAPO |" not in made and "outcome reward only" in made
+
+
+def test_runs_with_a_tool_are_collected(tmp_path, capsys):
+    module = load("docs/make_shop")
+    line = {"val/shop/mean@1": 0.5, "val/shop/calls/mean@1": 2.0}
+    steps = [{"step": 1, "reward/acc": 0.25, "reward/flawed_positive_rate": None, "reward/truly_correct": 0.0,
+              "reward/calls": 2.0, "time/step": 1.5}]  # fmt: skip
+    for name, lines in (("fapo_cost0.1_seed2", [{"step": 0} | line, *steps, {"step": 2} | line]),
+                        ("fapo_seed0", [{"step": 0} | line, *steps])):  # fmt: skip
+        (tmp_path / "shop1" / name).mkdir(parents=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "shop1" / name / "metrics.jsonl").write_text(text)
+    (run,) = module.collect(tmp_path)
+    assert "left out" in capsys.readouterr().out
+    assert (run["world"], run["algorithm"], run["seed"], run["steps"]) == ("shop1", "fapo_cost0.1", 2, 2)
+    assert run["after"] == {"shop/mean@1": 0.5, "shop/calls/mean@1": 2.0} and run["seconds"] == 1.5
+    assert run["curves"]["acc"][0] == 0.25 and run["curves"]["flawed_positive_rate"][0] == 0.0
 
 
 def test_evidence_from_runs(tmp_path, monkeypatch, capsys):

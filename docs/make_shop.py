@@ -1,0 +1,264 @@
+"""Writes docs/evidence/shop.jsonl from finished runs in the world with a tool, and the tables.
+
+    WORLDS=tools make evidence                            # the runs, then this
+    python docs/make_shop.py --runs outputs/evidence      # from runs that recipes/evidence.sh has made
+    python docs/make_shop.py                              # tables and figure again, from the JSONL files
+
+A line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
+steps. The tables are in docs/rollouts.md, docs/evidence.md and LEADERBOARD.md, which also has the second
+world's runs; a test compares them with the JSONL files.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import tyro
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import make_evidence as evidence
+from toy.report import read_metrics, table
+
+FILE = evidence.FILE.with_name("shop.jsonl")
+FIGURE = FILE.with_suffix(".png")
+LEADERBOARD = evidence.DOCS.parent / "LEADERBOARD.md"
+PAGES = (evidence.DOCS / "rollouts.md", evidence.DOCS / "evidence.md", LEADERBOARD)
+STARTS = ("shop0", "shop1", "shop2")
+COST = 0.03  # of a look-up, unless an algorithm's name has another one
+COSTS = (0, 0.01, 0.03, 0.1)
+NAMES = {
+    "outcome": "outcome reward only",
+    "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
+    "fapo": "FAPO",
+    "prefix": "FAPO, `--credit prefix`",
+    "vppo": "VPPO, FAPO's score",
+}
+COLUMNS = {
+    "accuracy": "shop",
+    "fully correct": "shop/truly_correct",
+    "flawed-positive rate": "shop/flawed_positive_rate",
+    "looked up every price": "shop/looked_all_up",
+    "calls per problem": "shop/calls",
+}
+KINDS = {
+    "a price made up": "shop/flawed_made_up",
+    "a wrong sum": "shop/flawed_wrong_sum",
+    "a number copied wrongly": "shop/flawed_miscopied",
+    "other": "shop/flawed_other",
+}
+PANELS = {
+    "acc": "accuracy",
+    "truly_correct": "fully correct (every price looked up, every sum right)",
+    "calls": "look-ups per problem",
+}
+SHOWN = {"outcome": ("outcome reward only", "#D55E00"), "fapo": ("FAPO", "#0072B2")}
+OUTCOME = "--reward-fn toy/shop_world.py:compute_score_outcome"
+FLAGS = {  # of each algorithm, beyond those of recipes/toy_tools.sh
+    "outcome": OUTCOME,
+    "outcome_dr_grpo": f"{OUTCOME} --advantage dr_grpo",
+    "fapo": "",
+    "prefix": "--credit prefix",
+    "vppo": "--advantage vppo --prefix-cut 0",
+}
+SECOND_WORLD = {  # of each algorithm, beyond those of recipes/second_world.sh
+    "rule": "--reward-fn toy/toy_world.py:compute_score_baseline",
+    "fapo_oracle": "",
+    "prefix_oracle": "--credit prefix",
+    "vppo_oracle": "--advantage vppo --prefix-cut 0",
+    "papo_oracle": "--advantage papo",
+    "steps_oracle": "--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps",
+}
+
+
+@dataclass
+class Config:
+    """Writes the tables and the figure of the world with a tool; with --runs first what they are made of."""
+
+    runs: Path | None = None
+    """Folder of the runs, shopN/ALGORITHM_seedN; runs that are not finished are left out."""
+
+
+def collect(folder: Path) -> list[dict]:
+    """One dict for each finished run, in the order of their names."""
+    runs = []
+    for path in sorted(folder.glob("shop*/*/metrics.jsonl")):
+        try:
+            metrics = read_metrics(path.parent)
+        except ValueError as error:
+            print(f"left out: {error}")
+            continue
+        algorithm, _, seed = path.parent.name.partition("_seed")
+        curves = {}
+        for name in (*PANELS, "flawed_positive_rate"):
+            found = [line.get(f"reward/{name}") for line in metrics if line["step"]]
+            curves[name] = [0.0 if value is None else round(value, 4) for value in found]
+        runs.append({
+            "world": path.parent.parent.name,
+            "algorithm": algorithm,
+            "seed": int(seed),
+            "steps": metrics[-1]["step"],
+            "before": held_out(metrics[0]),
+            "after": held_out(metrics[-1]),
+            "curves": curves,
+            "seconds": round(sum(line.get("time/step", 0.0) for line in metrics), 1),
+        })  # fmt: skip
+    return runs
+
+
+def held_out(line: dict) -> dict:
+    """The figures of an evaluation."""
+    return {key[4:]: round(line[key], 4) for key in line if re.match(r"val/.*/mean@1$", key)}
+
+
+def read() -> list[dict]:
+    return [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+def some_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
+    return [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STARTS)]
+
+
+def at_cost(runs: list[dict], algorithm: str, cost: float) -> list[dict]:
+    """Runs of `outcome` or `fapo` with this cost of a look-up: those from checkpoints with seeds that have
+    all costs, so that rows can be compared."""
+    found = []
+    for each in COSTS:
+        name = algorithm if each == COST else f"{algorithm}_cost{each:g}"
+        found.append({(run["world"], run["seed"]): run for run in some_of(runs, name)})
+    common = set.intersection(*map(set, found))
+    return [run for place, run in found[COSTS.index(cost)].items() if place in common]
+
+
+def row(title: str, runs: list[dict], columns=COLUMNS, when: str = "after") -> list[str]:
+    return [*evidence.row(title, runs, columns, when=when), str(len(runs))]
+
+
+def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
+    """Every table of the pages by its name, as Markdown."""
+    heads = ["512 held-out problems", *COLUMNS, "runs"]
+    before = some_of(runs, "outcome")
+    rows = [row("initial policy", before, when="before")]
+    rows += [row(NAMES[name], some_of(runs, name)) for name in ("outcome", "fapo")]
+    made = {"tools": table(heads, *rows)}
+    rows = []
+    for world in STARTS:
+        rows.append(row(f"{world[-1]}: initial policy", some_of(runs, "outcome", world), when="before"))
+        for name, title in NAMES.items():
+            found = some_of(runs, name, world)
+            if found:
+                rows.append(row(f"{world[-1]}: {title}", found))
+    made["tools by checkpoint"] = table(heads, *rows)
+    rows = []
+    for name in ("outcome", "fapo"):
+        for cost in COSTS:
+            rows.append(row(f"{NAMES[name]}, {cost:g} per call", at_cost(runs, name, cost)))
+    made["tools costs"] = table(heads, *rows)
+    heads = ["share of the 512 problems", *KINDS, "runs"]
+    rows = [row("initial policy", before, KINDS, "before")]
+    rows += [row(NAMES[name], some_of(runs, name), KINDS) for name in NAMES if some_of(runs, name)]
+    made["tools flaws"] = table(heads, *rows)
+    keys = ("shop/truly_correct", "shop/flawed_positive_rate")
+    made["tool world"] = leaderboard(runs, STARTS, FLAGS, NAMES, keys)
+    keys = ("toy/truly_correct", "toy/oracle_flawed_positive_rate")
+    titles = evidence.OWN_ALGORITHMS
+    made["second world"] = leaderboard(second_world, evidence.OWN, SECOND_WORLD, titles, keys)
+    return made
+
+
+def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], keys) -> str:
+    """The algorithms with runs from each checkpoint, the best first; a cell is the median of the seeds."""
+    heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]
+    heads += ["judge calls per step", "seconds", "runs", "FLAGS"]
+    ranked = []
+    for name, arguments in flags.items():
+        found = [some_of(runs, name, world) for world in worlds]
+        if not all(found):
+            continue
+        correct, rates = ([median_after(some, key) for some in found] for key in keys)
+        every = [run for some in found for run in some]
+        cells = [titles[name].replace("`", "")]
+        cells += [f"{value:.2f}" for value in (*correct, fmean(correct), fmean(rates))]
+        cells += [f"{median(map(judge_calls, every)):.0f}", seconds_of(every), str(len(every))]
+        cells.append(f"`{arguments}`" if arguments else "none")
+        ranked.append((-fmean(correct), cells))
+    return table(heads, *(cells for _, cells in sorted(ranked)))
+
+
+def median_after(runs: list[dict], key: str) -> float:
+    return median(run["after"][f"{key}/mean@1"] for run in runs)
+
+
+def seconds_of(runs: list[dict]) -> str:
+    """The quickest run's: others shared their core."""
+    if "seconds" not in runs[0]:
+        return "not recorded"
+    return f"{min(run['seconds'] for run in runs):.0f}"
+
+
+def judge_calls(run: dict) -> float:
+    """What the judge is asked in a step of 128 samples: nothing, about correct answers, or about all."""
+    if run["algorithm"].startswith("outcome"):
+        return 0.0
+    if run["algorithm"] in ("prefix", "vppo"):
+        return 128.0
+    return evidence.calls(run)
+
+
+def draw(runs: list[dict], path: Path) -> None:
+    """Training curves of the two rewards, and where they end at each cost of a look-up."""
+    figure = Figure(figsize=(11, 7.4), layout="constrained", dpi=90)
+    axes = figure.subplots(2, 2).flat
+    figure.suptitle("A tool that costs 0.03 per call: median and range of nine runs, smoothed over 5 steps")
+    ends = {"acc": (0.83, 1.0), "truly_correct": (0.03, 0.66), "calls": (0.35, 2.9)}  # of the labels
+    for axis, (key, title) in zip(axes, PANELS.items()):
+        for (name, (label, colour)), height in zip(SHOWN.items(), ends[key]):
+            evidence.band(axis, [run["curves"][key] for run in some_of(runs, name)], colour, label)
+            axis.annotate(label, (28, height), color=colour)
+        axis.set(title=title, xlabel="step")
+    figure.axes[0].set(ylim=(0.78, 1.02))
+    figure.axes[1].set(ylim=(-0.02, 1.02))
+    figure.axes[2].set(ylim=(-0.1, 4.1))
+    axis = figure.axes[3]
+    places = range(len(COSTS))
+    for (name, (label, colour)), marker in zip(SHOWN.items(), "so"):
+        values = []
+        for place, cost in zip(places, COSTS):
+            found = [run["after"]["shop/truly_correct/mean@1"] for run in at_cost(runs, name, cost)]
+            axis.scatter([place] * len(found), found, color=colour, marker=marker, s=22)
+            values.append(median(found))
+        axis.plot(places, values, color=colour)
+        axis.annotate(label, (1.6, values[2] + 0.05), color=colour)
+    axis.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call",
+             ylim=(-0.02, 1.02))  # fmt: skip
+    axis.set_xticks(places, [f"{cost:g}" for cost in COSTS])
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def fill(page: str, made: dict[str, str]) -> str:
+    """The page with its tables as they should be. KeyError for a table that nobody makes."""
+    return re.sub(r"(<!-- runs: ([\w ]+) -->\n).*?(<!-- end -->)",
+                  lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
+
+
+def main() -> None:
+    config = tyro.cli(Config)
+    runs = read() if FILE.exists() else []
+    if config.runs:
+        runs += collect(config.runs)  # of two with one name the new one stays
+        runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
+    made = tables(runs, evidence.read())  # before anything is written: a run may be missing
+    FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    draw(runs, FIGURE)
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), made))
+    print(f"{len(runs)} runs; tables: {', '.join(made)}")
+
+
+if __name__ == "__main__":
+    main()
