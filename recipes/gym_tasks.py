@@ -64,6 +64,11 @@ def load_task(task: str, settings: str):
         raise ValueError(f"{task} does not take the settings {settings}: {error}") from error
 
 
+def is_held_out(question: str) -> bool:
+    """Whether the question belongs to the test split, whatever the seed and the size."""
+    return zlib.crc32(question.encode()) % HELD_OUT == 0
+
+
 def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
     """Return the rows of both splits, {"train": [...], "test": [...]}.
 
@@ -76,7 +81,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
     for index, entry in enumerate(load_task(task, text)):
         question = entry["question"]
         split = "train"
-        if zlib.crc32(question.encode()) % HELD_OUT == 0:
+        if is_held_out(question):
             split = "test"
             if question in held_out:
                 continue
@@ -140,6 +145,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
                 dataset.score_answer(entry["answer"], entry)  # raises too if the fault is the verifier's
             unreadable = True
     return {"score": score, "acc": score == 1.0, "pred": answer or "[INVALID]", "unreadable": unreadable}
+
+
+def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, number=0.3, box=0.1) -> dict:
+    """Score as above, but at least `box` for a box and `number` if the last number is the right one.
+
+    For a model that answers correctly but seldom in a box, so that most groups would score 0 throughout.
+    """
+    result = compute_score(data_source, solution_str, ground_truth, extra_info)
+    numbers = re.findall(r"-?[0-9]+", solution_str)
+    least = 0.0
+    if result["pred"] != "[INVALID]":
+        least = box
+    last_is_right = bool(numbers) and numbers[-1] == str(ground_truth)
+    if last_is_right:
+        least = number
+    return result | {"score": max(result["score"], least), "last_is_right": last_is_right}
 
 
 async def second_attempt(trajectory, data_source, ground_truth, extra_info):

@@ -1,0 +1,412 @@
+"""Seconds of training until a held-out score is reached: grpo_trainer.py next to TRL's GRPOTrainer.
+
+    pip install --target ~/trl --no-deps "trl==1.16.*" datasets multiprocess pandas
+    python benchmarks/time_to_score.py --trl ~/trl --model data/gcd0/policy --threshold 0.9 \
+        --train-file data/gcd/reasoning_gym_gcd_train.parquet \
+        --val-file data/gcd/reasoning_gym_gcd_test.parquet \
+        --reward-fn recipes/gcd_steps.py:compute_score_outcome --out time_to_score.jsonl
+
+Both sides get the same rows, model, reward function, loss (token mean, clipped to 0.8..1.28, no KL term),
+optimizer and lengths, in float32 on the same number of threads. Each draws the prompts in an order of its
+own. Held-out rows are answered greedily; the score is the share that the reward function calls correct (acc).
+
+The clock of a side runs from the start of its process, imports and Ray included, and stands still during
+evaluations. The sides take turns: one is stopped while the other runs, so that other work on the machine
+slows both down alike. The script also prints the seconds of CPU time of each trainer's own process.
+
+Left out: GPUs, vLLM, TRL's own evaluation loop (the same model.generate is called directly).
+"""
+
+import contextlib
+import inspect
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+@dataclass
+class Config:
+    """Seconds of training until a held-out score is reached, next to TRL."""
+
+    model: Path  # Folder of the policy.
+    train_file: Path  # Training rows.
+    val_file: Path  # Held-out rows.
+    reward_fn: str  # As FILE:NAME: a plain function of one sample that returns `score` and `acc`.
+    threshold: float  # The held-out score whose time is wanted.
+    trl: Path  # Folder in which TRL and datasets are installed.
+    out: Path | None = None  # JSONL file to which every curve is appended.
+    suffix: str = ""  # Follows the question in every prompt; "": the prompts stay as they are.
+    sides: tuple[str, ...] = ("ours", "trl", "trl_no_checkpointing")  # Which trainers run.
+    seeds: tuple[int, ...] = (0,)  # A run of each side for each seed.
+    steps: int = 40  # Training steps of each run.
+    val_every: int = 4  # Steps between evaluations.
+    num_val: int = 64  # Held-out rows, the first of the file.
+    prompts: int = 16  # Prompts per step.
+    group: int = 8  # Samples per prompt.
+    length: int = 112  # Tokens per response, at most.
+    lr: float = 1e-4  # Learning rate, after a warm-up of five steps.
+    threads: int = 1  # CPU threads of each side.
+    turn: float = 10.0  # Seconds of a turn; 0: the sides run one after the other.
+    limit: float = 3600.0  # Seconds for all sides of a seed; then the runs stop as they are.
+
+
+def write_rows(path: Path, most: int | None, suffix: str, out: Path) -> None:
+    """Write the first rows of a file as JSONL, with this text after the question."""
+    from prepare_data import read_rows
+
+    lines = []
+    for row in read_rows(path)[:most]:
+        if suffix:
+            row["prompt"] = [{"role": "user", "content": f"{row['extra_info']['question']} {suffix}"}]
+        lines.append(json.dumps(row) + "\n")
+    out.write_text("".join(lines))
+
+
+def rows_of(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+class Events:
+    """Lines of JSON with the time at which they were written; the parent reads them."""
+
+    def __init__(self, path: str):
+        self.file = open(path, "a", buffering=1)
+
+    def write(self, kind: str, **values) -> None:
+        line = {"kind": kind, "at": time.monotonic(), "cpu": time.process_time()} | values
+        self.file.write(json.dumps(line) + "\n")
+
+
+# ---- our side: the command line of the trainer, in a process that also notes when steps end
+
+
+def run_ours(job: dict, events: Events) -> None:
+    import grpo_trainer
+
+    evaluate, update_policy = grpo_trainer.evaluate, grpo_trainer.update_policy
+    folder = Path(job["folder"])
+
+    def timed_evaluate(run):
+        events.write("evaluation begins")
+        evaluate(run)
+        line = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])
+        events.write("evaluation", score=line[f"val/{source}/mean@1"])
+
+    def timed_update(run, batch):
+        metrics = update_policy(run, batch)
+        events.write("rewards", reward=batch.metrics["reward/mean"])
+        events.write("step")
+        return metrics
+
+    grpo_trainer.evaluate, grpo_trainer.update_policy = timed_evaluate, timed_update
+    (source, *_) = {row["data_source"] for row in rows_of(job["val_file"])}
+    sys.argv = ["grpo_trainer.py", "--model", job["model"], "--out-dir", str(folder / "run")]
+    settings = {
+        "train-file": job["train_file"],
+        "val-file": job["val_file"],
+        "reward-fn": job["reward_fn"],
+        "total-steps": job["steps"],
+        "train-batch-size": job["prompts"],
+        "mini-batch-size": job["prompts"],
+        "group-size": job["group"],
+        "max-response-length": job["length"],
+        "overlong-buffer": 0,
+        "lr": job["lr"],
+        "lr-warmup-steps": 5,
+        "val-every": job["val_every"],
+        "val-temperature": 0,
+        "save-every": 0,
+        "num-threads": job["threads"],
+        "num-workers": 1,
+        "seed": job["seed"],
+    }
+    for name, value in settings.items():
+        sys.argv += [f"--{name}", str(value)]
+    grpo_trainer.main()
+
+
+# ---- TRL's side
+
+
+def run_trl(job: dict, events: Events) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(job["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    function = load_function(job["reward_fn"])
+    val_rows = rows_of(job["val_file"])
+
+    def result_of(row: dict, text: str) -> dict:
+        truth = row["reward_model"]["ground_truth"]
+        named = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": row["extra_info"]}
+        return function(solution_str=text, **named)
+
+    def reward(completions, row, **_):
+        scores = []
+        for completion, text in zip(completions, row):
+            scores.append(result_of(json.loads(text), completion[0]["content"])["score"])
+        events.write("rewards", reward=statistics.fmean(scores))
+        return scores
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        events.write("evaluation begins")
+        options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
+        prompts = tokenizer.apply_chat_template([row["prompt"] for row in val_rows], **options)
+        was_training = model.training
+        model.eval()
+        with without_checkpointing(model):
+            output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
+        model.train(was_training)
+        responses = output[:, prompts["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        right = [result_of(row, text)["acc"] for row, text in zip(val_rows, texts)]
+        events.write("evaluation", score=statistics.fmean(right))
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            evaluate()
+
+        def on_step_end(self, args, state, control, **_):
+            events.write("step")
+            if state.global_step % job["val_every"] == 0:
+                evaluate()
+
+    args = GRPOConfig(
+        output_dir=job["folder"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=job["side"] == "trl",
+        max_steps=job["steps"],
+        per_device_train_batch_size=job["prompts"] * job["group"],
+        num_generations=job["group"],
+        max_completion_length=job["length"],
+        temperature=1.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        learning_rate=job["lr"],
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=5,
+        seed=job["seed"],
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    rows = rows_of(job["train_file"])
+    columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
+    callbacks = [Watch()]
+    trainer = GRPOTrainer(
+        model, reward, args, Dataset.from_dict(columns), processing_class=tokenizer, callbacks=callbacks
+    )
+    trainer.train()
+
+
+@contextlib.contextmanager
+def without_checkpointing(model):
+    """While a model recomputes activations it does not use its cache of keys and values."""
+    was_on = model.is_gradient_checkpointing
+    if was_on:
+        model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            model.gradient_checkpointing_enable()
+
+
+def load_function(reference: str):
+    import importlib.util
+
+    path, _, name = reference.rpartition(":")
+    spec = importlib.util.spec_from_file_location("reward_function", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name)
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"--reward-fn: {reference} is async; TRL's side calls a plain function")
+    return function
+
+
+# ---- both: turns, and curves of the seconds that were a side's own
+
+
+class Side:
+    """A trainer in a process group of its own, which is stopped while it is another one's turn."""
+
+    def __init__(self, job: dict, config: Config):
+        self.name = job["side"]
+        self.events = Path(job["folder"], f"{self.name}.jsonl")
+        self.log = Path(job["folder"], f"{self.name}.log")
+        self.turns = []  # (from, to) in which it ran
+        self.was_stopped = False
+        path = Path(job["folder"], f"{self.name}.job")
+        path.write_text(json.dumps(job | {"events": str(self.events)}))
+        environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
+        if self.name != "ours":
+            environment["PYTHONPATH"] = str(config.trl.expanduser())
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--worker", str(path)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+            )
+
+    def run_for(self, seconds: float) -> bool:
+        """Let the process run -> whether it goes on."""
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds or None)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP)
+        self.turns.append((begun, time.monotonic()))
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the process, if it still runs, and give Ray time to end what it started."""
+        if self.process.poll() is None:
+            self.was_stopped = True
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+        self.process.kill()
+        self.process.wait()
+
+    def curve(self) -> dict:
+        if self.process.returncode and not self.was_stopped:
+            code = self.process.returncode
+            raise RuntimeError(f"{self.name}: exit code {code}\n{self.log.read_text()[-3000:]}")
+        events = [json.loads(line) for line in self.events.read_text().splitlines()]
+        return {"side": self.name} | curve_of(events, self.turns)
+
+
+def own_seconds(turns: list[tuple[float, float]], moment: float) -> float:
+    """How long a process that ran in these turns had been running at this moment."""
+    return sum(max(0.0, min(end, moment) - begin) for begin, end in turns)
+
+
+def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
+    """Scores and ends of steps, with the seconds that leave out evaluations and others' turns."""
+    paused = paused_cpu = 0.0
+    points = []
+    step_ends = []
+    rewards = []
+    for event in events:
+        own, cpu = own_seconds(turns, event["at"]), event["cpu"]
+        if event["kind"] == "rewards":
+            rewards.append(event["reward"])
+        elif event["kind"] == "step":
+            step_ends.append([own - paused, cpu - paused_cpu])
+        elif event["kind"] == "evaluation begins":
+            begun, begun_cpu = own, cpu
+        elif event["kind"] == "evaluation":
+            times = {"seconds": begun - paused, "cpu": begun_cpu - paused_cpu}
+            points.append({"step": len(step_ends), "score": event["score"]} | times)
+            paused += own - begun
+            paused_cpu += cpu - begun_cpu
+    return {"points": points, "step_ends": step_ends, "rewards": rewards}
+
+
+def compare(config: Config, seed: int) -> list[dict]:
+    """The curves of all sides for one seed."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        files = {name: Path(folder, f"{name}.jsonl") for name in ("train_file", "val_file")}
+        write_rows(config.train_file, None, config.suffix, files["train_file"])
+        write_rows(config.val_file, config.num_val, config.suffix, files["val_file"])
+        sides = []
+        for name in config.sides:
+            job = asdict(config) | {"seed": seed, "side": name, "folder": folder}
+            job |= {key: str(value) for key, value in files.items()}
+            job |= {"model": str(config.model), "out": None, "trl": None}
+            side = Side(job, config)
+            stack.callback(side.stop)
+            side.process.send_signal(signal.SIGSTOP)
+            sides.append(side)
+        running = list(sides)
+        begun = time.monotonic()
+        while running and time.monotonic() < begun + config.limit:
+            running = [side for side in running if side.run_for(config.turn)]
+        for side in running:
+            print(f"seed {seed}: {side.name} was stopped after {config.limit:.0f} s", flush=True)
+            side.stop()
+        return [side.curve() | {"seed": seed} for side in sides]
+
+
+def reached(curve: dict, threshold: float) -> dict | None:
+    """The first evaluation at or above the threshold."""
+    for point in curve["points"]:
+        if point["score"] >= threshold:
+            return point
+    return None
+
+
+def table(curves: list[dict], threshold: float) -> str:
+    lines = [
+        f"| | seed | score before | steps to {threshold:g} | s to {threshold:g} | CPU s | median step s "
+        "| CPU s | score after | steps |",
+        "| --- " + "| ---: " * 9 + "|",
+    ]
+    for curve in curves:
+        point = reached(curve, threshold)
+        cells = ["-", "-", "-"]
+        if point:
+            cells = [str(point["step"]), f"{point['seconds']:.0f}", f"{point['cpu']:.0f}"]
+        ends = curve["step_ends"]
+        medians = ["-", "-"]
+        if len(ends) > 1:
+            for column in (0, 1):
+                each = [after[column] - before[column] for before, after in zip(ends, ends[1:])]
+                medians[column] = f"{statistics.median(each):.2f}"
+        scores = [f"{point['score']:.2f}" for point in curve["points"]] or ["-"]
+        row = [curve["side"], str(curve["seed"]), scores[0], *cells, *medians, scores[-1], str(len(ends))]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        job = json.loads(Path(sys.argv[2]).read_text())
+        events = Events(job["events"])
+        if job["side"] == "ours":
+            run_ours(job, events)
+        else:
+            run_trl(job, events)
+        return
+    config = tyro.cli(Config)
+    curves = []
+    for seed in config.seeds:
+        curves += compare(config, seed)
+        if config.out:
+            lines = [json.dumps(curve) + "\n" for curve in curves[-len(config.sides) :]]
+            with config.out.open("a") as file:
+                file.writelines(lines)
+        print(table(curves, config.threshold), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The clock of benchmarks/time_to_score.py, on events and turns worked out by hand."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import time_to_score  # noqa: E402
+
+
+def event(kind, at, cpu, **values):
+    return {"kind": kind, "at": at, "cpu": cpu} | values
+
+
+def test_evaluations_and_the_turns_of_other_sides_do_not_count():
+    turns = [(100, 110), (130, 150)]  # it was stopped from 110 to 130
+    events = [
+        event("evaluation begins", 102, 1.0),
+        event("evaluation", 105, 3.0, score=0.1),  # 3 s, 2 s of CPU time
+        event("rewards", 108, 4.0, reward=-0.5),
+        event("step", 135, 5.0),  # 15 s of its own, 3 of them an evaluation
+        event("rewards", 138, 6.0, reward=0.5),
+        event("step", 140, 7.0),
+        event("evaluation begins", 141, 8.0),
+        event("evaluation", 149, 12.0, score=0.9),
+    ]
+    curve = time_to_score.curve_of(events, turns)
+    assert curve["step_ends"] == [[12, 3.0], [17, 5.0]]
+    assert curve["rewards"] == [-0.5, 0.5]
+    assert curve["points"] == [
+        {"step": 0, "score": 0.1, "seconds": 2, "cpu": 1.0},
+        {"step": 2, "score": 0.9, "seconds": 18, "cpu": 6.0},
+    ]
+    assert time_to_score.reached(curve, 0.5)["seconds"] == 18
+    assert time_to_score.reached(curve, 0.95) is None
+    row = time_to_score.table([curve | {"side": "ours", "seed": 3}], 0.5).splitlines()[-1]
+    assert row == "| ours | 3 | 0.10 | 2 | 18 | 6 | 5.00 | 2.00 | 0.90 | 2 |"
