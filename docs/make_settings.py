@@ -2,14 +2,11 @@
 
     python docs/make_settings.py
 
-A test compares the page with the dataclasses. The help texts are the comments that `--help` shows: at the end
-of a field's line, above it, or a string below it.
+The help texts are those of `--help`, which grpo_trainer.py reads from the comments; the groups are its own.
 """
 
-import ast
 import dataclasses
 import importlib
-import inspect
 import sys
 import typing
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+import grpo_trainer
 import reward_loop
 
 HEAD = """# Settings
@@ -26,8 +24,8 @@ switched on by its flag, and one that is "on" is switched off by the flag with "
 (`--no-val-before-train`). Several values are separated by spaces. `docs/make_settings.py` writes this page.
 """
 OTHERS = {
-    "score_file": "Scores a file of responses. The groups [Rewards](#rewards) and [Reward model]"
-    "(#reward-model)\napply as well, except `--reward-mode`.",
+    "score_file": "Scores a file of responses. The groups [Rewards](#rewards) and [Judge](#judge)\n"
+    "apply as well, except `--reward-mode`.",
     "genrm_server": "Serves a reward model: vLLM servers behind a router.",
     "router": "One HTTP address in front of servers that run already.",
     "prepare_data": "Writes data sets as parquet files.",
@@ -38,58 +36,6 @@ OTHERS = {
     "toy.warm_start": "Makes the warm-started checkpoints of the toy worlds.",
     "toy.report": "Prints the tables of finished runs in the toy worlds.",
 }
-GROUPS = {  # of the trainer's settings, by their names; a name ending in _ stands for all that begin so
-    "Model and data": """model train_file val_file out_dir chat_template_kwargs max_prompt_length
-        max_positions trust_remote_code seed""",
-    "Rewards": """reward_fn reward_kwargs num_workers sync_processes timeout max_in_flight max_rpm
-        http_retries max_no_verdict_rate""",
-    "Reward model": "genrm genrm_ router_address reward_mode reward_model_",
-    "Rollouts": """rollout rollout_ group_size temperature max_response_length overlong_ overlap
-        max_logprob_diff""",
-    "Algorithm": """advantage credit loss reward_terms prefix_ clip_ tis_cap kl_coef entropy_coef
-        dynamic_sampling max_refills max_idle_steps""",
-    "Optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
-        max_grad_norm lora_ max_tokens_per_micro_batch gradient_checkpointing""",
-    "Evaluation": "val_",
-    "Checkpoints and logs": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
-    "Hardware": "device policy_ max_restarts num_threads",
-}
-
-
-def group_of(name: str) -> str:
-    """The group of a trainer's setting. KeyError for one that no group has."""
-    for exact in (True, False):
-        for title, names in GROUPS.items():
-            for one in names.split():
-                if name == one or not exact and one.endswith("_") and name.startswith(one):
-                    return title
-    raise KeyError(f"docs/make_settings.py: no group has the setting {name}")
-
-
-def comments_above(lines: list[str], number: int) -> str:
-    """The block of comment lines that ends just above this line."""
-    found = []
-    while number > 0 and lines[number - 1].strip().startswith("#"):
-        number -= 1
-        found.insert(0, lines[number].strip().lstrip("# "))
-    return " ".join(found)
-
-
-def help_texts(config: type) -> dict[str, str]:
-    """{field: help} of a dataclass and of those that it inherits from."""
-    texts = {}
-    for base in reversed(config.__mro__[:-1]):
-        lines = inspect.getsource(base).splitlines()
-        body = ast.parse("\n".join(lines)).body[0].body
-        for node, following in zip(body, [*body[1:], None]):
-            if not isinstance(node, ast.AnnAssign):
-                continue
-            last = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-            text = last.partition("#")[2].strip() or comments_above(lines, node.lineno - 1)
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = " ".join(following.value.value.split())
-            texts[node.target.id] = text
-    return texts
 
 
 def default_of(field) -> str:
@@ -116,10 +62,10 @@ def choices_of(hint) -> str:
 
 
 def table(config: type, fields: list) -> str:
-    texts, hints = help_texts(config), typing.get_type_hints(config, include_extras=True)
+    texts, hints = grpo_trainer.help_texts(config), typing.get_type_hints(config, include_extras=True)
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
-        if not field.init:
+        if "Suppress" in repr(hints[field.name]):  # no flag of the command line
             continue
         name = f"--{field.name.replace('_', '-')}"
         if "Positional" in repr(hints[field.name]):
@@ -134,15 +80,13 @@ def table(config: type, fields: list) -> str:
 
 def page() -> str:
     """docs/settings.md."""
-    trainer = importlib.import_module("grpo_trainer").Config
+    trainer = grpo_trainer.Config
     parts = [HEAD, "## The trainer (`grpo_trainer.py`)\n"]
-    grouped = {title: [] for title in GROUPS}
+    grouped = {group: [] for group in ("required", *grpo_trainer.GROUPS)}
     for field in dataclasses.fields(trainer):
-        grouped[group_of(field.name)].append(field)
-    for title, fields in grouped.items():
-        required = [field for field in fields if default_of(field) == "required"]
-        fields = required + [field for field in fields if field not in required]
-        parts.append(f"### {title}\n\n{table(trainer, fields)}\n")
+        grouped[grpo_trainer.group_of(field)].append(field)
+    for group, fields in grouped.items():
+        parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
     for script, about in OTHERS.items():
         config = importlib.import_module(script).Config
         inherited = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}
