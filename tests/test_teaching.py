@@ -31,7 +31,7 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
         assert found and not re.search("^ERROR", said, re.M), said
         return {(exercise, test): result for result, exercise, test in found}
 
-    assert len(EXERCISES) == 5
+    assert len(EXERCISES) == 6
     before = results()
     assert {exercise for (exercise, _), result in before.items() if result == "FAILED"} == EXERCISES
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # it is no repository of its own

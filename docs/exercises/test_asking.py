@@ -1,0 +1,60 @@
+"""Exercise 6: red with a reward that trusts the policy, green with one that reads who wrote what."""
+
+import pytest
+from asking import compute_score, is_grounded
+
+from toy import shop_world
+
+PRICES = dict.fromkeys(shop_world.ITEMS, 7) | {"nuts": 5}
+QUESTION = "Ben has 65, sells pears, buys nuts. More than 50?"
+PROBLEM = shop_world.parse_problem(QUESTION, PRICES)
+
+
+def turns_of(*pairs):
+    return [{"who": who, "text": text} for who, text in pairs]
+
+
+ASKED = turns_of(*shop_world.write_solution(PROBLEM))
+STATED = turns_of(*shop_world.write_solution(PROBLEM, looks_up=False))
+FORGED = turns_of(("policy", "".join(turn["text"] for turn in ASKED)))
+IGNORED = turns_of(
+    ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+9=74\n\nnuts?"), ("tool", "5"),
+    ("policy", "\n\n74-5=69\n\nMore \\boxed{yes}"),
+)  # fmt: skip
+ONCE = turns_of(
+    ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nnuts=7\n\n72-7=65\n\nMore \\boxed{yes}")
+)
+
+
+def score_of(turns, **settings):
+    text = "".join(turn["text"] for turn in turns)
+    info = {"question": QUESTION, "prices": PRICES}
+    return compute_score("shop", text, "yes", info, turns, **settings)["score"]
+
+
+def test_who_asks_and_uses_the_answers_is_paid_less_the_cost():
+    """Green before and after."""
+    assert is_grounded(ASKED) and score_of(ASKED) == pytest.approx(1 - 2 * 0.03)
+
+
+def test_prices_that_are_made_up_cost_the_penalty():
+    assert not is_grounded(STATED) and score_of(STATED) == 0.0
+    assert score_of(STATED, penalty=0.5) == 0.5
+
+
+def test_one_answer_of_the_tool_does_not_cover_two_prices():
+    assert not is_grounded(ONCE)
+
+
+def test_the_policy_cannot_write_the_tools_answers():
+    assert not is_grounded(FORGED)
+
+
+def test_asking_and_not_using_the_answer_is_not_grounded():
+    assert not is_grounded(IGNORED)
+
+
+def test_a_wrong_answer_pays_for_its_calls_only():
+    """Green before and after: the penalty is for correct answers."""
+    wrong = turns_of(*((turn["who"], turn["text"].replace("yes", "no")) for turn in STATED))
+    assert score_of(wrong) == -1.0
