@@ -133,8 +133,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
-    above_0 = (
-        *reward_loop.RewardOptions.above_0,
+    must_be_positive = (
+        *reward_loop.RewardOptions.must_be_positive,
         "train_batch_size",
         "mini_batch_size",
         "max_response_length",
@@ -151,7 +151,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         "val_n",
         "val_top_p",
     )
-    of_any_sign = ("entropy_coef", "seed")
+    may_be_negative = ("entropy_coef", "seed")
 
     def check(self) -> None:
         """Refuses what would go wrong in silence or late. Raises ValueError."""

@@ -13,7 +13,8 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
 A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
 then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test), and
 with another one, as in gsm8k_dev.jsonl, none.
-Left out: data larger than memory, filters (trainer). Needs compute_score.py; for the toy world toy/.
+Left out: data larger than memory, filters (trainer). Needs compute_score.py; for the toy world toy/,
+for reasoning_gym recipes/gym_tasks.py.
 """
 
 import csv

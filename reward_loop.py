@@ -1,26 +1,26 @@
-"""Reward Loop: every sample is scored on its own, the moment it is ready, on many workers of a Ray cluster.
+"""Reward Loop: scores every sample on its own, as soon as it is ready, on the workers of a Ray cluster.
 
-You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md); the loop calls it:
+You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md), and the loop calls it:
 
     options = RewardOptions(reward_fn="compute_score.py:compute_score_fapo", genrm=("PATH",))
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
-        future = manager.submit(sample)           # as each rollout ends, from any thread; never waits
+        future = manager.submit(sample)           # when a rollout ends, from any thread; returns at once
         result = await manager.score_one(sample)  # the same for an event loop
-        results = manager.score_batch(samples)    # colocate: the reward models are awake while it scores
-        futures = manager.submit_group(samples)   # of one prompt: for a function that takes `solution_strs`
+        results = manager.score_batch(samples)    # colocate: the reward models are awake only meanwhile
+        futures = manager.submit_group(samples)   # all of one prompt: for a function with `solution_strs`
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
 "timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
-(raise, hang, return NaN, kill its process), its sample has `reward_score: None`, and no other is touched.
+(raise, hang, return NaN, kill its process), its sample gets `reward_score: None`, and no other is affected.
 
-RewardLoopManager runs in the driver. A thread with an event loop deals samples out to the least busy of its
-workers (reward_worker.py, Ray actors) and holds every limit for the whole cluster. A worker's answer to a
-standing `collect` call brings what has been scored since the last. Ray restarts a worker that has died, the
-manager ends one that is silent. What was lost is tried again, soon alone, and given up in the end.
-Left out: several drivers sharing one limit; cancelling a sample that was handed to a worker; grading in a
-container (a grading process has your rights). Function and folder need the same path on all nodes. Needs
-reward_worker.py; for models of its own genrm_server.py and cluster/; by default compute_score.py.
+RewardLoopManager runs in the driver. A thread with an event loop sends each call to the least busy worker
+(reward_worker.py, a Ray actor) and enforces every limit for the whole cluster. Each worker has one `collect`
+call in progress, which returns the new results. Ray restarts a worker that dies; the manager kills a worker
+that is silent. Lost calls are repeated, in a process of their own after two losses, and fail in the end.
+Not covered: several drivers under one limit; cancelling a sample that a worker already has; grading in a
+container (a grading process has your permissions). The function's folder needs the same path on all nodes.
+Needs reward_worker.py; to start reward models genrm_server.py and cluster/; by default compute_score.py.
 """
 
 import asyncio
@@ -40,29 +40,28 @@ import random
 import re
 import shlex
 import sys
-import sysconfig
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 import reward_worker
-from reward_worker import ALONE_AFTER, HERE, START_S, Job, describe, failure, fingerprints, load_function
+from reward_worker import (HERE, ISOLATE_AFTER, START_S, Job, error_line, failure, file_and_name,
+                           fingerprints, flag, load_function, modules_of_the_user)  # fmt: skip
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
-IN_FLIGHT_PER_SERVER = 128  # what a vLLM server works on without making single requests slow
-BLOCKED_S = 5.0  # a worker silent for so long is worth a warning
-WEDGED_S = 20.0  # ... and for timeout + this it is taken for dead
-GIVE_UP_AFTER = 5  # a sample that was lost more often has the status "error"
-BLOCKED = "a reward worker is silent: an async function that blocks must `await`, or be written with `def`"
-STDLIB = sysconfig.get_paths()["stdlib"]
-FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # of a row: if a function names them
+IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many requests without slowing single ones down.
+BLOCKED_S = 5.0  # A worker that is silent for this long causes a warning.
+WEDGED_S = 20.0  # A worker that is silent for the timeout plus this long is killed.
+GIVE_UP_AFTER = 5  # A call that was lost more often gets the status "error".
+BLOCKED = ("a reward worker is silent: an async reward function blocks its event loop; `await` what takes "
+           "long, or define the function with `def`")  # fmt: skip
+FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # passed to functions that name them
 
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after shutdown starts a cluster
+# Without this, a call after the shutdown of Ray would start another cluster.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 log = logging.getLogger("reward_loop")
 
 
@@ -104,37 +103,46 @@ class RewardOptions:
     # Stop if more than this fraction of the samples that need a verdict have none.
     max_no_verdict_rate: float = 0.2
 
-    # Of the numbers, which may otherwise be 0. No fields: they have no type.
-    above_0 = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout", "max_in_flight",
-               "max_rpm")  # fmt: skip
-    of_any_sign = ()
+    # Numeric options must be at least 0; the exceptions are listed here. These two are class attributes, not
+    # options, since dataclasses ignore attributes without a type.
+    must_be_positive = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout",
+                        "max_in_flight", "max_rpm")  # fmt: skip
+    may_be_negative = ()
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
-        """What workers need to know; ValueError with field, value, remedy. started: {model: address}."""
+        """Check the options and return what the workers need to know.
+
+        Args:
+            started: {name: address} of reward models that are already running.
+        Raises:
+            ValueError: for a wrong option, with its flag, its value and a remedy.
+        """
         models = named("genrm", self.genrm)
         addresses = named("router_address", self.router_address)
         for name, value in vars(self).items():
             if name.startswith("genrm_") and not models and value not in (1, ""):
-                raise ValueError(f"{name} is {value!r}: about the servers of genrm; give genrm")
-            if not isinstance(value, (int, float)) or name in self.of_any_sign:
+                raise ValueError(f"{flag(name)} {value} has no effect without --genrm: pass --genrm PATH")
+            if not isinstance(value, (int, float)) or name in self.may_be_negative:
                 continue
-            if name in self.above_0 and not value > 0:
-                raise ValueError(f"{name}: {value} must be above 0")
+            if name in self.must_be_positive and not value > 0:
+                raise ValueError(f"{flag(name)} {value}: must be above 0")
             if not value >= 0:
-                raise ValueError(f"{name}: {value} must be at least 0")
+                raise ValueError(f"{flag(name)} {value}: must be at least 0")
         if models and addresses:
-            raise ValueError("genrm starts a reward model, router_address names a running one: give one")
+            raise ValueError("--genrm starts a reward model and --router-address names a running one: "
+                             "pass only one of them")  # fmt: skip
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
-                raise ValueError(f"router_address is {address!r}: it must be host:port or NAME=host:port")
+                raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
-            raise ValueError(f"reward_model_task is {self.reward_model_task}: give one, or one for each")
+            tasks = " ".join(self.reward_model_task)
+            raise ValueError(f"--reward-model-task {tasks}: pass one task, or one for each reward model")
         for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
-        """{name: genrm_server.Config} of the reward models to start."""
+        """Return {name: genrm_server.Config} of the reward models to start."""
         if not self.genrm:
             return {}
         import genrm_server
@@ -156,34 +164,37 @@ class RewardOptions:
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
+    """Split NAME=VALUE; the default name is "genrm": ("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
     found = {}
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
-            raise ValueError(f"{field}: two models are named {name!r}; write NAME=... with different names")
+            raise ValueError(f"{flag(field)}: two models are named {name!r}; pass NAME={text} for one")
         found[name] = text
     return found
 
 
 def split_arguments(field: str, text: str) -> tuple[str, ...]:
-    """As a shell splits them. ValueError naming the field where a quotation is left open."""
+    """Split a text as a shell does. Raises ValueError with the option's name if a quotation is not closed."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ValueError(f"{field}: {text!r} cannot be read ({error})") from None
+        raise ValueError(f"{flag(field)}: {text!r} cannot be read ({error})") from None
 
 
 def json_object(field: str, text: str) -> dict:
-    """ValueError naming the field where the text is no JSON object."""
+    """Parse a JSON object. Raises ValueError with the option's name if the text is anything else."""
     try:
-        return dict(**json.loads(text))  # refuses a list, which dict() alone might take
+        return dict(**json.loads(text))  # Without ** a list of pairs would pass.
     except (TypeError, ValueError):
-        raise ValueError(f"{field}: {text!r} is not JSON, or no JSON object") from None
+        raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """How samples will be scored with these reward models. ValueError where the function does not fit."""
+    """Decide how to call the reward function with these reward models.
+
+    Raises ValueError if the function cannot be loaded or does not accept the arguments.
+    """
     tokenizer = options.reward_model_tokenizer
     if options.genrm and not tokenizer:
         tokenizer = next(iter(named("genrm", options.genrm).values()))
@@ -193,9 +204,10 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if options.reward_model_task[0] == "classify":
             spec += "_discriminative"
             if not tokenizer:
-                raise ValueError("a discriminative reward model needs reward_model_tokenizer (a path)")
+                raise ValueError("a discriminative reward model needs a tokenizer: pass "
+                                 "--reward-model-tokenizer PATH")  # fmt: skip
         elif addresses:
-            raise ValueError("a generative reward model needs a function that asks it: give reward_fn")
+            raise ValueError("a generative reward model needs a function that queries it: pass --reward-fn")
     path, name = file_and_name("reward_fn", spec)
     files = fingerprints(str(path))
     with modules_of_the_user(path.parent):
@@ -213,7 +225,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if "reward_router_addresses" in takes:
             models["reward_router_addresses"] = addresses
     is_needed = options.reward_model_tokenizer or "reward_model_tokenizer" in required
-    if "reward_model_tokenizer" not in models or not is_needed:  # to do without is quicker
+    if "reward_model_tokenizer" not in models or not is_needed:  # Loading one takes seconds.
         tokenizer = None
     columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
 
@@ -223,8 +235,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         signature.bind(**dict.fromkeys(names), **models | settings)
     except TypeError as error:
-        remedy = "give reward_kwargs or a reward model; adapters for others: docs/reward_functions.md"
-        raise ValueError(f"{spec} cannot be called as reward functions are: {error}; {remedy}") from None
+        raise ValueError(f"--reward-fn {spec} cannot be called as a reward function: {error}; pass "
+                         "--reward-kwargs or a reward model; docs/reward_functions.md has adapters for other "
+                         "signatures") from None  # fmt: skip
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,
@@ -237,87 +250,35 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     )
 
 
-def file_and_name(field: str, spec: str) -> tuple[Path, str]:
-    """The parts of FILE:NAME. ValueError naming the field if there is no such file."""
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{field} is {spec!r}: there is no file {path}; it must be FILE:NAME, a .py")
-    return path, name
-
-
-def load_in_this_process(field: str, spec: str):
-    """A function of the user that this process will call. What it imports later is found beside it, too."""
-    path, name = file_and_name(field, spec)
-    with modules_of_the_user(path.parent):
-        function = load_function(f"{path}:{name}", field)
-        theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
-    for module, loaded in theirs.items():
-        sys.modules.setdefault(module, loaded)  # ours stay where both have one of this name
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    return function
-
-
-@contextlib.contextmanager
-def modules_of_the_user(folder: Path):
-    """Hides our modules inside this block, and removes the user's after it: both may have a policy.py."""
-    import_path = sys.path.copy()
-    before = sys.modules.copy()
-    for name in local_modules(HERE):
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        for name in local_modules(HERE, folder):
-            del sys.modules[name]
-        for name in before.keys() - sys.modules.keys():
-            sys.modules[name] = before[name]
-        sys.path[:] = import_path
-
-
-def local_modules(*folders: Path) -> list[str]:
-    """Names of the loaded modules in these folders, without Python's own and installed ones."""
-    names = []
-    for name, module in sys.modules.copy().items():
-        spec = getattr(module, "__spec__", None)
-        if name == "__main__" or not isinstance(spec, ModuleSpec):
-            continue
-        places = [spec.origin, *(spec.submodule_search_locations or [])]
-        file = Path(next((place for place in places if place), "/"))
-        if "site-packages" in file.parts or file.is_relative_to(STDLIB):
-            continue
-        if any(file.is_relative_to(folder) for folder in folders):
-            names.append(name)
-    return names
-
-
 @dataclasses.dataclass(eq=False)
-class Ticket:
-    """One call of the function on its way: for one sample, or for a group."""
+class ScoringCall:
+    """One call of the function, for one sample or for a group, until it has a result."""
     payload: bytes
-    lengths: dict[Future, int | None]  # each sample's result to come, and the tokens of its response
-    lost: int = 0  # times that it got no result: its worker or grading process died, or Ray lost the call
-    tries: int = 0  # failed HTTP tries
+    lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
+    losses: int = 0  # how often it got no result, because a process died or Ray lost the call
+    http_tries: int = 0  # how often it failed with an HTTP error or a broken connection
 
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One worker, which Ray restarts when it dies, on another node if need be."""
+    """One worker. If it dies, Ray restarts it, on another node if necessary."""
     actor: object
-    life: str  # another one after a restart
+    incarnation: str  # differs after each restart
     ready: bool = True
-    pending: dict[int, Ticket] = dataclasses.field(default_factory=dict)  # by the number of their hand-over
+    pending: dict[int, ScoringCall] = dataclasses.field(default_factory=dict)  # by number
 
 
 class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
-    num_workers 0: one on each node, but two where there is one node.
-
-    ValueError for an option that makes no sense, before anything starts; RuntimeError where no worker starts.
-    reward_models: cluster.placement.RewardModelManager, the started models of options.genrm.
-    overlong: length of a response -> its penalty (<= 0); samples then need `response_length` in tokens.
+    Args:
+        options: with num_workers 0, each node gets one worker, and a single node gets two.
+        reward_models: a cluster.placement.RewardModelManager with the models of options.genrm, started.
+        overlong: maps the length of a response to its penalty (<= 0). Samples then need `response_length`,
+            in tokens.
+    Raises:
+        ValueError: for a wrong option, before anything starts.
+        RuntimeError: if a worker does not start.
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
@@ -328,27 +289,28 @@ class RewardLoopManager:
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
-        # Of the router: a cluster of another shell does not have it. A secret's file may end with a newline.
+        # Workers need the router's key, and a Ray that another shell has started lacks this variable. The key
+        # may have come from a file that ends with a newline.
         self._key = os.environ.get("ROUTER_API_KEY", "").strip()
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
             address = next(iter(addresses.values()))
             self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address, self._key)
         self._workers = self._start_workers(addresses)
-        self._queue = collections.deque()  # tickets to deal out, from any thread
-        self._open = set()  # tickets without a result
-        self._closed = None  # the reason, once closed
+        self._queue = collections.deque()  # calls to dispatch; any thread may add to it
+        self._unfinished = set()  # calls without a result
+        self._closed = None  # why the manager has closed, once it has
         self._ending = False
-        self._loop = asyncio.new_event_loop()  # what follows belongs to its thread
-        self._wake = asyncio.Event()  # there may be samples to deal out
+        self._loop = asyncio.new_event_loop()  # What follows is used in the loop's thread only.
+        self._wake = asyncio.Event()  # set when there may be calls to dispatch
         self._numbers = itertools.count()
-        self._said = set()
+        self._warnings = set()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
 
     def _start_workers(self, addresses: dict[str, str]) -> list[Worker]:
-        """Returns when they have loaded the function."""
+        """Start the workers and wait until they have loaded the function."""
         connect_ray()
         import ray
         self._ray = ray
@@ -356,32 +318,38 @@ class RewardLoopManager:
         for address in addresses.values():
             if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
                 raise ValueError(f"--router-address {address}: workers on other nodes cannot reach it; start "
-                                 "the router with --host 0.0.0.0 and a key")  # fmt: skip
+                                 "the router with --host 0.0.0.0 and a key; pass its address")  # fmt: skip
         num_workers = self.options.num_workers or max(2, len(nodes))
         processes = self.options.sync_processes
         if not processes:
             processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
             if addresses:
-                processes *= 4  # most of them wait for the judge
+                processes *= 4  # Most of them wait for the judge.
         job = dataclasses.replace(self.job, sync_processes=processes)
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # a worker's Python may have no path to it
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may be unable to import it.
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(num_workers)]
-        lives = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
+        incarnations = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         try:
-            lives = ray.get(lives, timeout=START_S + WEDGED_S)
+            incarnations = ray.get(incarnations, timeout=START_S + WEDGED_S)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise start_error(error) from None
-        return list(map(Worker, actors, lives))
+        return list(map(Worker, actors, incarnations))
 
-    # ---- for callers, in their own threads
+    # ---- Called from the callers' threads
     def submit(self, sample: dict) -> Future:
-        """Takes a row of the schema plus `response` [, `response_length`, `step`] -> its result's future."""
+        """Accept a row of the schema plus `response` and return the future of its result.
+
+        `response_length` and `step` are optional keys of the sample.
+        """
         return self.submit_group([sample])[0]
 
     def submit_group(self, samples: list[dict]) -> list[Future]:
-        """Takes all samples of a prompt. A function that sees groups is called once, another one for each."""
+        """Accept all samples of one prompt and return the futures of their results.
+
+        A function with `solution_strs` is called once for the group, any other function once per sample.
+        """
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
         row, lengths = samples[0], {}
@@ -389,7 +357,7 @@ class RewardLoopManager:
             info = dict(row.get("extra_info") or {})
             if "step" in row:
                 info["step"] = row["step"]
-            info.setdefault("num_turns", row.get("num_turns", 2))  # verl sets both for every sample
+            info.setdefault("num_turns", row.get("num_turns", 2))  # verl sets both keys for every sample.
             info.setdefault("rollout_reward_scores", {})
             arguments = {
                 "data_source": row["data_source"],
@@ -399,7 +367,7 @@ class RewardLoopManager:
             for key, is_needed in self.job.columns.items():
                 if is_needed or key in row:
                     arguments[key] = row[key]
-            if self.job.sees_group:  # what differs within a group is a list, the rest is the first one's
+            if self.job.sees_group:  # What differs within a group is a list.
                 arguments["solution_strs"] = [sample["response"] for sample in samples]
                 for key in {"response_length", "turns"} & arguments.keys():
                     arguments[key] = [sample[key] for sample in samples]
@@ -408,12 +376,12 @@ class RewardLoopManager:
             for sample in samples:
                 lengths[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
-            raise ValueError(f"the sample has no {error}; it must be a row plus `response`") from None
-        ticket = Ticket(pickle.dumps(arguments, protocol=5), lengths)
-        self._open.add(ticket)
-        if self._closed:  # asked only now: whoever closes either sees this ticket or is seen here
+            raise ValueError(f"the sample has no {error}: pass a row of the schema plus `response`") from None
+        call = ScoringCall(pickle.dumps(arguments, protocol=5), lengths)
+        self._unfinished.add(call)
+        if self._closed:  # Checked only now, so that a manager that closes meanwhile does not miss the call.
             raise RuntimeError(self._closed)
-        self._put(ticket)
+        self._enqueue(call)
         return list(lengths)
 
     async def score_one(self, sample: dict) -> dict:
@@ -421,73 +389,75 @@ class RewardLoopManager:
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
-        """Scores samples, in the groups of `by_group` if the function sees those, the reward models being
-        awake only meanwhile -> results in their order.
-        on_result(index, result) is called as each result arrives; what it raises ends the batch."""
+        """Score samples and return the results in the same order.
+
+        Reward models that sleep are awake only meanwhile. A function with `solution_strs` gets the groups of
+        `by_group`. on_result(index, result) is called as each result arrives; an error in it ends the batch.
+        """
         from tqdm import tqdm
         groups = [[index] for index in range(len(samples))]
         if self.job.sees_group:
             groups = by_group(samples)
         if self.reward_models:
             self.reward_models.wake_up()
-        places = {}  # future -> index of its sample
+        indices = {}  # future -> index of its sample
         try:
             for group in groups:
                 futures = self.submit_group([samples[index] for index in group])
-                places.update(zip(futures, group))
-            bar = tqdm(as_completed(places), "scoring", len(places), delay=3, leave=False, disable=None)
+                indices.update(zip(futures, group))
+            bar = tqdm(as_completed(indices), "scoring", len(indices), delay=3, leave=False, disable=None)
             for future in bar:
                 result = future.result()
                 if on_result:
-                    on_result(places[future], result)
+                    on_result(indices[future], result)
         finally:
-            for future in places:
-                future.cancel()  # in a batch that ended early: those not yet handed out never will be
+            for future in indices:
+                future.cancel()  # If the batch ended early, calls that wait are never sent.
             if self.reward_models:
                 self.reward_models.sleep()
-        return [future.result() for future in sorted(places, key=places.get)]
+        return [future.result() for future in sorted(indices, key=indices.get)]
 
     def shutdown(self):
-        """Ends the workers; samples on their way raise RuntimeError. Twice is allowed."""
+        """End the workers. Unfinished samples raise RuntimeError. A second call does nothing."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             self._ending = True
             self._thread.join()
 
-    def _put(self, ticket):
-        self._queue.append(ticket)
+    def _enqueue(self, call):
+        self._queue.append(call)
         self._loop.call_soon_threadsafe(self._wake.set)
 
-    # ---- in the loop's thread
+    # ---- Called in the loop's thread
     async def _run(self):
-        """Runs until `shutdown`, or until something fails: nobody shall wait for what will never come."""
+        """Run until `shutdown` or an error, and then fail every unfinished call, so that no caller waits."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for work in (self._deal_out(), *map(self._serve, self._workers)):
+                for work in (self._dispatch(), *map(self._collect_from, self._workers)):
                     self._tasks.create_task(work)
-                while self._ray.is_initialized() and not self._ending:  # without Ray no answer comes
+                while self._ray.is_initialized() and not self._ending:  # Without Ray no result arrives.
                     await asyncio.sleep(0.1)
-                raise RuntimeError("the reward loop was shut down: start another one")
+                raise RuntimeError("the reward loop was shut down: start a new one")
         except ExceptionGroup as errors:
             reason = errors.exceptions[0]
-        self._closed = str(reason) if type(reason) is RuntimeError else f"reward loop: {describe(reason)}"
+        self._closed = str(reason) if type(reason) is RuntimeError else f"reward loop: {error_line(reason)}"
         if not self._ray.is_initialized():
-            self._closed = "Ray was shut down while the reward loop was in use: start another one"
-        for ticket in list(self._open):
-            for future in ticket.lengths:
-                with contextlib.suppress(InvalidStateError):  # cancelled, or it has its result
+            self._closed = "Ray was shut down while the reward loop was in use: start a new one"
+        for call in list(self._unfinished):
+            for future in call.lengths:
+                with contextlib.suppress(InvalidStateError):  # It was cancelled or has its result.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            if self._ray.is_initialized():  # else they went with it, and this would start another Ray
-                with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
+            if self._ray.is_initialized():  # Without Ray they are gone, and `kill` would start a new Ray.
+                with contextlib.suppress(self._ray.exceptions.RayError):  # The worker has ended already.
                     self._ray.kill(worker.actor)
 
-    async def _deal_out(self):
-        """Deals waiting samples out to the least busy workers, as far as the limits allow."""
-        seconds_a_call = 60 / (self.options.max_rpm or math.inf)
+    async def _dispatch(self):
+        """Send waiting calls to the least busy workers, as far as the limits allow."""
+        seconds_per_call = 60 / (self.options.max_rpm or math.inf)
         next_call = 0.0
         while await self._wake.wait():
-            self._wake.clear()  # first: a sample from now on wakes this again
+            self._wake.clear()  # This comes first, so that a call added from now on sets the event again.
             if not self._ray.is_initialized():
                 break
             ready = [worker for worker in self._workers if worker.ready]
@@ -498,44 +468,44 @@ class RewardLoopManager:
                 if now < next_call:
                     self._loop.call_later(next_call - now, self._wake.set)
                     break
-                ticket = self._queue.popleft()
-                if all(future.done() for future in ticket.lengths):  # its caller has gone
-                    self._open.discard(ticket)
+                call = self._queue.popleft()
+                if all(future.done() for future in call.lengths):  # The caller has cancelled it.
+                    self._unfinished.discard(call)
                     continue
-                next_call = now + seconds_a_call
+                next_call = now + seconds_per_call
                 worker = min(ready, key=lambda worker: len(worker.pending))
                 number = next(self._numbers)
-                worker.pending[number] = ticket
-                outgoing[worker][number] = ticket.lost >= ALONE_AFTER, ticket.payload
+                worker.pending[number] = call
+                outgoing[worker][number] = call.losses >= ISOLATE_AFTER, call.payload
                 free -= 1
             for worker, batch in outgoing.items():
-                self._tasks.create_task(self._hand_over(worker, batch))
+                self._tasks.create_task(self._send(worker, batch))
 
-    async def _hand_over(self, worker, batch: dict[int, tuple[bool, bytes]]):
+    async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
         try:
             await worker.actor.submit.remote(batch)
-        except self._ray.exceptions.RayActorError:  # it has died, or Ray lost the call
+        except self._ray.exceptions.RayActorError:  # The worker has died, or Ray has lost the call.
             worker.ready = False  # until it answers again
-            self._lose(worker, list(batch))
+            self._requeue(worker, list(batch))
 
-    async def _serve(self, worker):
-        """Takes the results of one worker as long as the manager lives; sees that it has died or hangs."""
+    async def _collect_from(self, worker):
+        """Receive the results of one worker as long as the manager runs; notice if it dies or hangs."""
         arrived = []
-        while self._ray.is_initialized():  # else a call would start another Ray
+        while self._ray.is_initialized():  # Without this check the call would start a new Ray.
             if worker.ready:
-                silence, patience = BLOCKED_S, self.job.timeout + WEDGED_S
+                warn_after_s, timeout_s = BLOCKED_S, self.job.timeout + WEDGED_S
             else:
-                silence = patience = START_S + WEDGED_S
-            warning = self._loop.call_later(silence, self._say, BLOCKED)
+                warn_after_s = timeout_s = START_S + WEDGED_S
+            warning = self._loop.call_later(warn_after_s, self._warn_once, BLOCKED)
             try:
-                async with asyncio.timeout(patience):  # wait_for may lose the end of the loop in Python 3.11
-                    life, results = await worker.actor.collect.remote(arrived)
+                async with asyncio.timeout(timeout_s):  # wait_for may ignore a cancellation in Python 3.11.
+                    incarnation, results = await worker.actor.collect.remote(arrived)
             except TimeoutError:
                 self._ray.kill(worker.actor, no_restart=False)
                 worker.ready = False
-                self._lose(worker, list(worker.pending), ALONE_AFTER)
+                self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it, or has lost the call
+            except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it or has lost the call.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
@@ -546,48 +516,49 @@ class RewardLoopManager:
             arrived = list(results)
             for number, (result, seconds) in results.items():
                 if result is None:
-                    self._lose(worker, [number])
-                elif number in worker.pending:  # else the hand-over was thought lost
+                    self._requeue(worker, [number])
+                elif number in worker.pending:  # Otherwise it was taken for lost and sent again.
                     self._finish(worker.pending.pop(number), result, seconds)
-            if worker.life != life:
-                self._lose(worker, list(worker.pending))
-            worker.life = life
+            if worker.incarnation != incarnation:  # It has restarted and knows nothing of its calls.
+                self._requeue(worker, list(worker.pending))
+            worker.incarnation = incarnation
             worker.ready = True
             self._wake.set()
 
-    def _lose(self, worker, numbers: list[int], losses: int = 1):
-        """No result will come for these: they are tried again, but not for ever."""
+    def _requeue(self, worker, numbers: list[int], losses: int = 1):
+        """Send these calls again, since no result will come, unless they were lost too often."""
         for number in reversed(numbers):
-            ticket = worker.pending.pop(number, None)
-            if not ticket:
+            call = worker.pending.pop(number, None)
+            if not call:
                 continue
-            ticket.lost += losses
-            if ticket.lost > GIVE_UP_AFTER:
-                message = f"no result, {ticket.lost} times: its grading process or worker died or hung"
-                self._finish(ticket, failure("error", message), 0.0)
+            call.losses += losses
+            if call.losses > GIVE_UP_AFTER:
+                message = f"no result, {call.losses} times: its grading process or worker died or hung"
+                self._finish(call, failure("error", message), 0.0)
             else:
-                self._queue.appendleft(ticket)
+                self._queue.appendleft(call)
                 self._wake.set()
 
-    def _finish(self, ticket, result: bytes, seconds: float):
+    def _finish(self, call, result: bytes, seconds: float):
+        """Give each sample of the call its result, or retry the call."""
         try:
-            outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN: null
-        except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 1,000 brackets
-            result = failure("error", f"the result cannot be read: {describe(error)}")
+            outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN becomes None.
+        except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
+            result = failure("error", f"the result cannot be read: {error_line(error)}")
             outcomes, try_again = json.loads(result)
-        if try_again and ticket.tries < self.options.http_retries:
-            pause = min(2**ticket.tries, 60) * random.uniform(0.75, 1.25)
-            self._loop.call_later(pause, self._put, ticket)
-            ticket.tries += 1
+        if try_again and call.http_tries < self.options.http_retries:
+            pause = min(2**call.http_tries, 60) * random.uniform(0.75, 1.25)
+            self._loop.call_later(pause, self._enqueue, call)
+            call.http_tries += 1
             return
-        self._open.discard(ticket)
-        if len(outcomes) < len(ticket.lengths):  # a failure is that of the whole group
-            outcomes = outcomes * len(ticket.lengths)
-        for (future, length), (score, extra, status) in zip(ticket.lengths.items(), outcomes):
+        self._unfinished.discard(call)
+        if len(outcomes) < len(call.lengths):  # A failure holds for the whole group.
+            outcomes = outcomes * len(call.lengths)
+        for (future, length), (score, extra, status) in zip(call.lengths.items(), outcomes):
             if status in ("error", "timeout"):
-                self._say(f"a sample got no score ({status}): {extra['error']}")
+                self._warn_once(f"a sample got no score ({status}): {extra['error']}")
             reward = score
-            extra = dict(extra)  # a failure is one dict for all
+            extra = dict(extra)  # The samples of a failed group share one dict.
             if self.overlong:
                 penalty = self.overlong(length)
                 extra |= {"overlong_penalty": penalty, "overlong": penalty < 0}
@@ -599,24 +570,24 @@ class RewardLoopManager:
                 "status": status,
                 "seconds": seconds,
             }
-            with contextlib.suppress(InvalidStateError):  # cancelled: its caller has gone
+            with contextlib.suppress(InvalidStateError):  # The caller has cancelled it.
                 future.set_result(values)
 
-    def _say(self, text: str):
-        """Warns, once with the same words and not for ever."""
-        if text not in self._said and len(self._said) < 10:
-            self._said.add(text)
+    def _warn_once(self, text: str):
+        """Log a warning, but no text twice and at most ten in all."""
+        if text not in self._warnings and len(self._warnings) < 10:
+            self._warnings.add(text)
             log.warning(text)
 
 
 def count_servers(address: str, key: str) -> int:
-    """How many servers are behind a router of ours; 1 where the address is none, or nobody answers yet."""
+    """Return how many servers our router at this address has; 1 for another server, or without an answer."""
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
     except OSError as error:
-        log.warning("router_address: nobody answers at %s yet (%s); samples will wait for it", address, error)
+        log.warning("--router-address %s does not answer yet (%s); samples wait for it", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
@@ -625,12 +596,15 @@ def count_servers(address: str, key: str) -> int:
 
 
 def start_error(error: Exception) -> RuntimeError:
-    """What Ray's page of text about an actor that cannot be started ends with."""
+    """Keep the last line of Ray's long text about an actor that cannot be started."""
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
 
 def by_group(samples: list[dict]) -> list[list[int]]:
-    """Their numbers, group by group: of one prompt, source and truth, and of one column `group` if any."""
+    """Return the indices of the samples, one list per group.
+
+    A group has the same prompt, data source, reward_model and, if that column exists, `group`.
+    """
     groups = collections.defaultdict(list)
     for number, sample in enumerate(samples):
         key = [sample["prompt"], sample["data_source"], sample["reward_model"], sample.get("group")]
@@ -639,34 +613,42 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 
 def connect_ray() -> bool:
-    """Joins the Ray of RAY_ADDRESS or of this machine, or starts one: True. RuntimeError if refused."""
+    """Join the Ray of RAY_ADDRESS or of this machine, or start one; return whether one was started.
+
+    Raises RuntimeError if Ray rejects this process.
+    """
     import ray
     if ray.is_initialized():
         return False
     from ray._private import services
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        address = services.find_bootstrap_address(None)  # of the last `ray start`
-        if address not in services.find_gcs_addresses():  # it has ended: Ray itself would try for minutes
+        address = services.find_bootstrap_address(None)  # from the last `ray start`
+        if address not in services.find_gcs_addresses():  # It has ended; Ray would try to join for minutes.
             address = "local"
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # another version of Ray or Python, another key: some with a page of text
-        text = f"Ray: the cluster {address} cannot be joined ({describe(error):.300})"
-        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts one of your own") from error
-    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts one of your own"
+    except Exception as error:  # for example another version of Ray or Python, or another key
+        text = f"Ray: the cluster {address} cannot be joined ({error_line(error):.300})"
+        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts a private one") from error
+    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts a private one"
     if address == "local":
         where = "started a cluster for this run"
     have = ray.cluster_resources()
     logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "worker-*")
-    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs); what reward functions "
-          f"print goes to {logs}", flush=True)  # fmt: skip
+    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs); the output of reward "
+          f"functions goes to {logs}", flush=True)  # fmt: skip
     return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=False, overlong=None):
-    """A RewardLoopManager and its models, until `stack` (contextlib.ExitStack) ends. places: the models', a
-    cluster.placement.Places; default: their own. sleep_mode: they sleep between batches."""
+    """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
+
+    Args:
+        places: the cluster.placement.Places of the models; by default they reserve their own.
+        sleep_mode: let the models sleep between batches.
+        overlong: see RewardLoopManager.
+    """
     options.check_rewards()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)

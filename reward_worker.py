@@ -1,13 +1,15 @@
-"""What runs on the workers of the Reward Loop: the user's function, in an event loop or in grading processes.
+"""Runs the user's reward function for the Reward Loop: on a worker, or in its grading processes.
 
-An async function runs in the event loop of its worker. A sync one runs in grading processes: children that
-have loaded it, with one sample at a time, killed when overdue. Its samples pass three processes:
+An async function runs in the event loop of its worker. A sync function runs in grading processes: child
+processes of the worker that load the function, score one sample at a time, and are killed when overdue. The
+samples of a sync function pass through three processes:
 
     driver                       worker (Ray actor)                    grading process
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Needs none of our other files. It is sent to workers by value: its imports are Python's own.
+Standalone: imports nothing from this repository. Ray sends this module to the workers by value, so it imports
+the standard library only.
 """
 
 import ast
@@ -27,40 +29,44 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from functools import partial
+from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-GATHER_S = 0.01  # a worker gathers results for this long before it hands them over: fewer messages
-HEARTBEAT = 100  # after so many of these times a worker answers `collect` although it has none
-START_S = 300.0  # for a worker or a grading process to load the function (a busy node, a heavy import)
-ALONE_AFTER = 2  # a sample that was lost so often in company is tried alone: in a grading process
+STDLIB = sysconfig.get_paths()["stdlib"]
+GATHER_S = 0.01  # A worker gathers results for this long before it sends them, so that messages are few.
+HEARTBEAT = 100  # After this many periods of GATHER_S, a worker answers `collect` even without results.
+START_S = 300.0  # Time limit for loading the function; a busy node or a heavy import takes long.
+ISOLATE_AFTER = 2  # A call that was lost this often runs alone, in a grading process.
 
 
 @dataclasses.dataclass
 class Job:
-    """What workers and grading processes need to know; plain values only."""
+    """What workers and grading processes need to know. All values are plain, so that JSON can carry them."""
     function: str  # FILE:NAME with the full path
-    kwargs: dict  # the same for every sample
-    columns: dict[str, bool]  # further columns of a row that the function names: whether it needs them
-    tokenizer: str | None  # path, where the function takes it
+    kwargs: dict  # keyword arguments that are the same for every sample
+    columns: dict[str, bool]  # row columns that the function names -> whether it requires them
+    tokenizer: str | None  # path of the reward model's tokenizer, if the function takes one
     is_async: bool
-    sees_group: bool  # it takes solution_strs: a call has all responses to a prompt
+    sees_group: bool  # the function takes `solution_strs`: one call gets all responses to a prompt
     timeout: float
-    files: dict[str, str] = dataclasses.field(default_factory=dict)  # {path: SHA-256}, from `fingerprints`
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # {path: SHA-256}, see `fingerprints`
     sync_processes: int = 1
 
 
+# --- 1. Loading the user's function -------------------------------------------------------------------------
 class FileChanged(ValueError):
-    """A file of the reward function is no longer what it was when the run began."""
+    """A file of the reward function has changed since the run began."""
 
 
 def fingerprints(function_file: str) -> dict[str, str]:
-    """{path: SHA-256} of the function's file and of every local file that it imports, directly or not.
+    """Return {path: SHA-256} of the function's file and of all local files that it imports, even indirectly.
 
     Local files are those in its folder and those of this repository. Imports inside functions count as well.
     """
@@ -76,7 +82,7 @@ def fingerprints(function_file: str) -> dict[str, str]:
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError):
-            continue  # loading the file says what is wrong with it
+            continue  # Loading the file reports what is wrong with it.
         for node in nodes:
             names, places = [], folders
             if isinstance(node, ast.Import):
@@ -92,7 +98,7 @@ def fingerprints(function_file: str) -> dict[str, str]:
 
 
 def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
-    """The files that `import a.b.c` may execute, from the first of the folders that has `a`."""
+    """Return the files that `import a.b.c` may execute, from the first of the folders that contains `a`."""
     for folder in folders:
         if folder.joinpath(parts[0]).is_dir() or folder.joinpath(parts[0] + ".py").is_file():
             files = []
@@ -104,31 +110,34 @@ def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
 
 
 def check_files(job: Job):
-    """FileChanged if a file of the function differs from what the run began with."""
+    """Raise FileChanged if a file of the function differs from the version that the run began with."""
     for file, digest in job.files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise FileChanged(f"{file} has changed since the run began, which scores with one version of its "
-                              "reward function only: restore the file, or start the run again")  # fmt: skip
+            raise FileChanged(f"{file} has changed since the run began, and a run scores with one version of "
+                              "its reward function only: restore the file or start a new run")  # fmt: skip
 
 
 def load_function(spec: str, kind: str = "reward function"):
-    """The function named by "FILE:NAME", whose file may import others beside it. ValueError in one line."""
+    """Load the function named by "FILE:NAME"; the file may import others in its folder.
+
+    Raises ValueError with a message of one line.
+    """
     file, _, name = spec.rpartition(":")
     path = Path(file)
-    sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # a file of toy/ imports compute_score.py
+    sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # A file in toy/ imports compute_score.py.
     module_name = path.stem
-    if module_name in sys.modules:  # hides no module
+    if module_name in sys.modules:  # The user's file must not replace a module of the same name.
         module_name += "_of_user"
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = module  # dataclasses look there
+        sys.modules[module_name] = module  # Dataclasses look up their module there.
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        reason = f"loading the file failed: {describe(error, file)}"
-        if "relative import" in reason:  # it is a part of a package
-            reason += "; import it in a file of yours"
+        reason = f"loading the file failed: {error_line(error, file)}"
+        if "relative import" in reason:  # The file is part of a package.
+            reason += "; import it in a file of your own"
         raise ValueError(f"{kind} {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -136,35 +145,100 @@ def load_function(spec: str, kind: str = "reward function"):
     return function
 
 
-class Scorer:
-    """The function of a run, with all that is the same for every sample. ValueError if it cannot be loaded.
+def file_and_name(field: str, spec: str) -> tuple[Path, str]:
+    """Split FILE:NAME. Raises ValueError with the option's name if there is no such file."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not name or path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{flag(field)} {spec}: there is no file {path}; pass FILE:NAME, with a .py file")
+    return path, name
 
-    In come pickled arguments, out go results: JSON of [[[score or None, extra info, status], one for each
-    response], whether to try again]; an object of the user's could break the message with others' results."""
+
+def flag(field: str) -> str:
+    """Return the option of the command line that sets this field."""
+    return "--" + field.replace("_", "-")
+
+
+def load_in_this_process(field: str, spec: str):
+    """Load a user's function that this process will call itself.
+
+    Modules next to its file can be imported later, too.
+    """
+    path, name = file_and_name(field, spec)
+    with modules_of_the_user(path.parent):
+        function = load_function(f"{path}:{name}", flag(field))
+        theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
+    for module, loaded in theirs.items():
+        sys.modules.setdefault(module, loaded)  # If both have a module of this name, ours stays.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return function
+
+
+@contextlib.contextmanager
+def modules_of_the_user(folder: Path):
+    """Hide our modules inside the block and remove the user's after it: both may have a policy.py."""
+    import_path = sys.path.copy()
+    before = sys.modules.copy()
+    for name in local_modules(HERE):
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in local_modules(HERE, folder):
+            del sys.modules[name]
+        for name in before.keys() - sys.modules.keys():
+            sys.modules[name] = before[name]
+        sys.path[:] = import_path
+
+
+def local_modules(*folders: Path) -> list[str]:
+    """Return the names of loaded modules in these folders, without the standard library and packages."""
+    names = []
+    for name, module in sys.modules.copy().items():
+        spec = getattr(module, "__spec__", None)
+        if name == "__main__" or not isinstance(spec, ModuleSpec):
+            continue
+        places = [spec.origin, *(spec.submodule_search_locations or [])]
+        file = Path(next((place for place in places if place), "/"))
+        if "site-packages" in file.parts or file.is_relative_to(STDLIB):
+            continue
+        if any(file.is_relative_to(folder) for folder in folders):
+            names.append(name)
+    return names
+
+
+# --- 2. Calling it ------------------------------------------------------------------------------------------
+class Scorer:
+    """The function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
+
+    Arguments arrive pickled. A result is JSON, so that a user's object cannot break the message that carries
+    other results: [[[score or None, extra info, status] for each response], whether to retry].
+    """
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
-        self.is_spent = False  # a SystemExit has left the event loop unusable
+        self.is_spent = False  # True once a SystemExit has left the event loop unusable
         check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
-        check_files(job)  # loading may have taken long
+        check_files(job)  # The files may have changed during a long import.
         if job.tokenizer:
             from transformers import AutoTokenizer
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-            # Transformers 5 returns a dict where 4 returned token ids, as functions written for verl expect.
+            # Transformers 5 returns a dict. Functions written for verl expect token ids, as in version 4.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
     async def score(self, payload: bytes) -> bytes:
-        """One call of an async function. Never raises; SystemExit neither: it must not end the worker."""
+        """Call an async function once. Never raises, not even SystemExit, which would end the worker."""
         try:
-            arguments = pickle.loads(payload)  # pickled by our own manager
+            arguments = pickle.loads(payload)  # Our own manager has pickled them.
             return as_result(await self.function(**arguments), arguments.get("solution_strs"))
         except BaseException as error:
-            return failure("error", describe(error, self.file), may_pass(error))
+            return failure("error", error_line(error, self.file), is_retryable(error))
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
-        """The same by any function, outside of an event loop: it may have one of its own (asyncio.run)."""
+        """Call any function once, outside of an event loop, since the function may call asyncio.run."""
         try:
             arguments = pickle.loads(payload)
             value = self.function(**arguments)
@@ -172,63 +246,66 @@ class Scorer:
                 try:
                     value = runner.run(asyncio.wait_for(value, None))
                 except (SystemExit, KeyboardInterrupt):
-                    self.is_spent = True  # the loop would raise the error again for the next sample
+                    self.is_spent = True  # The event loop would raise the error again for the next sample.
                     raise
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
-            return failure("error", describe(error, self.file), may_pass(error))
+            return failure("error", error_line(error, self.file), is_retryable(error))
 
 
 def failure(status: str, message: str, try_again: bool = False) -> bytes:
-    """The result of a call that has no outcome; of a group's it is everyone's."""
+    """Return the result of a call that failed. It holds for every sample of a group."""
     return json.dumps([[[None, {"error": message}, status]], try_again]).encode()
 
 
 def as_result(value, group: list[str] | None) -> bytes:
-    """What the function returned, as a result; group: the responses, where it got all of a prompt."""
+    """Turn what the function returned into a result. group: the responses, if the function got a group."""
     values = [value]
     if group is not None:
         values = value
         if hasattr(value, "tolist"):
             values = value.tolist()  # an array
-        if not isinstance(values, (list, tuple)):  # anything else has no order
-            raise ValueError(f"{value!r:.80} is no list of scores")
+        if not isinstance(values, (list, tuple)):  # Other collections may have no order.
+            raise ValueError(f"{value!r:.80} is not a list of scores")
         if len(values) != len(group):
             raise ValueError(f"{len(values)} scores for {len(group)} responses")
     return json.dumps([list(map(outcome, values)), False], default=as_json).encode()
 
 
 def as_json(value):
-    """What JSON does not know: arrays become lists, all else its text."""
+    """Convert what JSON does not know: arrays to lists, anything else to its text."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def outcome(value) -> tuple[float | None, dict, str]:
-    """Score, extra info and status of one response."""
+    """Return score, extra info and status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score = extra.get("score", "missing")
     if score is None:
         return None, extra, "no_verdict"
-    if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would take "1"
+    if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would also accept "1".
         extra["score"] = float(score)
         return extra["score"], extra, "ok"
     complaint = f"the score is {score!r:.80}, not a finite number"
     return None, extra | {"score": None, "error": complaint}, "error"
 
 
-def describe(error: BaseException, file: str = "") -> str:
-    """One line: the kind of error, its message, and its place: the last one in `file`, or else of all."""
-    # It knows a message even where str(error) fails.
-    told = traceback.TracebackException.from_exception(error, lookup_lines=False)
-    line = f"{type(error).__name__}: {told}"[:500]
-    frames = [frame for frame in told.stack if frame.filename == file] or told.stack
+def error_line(error: BaseException, file: str = "") -> str:
+    """Describe an error in one line: its kind, its message, and the last line of `file` that raised it."""
+    # TracebackException has a message even if str(error) fails.
+    details = traceback.TracebackException.from_exception(error, lookup_lines=False)
+    line = f"{type(error).__name__}: {details}"[:500]
+    frames = [frame for frame in details.stack if frame.filename == file] or details.stack
     if frames:
         line += f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     return line
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether to try again: a broken connection, HTTP 408, 429, 5xx (of aiohttp, openai, requests, httpx)."""
+def is_retryable(error: BaseException) -> bool:
+    """Say whether to call again: after a broken connection and HTTP 408, 429 or 5xx.
+
+    It knows the errors of aiohttp, openai, requests and httpx.
+    """
     status = None
     for place in (error, getattr(error, "response", None)):
         status = status or getattr(place, "status", None) or getattr(place, "status_code", None)
@@ -239,24 +316,25 @@ def may_pass(error: BaseException) -> bool:
     return not broken.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
-def grade(fd: int):
-    """The main function of a grading process, which reads a job and then numbered samples from pipe `fd`.
+# --- 3. Grading processes -----------------------------------------------------------------------------------
+def grading_main(fd: int):
+    """Run a grading process, which reads a job and then numbered samples from the pipe `fd`.
 
-    Each answer is a line with the number and JSON: for the job its error or null, for a sample its result.
+    Each answer is a line with the number and JSON: an error or null for the job, a result for a sample.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
-    if os.fork() == 0:  # with the worker or us, however we end, ends all that the function has started
+    if os.fork() == 0:  # When the worker or this process ends, the child kills what the function has started.
         os.close(fd)
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
-    os.register_at_fork(after_in_child=pipe.close)  # a child that the function forks has no pipe
+    os.register_at_fork(after_in_child=pipe.close)  # A process that the function forks gets no pipe.
     answers = open(fd, "wb", closefd=False)
     pid = os.getpid()
 
     def answer(number: bytes, result: bytes):
-        if os.getpid() != pid:  # a forked child has returned from the function and must not answer
+        if os.getpid() != pid:  # A forked child returned from the function; it must not answer.
             os._exit(0)
         answers.write(number + b" " + result + b"\n")
         answers.flush()
@@ -275,7 +353,7 @@ def grade(fd: int):
 
 
 class Grader(threading.Thread):
-    """A thread of the worker that has samples graded by a process, replaced when it dies or is overdue."""
+    """A thread of the worker that owns one grading process and replaces it when it dies or is overdue."""
 
     def __init__(self, worker):
         super().__init__(daemon=True)
@@ -293,23 +371,24 @@ class Grader(threading.Thread):
                 result = self.ask(number, payload, self.worker.job.timeout)
             except Exception as error:
                 self.close()
-                result = None  # it died: lost
+                result = None  # The process died: the call is lost and will be repeated.
                 if isinstance(error, TimeoutError):
                     result = failure("timeout", f"{error}: process killed")
-                elif isinstance(error, ValueError):  # the function does not load any more
+                elif isinstance(error, ValueError):  # The function can no longer be loaded.
                     result = failure("error", str(error))
             self.worker.report(number, result, started)
 
     def open(self):
-        """Starts the process, which has loaded the function then. ValueError where it cannot; see `ask`."""
+        """Start the process and wait until it has loaded the function.
+
+        Raises ValueError if the function cannot be loaded, and what `ask` raises.
+        """
         self.pipe, its = Pipe()
-        code = f"import sys; sys.path[0] = {str(HERE)!r}; from reward_worker import grade; "
-        code += f"del sys.modules['reward_worker']; grade({its.fileno()})"  # the user may have another one
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
+            [sys.executable, "-u", str(HERE / "reward_worker.py"), str(its.fileno())],
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # prints: to our log
+            stdout=2,  # What the function prints goes to the worker's log.
             start_new_session=True,
         )
         its.close()
@@ -319,12 +398,12 @@ class Grader(threading.Thread):
             raise ValueError(complaint)
 
     def ask(self, number: int, message: bytes, timeout: float) -> bytes:
-        """The answer to a message.
+        """Send a message to the process and return the answer.
 
         Raises OSError or EOFError if the process dies or answers with another number, TimeoutError if it is
         overdue.
         """
-        due = time.monotonic() + min(timeout, 1e6)  # `poll` takes no infinity
+        due = time.monotonic() + min(timeout, 1e6)  # `poll` does not accept infinity.
         self.pipe.send_bytes(b"%d " % number + message)
         chunks = []
         while not chunks or b"\n" not in chunks[-1]:
@@ -335,12 +414,12 @@ class Grader(threading.Thread):
                 raise EOFError
         line, _, rest = b"".join(chunks).partition(b"\n")
         answered, _, result = line.partition(b" ")
-        if answered != b"%d" % number or rest:  # whatever has written here, it is not this sample's result
+        if answered != b"%d" % number or rest:  # The function wrote to the pipe: this is not its result.
             raise OSError("the grading process did not answer with the number of its sample")
         return result
 
     def close(self):
-        """Ends the process and whatever the function has started in it."""
+        """Kill the process and everything that the function has started in it."""
         if self.process:
             self.pipe.close()
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -348,42 +427,43 @@ class Grader(threading.Thread):
             self.process = None
 
 
+# --- 4. The worker ------------------------------------------------------------------------------------------
 class RewardLoopWorker:
-    """Ray actor: scores the samples it is given and hands each result over with the next `collect`."""
+    """The Ray actor that scores the samples it gets and returns each result with the next `collect`."""
 
     def __init__(self, job: Job, api_key: str):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # 1,024 connections are few
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # The usual 1,024 connections are too few.
         if api_key:
             os.environ["ROUTER_API_KEY"] = api_key
         self.job = job
-        self.life = os.urandom(8).hex()
-        self.done = {}  # number -> (result, seconds) till the manager has them; no result: lost
-        self.running = {}  # number -> (task, the timer that cuts it off), of an async function
+        self.incarnation = os.urandom(8).hex()  # differs after each restart by Ray
+        self.done = {}  # number -> (result or None if lost, seconds), until the manager has received it
+        self.running = {}  # number -> (task, timer of its timeout), for async functions
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
-        graders = [Grader(self) for _ in range(job.sync_processes)]  # their processes start when needed
+        graders = [Grader(self) for _ in range(job.sync_processes)]  # Each starts its process when needed.
         self.pid = os.getpid()
-        self.changed = None  # why an async function does not run here
+        self.changed = None  # the result of every call if a file of an async function has changed
         try:
             if job.is_async:
                 self.scorer = Scorer(job)
             else:
-                graders[0].open()  # shows whether the function can be loaded here
-        except FileChanged as error:  # Ray has started this worker again during the run
+                graders[0].open()  # This shows whether the function can be loaded here.
+        except FileChanged as error:  # Ray has restarted this worker during the run.
             graders[0].close()
             self.changed = failure("error", str(error))
         for grader in graders:
             grader.start()
 
     async def begin(self) -> str:
-        """The life of this worker, which has loaded the function: another one after each restart by Ray."""
-        return self.life
+        """Return the incarnation of this worker, once it has loaded the function."""
+        return self.incarnation
 
     async def submit(self, batch: dict[int, tuple[bool, bytes]]):
-        """Takes samples, {number: (alone, payload)}; returns at once."""
+        """Accept calls, {number: (whether to isolate it, payload)}, and return at once."""
         loop = asyncio.get_running_loop()
-        for number, (alone, payload) in batch.items():
-            if alone or not self.job.is_async:
+        for number, (isolated, payload) in batch.items():
+            if isolated or not self.job.is_async:
                 self.samples.put((number, payload))
             else:
                 due = loop.time() + self.job.timeout
@@ -391,16 +471,18 @@ class RewardLoopWorker:
                 self.running[number] = loop.create_task(self._run(number, payload)), timer
 
     async def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes | None, float]]]:
-        """(life, {number: (result, seconds)}), soon after there are some, or with none as a sign of life.
+        """Return (incarnation, {number: (result, seconds)}) soon after results exist.
 
-        Each result is kept until a later call says that it `arrived`."""
+        Without results it returns after a while as a sign of life. Each result is kept until a later call
+        lists it in `arrived`.
+        """
         for number in arrived:
             self.done.pop(number, None)
         for _ in range(HEARTBEAT):
             await asyncio.sleep(GATHER_S)
             if self.done:
                 break
-        return self.life, self.done.copy()
+        return self.incarnation, self.done.copy()
 
     def report(self, number, result, started):
         self.done[number] = result, time.monotonic() - started
@@ -408,18 +490,22 @@ class RewardLoopWorker:
     async def _run(self, number, payload):
         started = time.monotonic()
         result = self.changed or await self.scorer.score(payload)
-        if os.getpid() != self.pid:  # a forked child has returned, whose event loop is its parent's
+        if os.getpid() != self.pid:  # A forked child returned; the event loop belongs to its parent.
             os._exit(0)
-        if number in self.running:  # else it came too late: the timeout has been reported
+        if number in self.running:  # Otherwise the timeout has been reported already.
             _, timer = self.running.pop(number)
             timer.cancel()
             self.report(number, result, started)
 
     def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
-        task.cancel()  # it may refuse: nobody waits for it
+        task.cancel()  # The task may ignore this; nothing waits for it.
         timeout = self.job.timeout
         result = failure("timeout", f"no result within {timeout:g} s")
         if asyncio.get_running_loop().time() - due > 0.1:
-            result = None  # a neighbour has blocked the event loop: this time was not its own
+            result = None  # Another call blocked the event loop and used up the time of this one.
         self.report(number, result, time.monotonic() - timeout)
+
+
+if __name__ == "__main__":
+    grading_main(int(sys.argv[1]))

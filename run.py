@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
+import reward_worker
 from algorithm import length_penalty_of
 from policy import Policy, RanksLost, config_of
 from prepare_data import read_rows
@@ -175,7 +176,7 @@ class Run:
         self.rollouts = None
         if not config.rollout_fn:
             return
-        function = reward_loop.load_in_this_process("rollout_fn", config.rollout_fn)
+        function = reward_worker.load_in_this_process("rollout_fn", config.rollout_fn)
         settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
         options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
         models = reward_loop.named("router_address", config.router_address)
@@ -336,7 +337,7 @@ class Run:
         except (ValueError, RanksLost):
             raise
         except (Exception, CheckpointException) as error:  # cut files raise many kinds, one no Exception
-            why = reward_loop.describe(error).splitlines()[-1]
+            why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
                 f"model: {self.resume_from} cannot be loaded ({why}); where a file of a checkpoint is cut, "
                 "delete the checkpoint to go on from the one before"

@@ -35,7 +35,7 @@ from functools import partial
 from random import Random
 
 from policy import Sample
-from reward_worker import describe
+from reward_worker import error_line
 from rollout import client, complete, rollout_hf, sampling
 
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
@@ -219,7 +219,7 @@ class Trajectory:
         if isinstance(error, BaseExceptionGroup):  # of a TaskGroup: what is left without the want of room
             error = error.split(NoRoom)[1]
         if error and not isinstance(error, NoRoom):
-            return describe(error, self._rollouts.file)
+            return error_line(error, self._rollouts.file)
         has_spoken = any(self._sample.loss_mask)
         if self._is_full and not has_spoken:
             return "it left the policy no room: raise --max-response-length"
@@ -230,7 +230,7 @@ class Trajectory:
         try:
             pickle.dumps(self.info)
         except Exception as problem:
-            return f"trajectory.info cannot be sent to the reward function: {describe(problem)}"
+            return f"trajectory.info cannot be sent to the reward function: {error_line(problem)}"
         return ""
 
     def _fail(self, kind, message):

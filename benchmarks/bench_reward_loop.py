@@ -195,7 +195,7 @@ def our_processes():
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):
             if (
-                "reward_worker.grade" in " ".join(process.cmdline())
+                "reward_worker.py" in " ".join(process.cmdline())
                 and process.environ()["RAY_RAYLET_PID"] == raylet
             ):
                 workers.append(process)

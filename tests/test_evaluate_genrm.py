@@ -319,7 +319,7 @@ def test_command_line(bench, tmp_path):
             assert (code, "INCOMPLETE" in out) == (1, True), err
             assert len(refused.requests) == 6 + 1
         code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")
-        assert (code, err) == (2, "error: chat_kwargs: '[1]' is not JSON, or no JSON object\n")
+        assert (code, err) == (2, "error: --chat-kwargs '[1]': must be a JSON object\n")
         return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
 
     code, out, err = asyncio.run(main())

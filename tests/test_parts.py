@@ -33,6 +33,8 @@ def header_of(name):
 
 def needs(name):
     """(the files that a copy needs, what more it may use), as "Needs A.py and B.py; for C D.py." says it."""
+    if "Standalone: imports nothing from this repository." in header_of(name):
+        return set(), set()
     (sentence,) = re.findall(r"Needs (.*?)\.(?= |$)", header_of(name))
     always, _, sometimes = sentence.partition(";")
     assert always.endswith(".py") or always == "none of our other files"

@@ -538,7 +538,7 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
     [
         (dict(rollout="hf"), "overlap: needs servers .* not hf"),
         (dict(reward_mode="colocate"), "overlap: needs .* a judge of their own, .* not colocate"),
-        (dict(tis_cap=0.0), "tis_cap: 0.0 must be above 0"),
+        (dict(tis_cap=0.0), "--tis-cap 0.0: must be above 0"),
     ],
 )
 def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):

@@ -217,19 +217,19 @@ def test_http_errors_that_may_pass():
         return aiohttp.ClientResponseError(None, (), status=status)
 
     for status in (400, 404, 422, 600):
-        assert not reward_worker.may_pass(answer(status))
+        assert not reward_worker.is_retryable(answer(status))
     for status in (408, 429, 500, 503, 520, 529, 530):  # 529: overloaded
-        assert reward_worker.may_pass(answer(status))
-    assert reward_worker.may_pass(aiohttp.ServerDisconnectedError())
-    assert reward_worker.may_pass(aiohttp.ClientPayloadError())  # cut within the answer
+        assert reward_worker.is_retryable(answer(status))
+    assert reward_worker.is_retryable(aiohttp.ServerDisconnectedError())
+    assert reward_worker.is_retryable(aiohttp.ClientPayloadError())  # cut within the answer
     response = requests.Response()
     response.status_code = 503
-    assert reward_worker.may_pass(requests.HTTPError(response=response))
+    assert reward_worker.is_retryable(requests.HTTPError(response=response))
     response.status_code = 404
-    assert not reward_worker.may_pass(requests.HTTPError(response=response))
-    assert reward_worker.may_pass(requests.ConnectionError())
-    assert reward_worker.may_pass(ConnectionRefusedError())
-    assert not reward_worker.may_pass(ValueError()) and not reward_worker.may_pass(TimeoutError())
+    assert not reward_worker.is_retryable(requests.HTTPError(response=response))
+    assert reward_worker.is_retryable(requests.ConnectionError())
+    assert reward_worker.is_retryable(ConnectionRefusedError())
+    assert not reward_worker.is_retryable(ValueError()) and not reward_worker.is_retryable(TimeoutError())
 
 
 def outcome(score, **extra):
@@ -516,10 +516,10 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
     (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
     (["alone"], [(1.0, "ok")]),
     (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
-    (["number", "a"], "1.0 is no list of scores"),
-    (["nothing", "a"], "None is no list of scores"),
-    (["by_place", "a"], "{0: 0.5, 1: 0.5} is no list of scores"),
-    (["set", "a"], "{0.0, 1.0} is no list of scores"),
+    (["number", "a"], "1.0 is not a list of scores"),
+    (["nothing", "a"], "None is not a list of scores"),
+    (["by_place", "a"], "{0: 0.5, 1: 0.5} is not a list of scores"),
+    (["set", "a"], "{0.0, 1.0} is not a list of scores"),
     (["short", "a", "b"], "2 scores for 3 responses"),
     (["hang", "a"], "no result within 4 s"),
     (["os_exit", "a"], "died"),
@@ -628,7 +628,7 @@ def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_goin
         manager = object.__new__(RewardLoopManager)
         manager.job = SimpleNamespace(timeout=60.0)
         manager._ray, manager._wake, manager._loop = ray, asyncio.Event(), asyncio.get_running_loop()
-        serving = asyncio.create_task(manager._serve(worker))
+        serving = asyncio.create_task(manager._collect_from(worker))
         await asyncio.sleep(0)
         answer.set_result(("life", {}))
         serving.cancel()
@@ -741,29 +741,29 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             "missing .* 'reward_router_address'",
         ),
         ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
-        ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward_model_tokenizer"),
-        ({"num_workers": -1}, "num_workers: -1 must be at least 0"),
-        ({"max_no_verdict_rate": -0.1}, "max_no_verdict_rate: -0.1"),
+        ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward-model-tokenizer"),
+        ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
+        ({"max_no_verdict_rate": -0.1}, "--max-no-verdict-rate -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
-        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "give one"),
+        ({"router_address": ("h:1",), "genrm": ("a/b",)}, "pass only one"),
         ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
         ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no folder with a config.json"),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
-            "genrm_vllm_args: .* cannot be read .No closing quotation",
+            "--genrm-vllm-args: .* cannot be read .No closing quotation",
         ),
-        ({"genrm_servers": 2}, "genrm_servers is 2: .* give genrm"),
-        ({"genrm_gpu_share": 0.5}, "genrm_gpu_share is 0.5: .* give genrm"),
-        ({"genrm_cpus": "0"}, "genrm_cpus is '0': .* give genrm"),
-        ({"genrm_vllm_args": "--x"}, "genrm_vllm_args is '--x': .* give genrm"),
+        ({"genrm_servers": 2}, "--genrm-servers 2 has no effect without --genrm"),
+        ({"genrm_gpu_share": 0.5}, "--genrm-gpu-share 0.5 has no effect without --genrm"),
+        ({"genrm_cpus": "0"}, "--genrm-cpus 0 has no effect without --genrm"),
+        ({"genrm_vllm_args": "--x"}, "--genrm-vllm-args --x has no effect without --genrm"),
         # a classifier that nobody starts: the rule must not score in its place
-        ({"reward_model_task": ("classify",)}, "discriminative .* needs reward_model_tokenizer"),
+        ({"reward_model_task": ("classify",)}, "discriminative .* needs .* --reward-model-tokenizer"),
         (
             {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
-            "missing .* 'reward_router_address'; give .* a reward model",
+            "missing .* 'reward_router_address'; pass .* a reward model",
         ),
-        ({"timeout": -1}, "timeout: -1 must"),
-        ({"max_rpm": 0}, "max_rpm: 0 must"),
+        ({"timeout": -1}, "--timeout -1: must"),
+        ({"max_rpm": 0}, "--max-rpm 0: must"),
     ],
 )
 def test_wrong_settings_are_told_at_start(local_ray, options, message):

@@ -64,10 +64,10 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "status.jsonl", out=out), "the column 'status' would be overwritten"),
         (dict(data=good, out=tmp_path / "out.csv"), "must end with .jsonl"),
         (dict(data=good, out=tmp_path / "out.parquet"), "or as data with .parquet"),
-        (dict(data=good, out=out, reward_kwargs="{"), "no JSON object"),
-        (dict(data=good, out=out, reward_kwargs="[]"), "no JSON object"),
+        (dict(data=good, out=out, reward_kwargs="{"), "must be a JSON object"),
+        (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
-        (dict(data=good, out=out, num_workers=-1), "num_workers: -1 must be at least 0"),
+        (dict(data=good, out=out, num_workers=-1), "--num-workers -1: must be at least 0"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
     ]
     for options, message in cases:

@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 
 import compute_score
 import grpo_trainer
-import reward_loop
+import reward_worker
 import rollout
 from played import advantages_of, lines_of, sample_of, says, server, toy_config, without_ray
 from policy import Sample
@@ -665,12 +665,12 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(function="missing"), "rollout_fn .*has no function 'missing'"),
+        (dict(function="missing"), "--rollout-fn .*has no function 'missing'"),
         (dict(function="reward"), "rollout_fn: .*async def"),
         (dict(rollout_kwargs='{"price": 1}'), "rollout_fn: .*price"),
-        (dict(rollout_kwargs="[]"), "rollout_kwargs"),
+        (dict(rollout_kwargs="[]"), "--rollout-kwargs"),
         (dict(rollout_fn=None, rollout_kwargs='{"cost": 1}'), "--rollout-fn"),
-        (dict(rollout_fn="/nowhere.py:f"), "rollout_fn .*there is no file"),
+        (dict(rollout_fn="/nowhere.py:f"), "--rollout-fn .*there is no file"),
     ],
     ids=str,
 )
@@ -941,7 +941,7 @@ def example(name, tmp_path):
     for block in blocks(Path(__file__).parent.parent / "docs/rollouts.md", "python"):
         if block.startswith(f"# {name}.py\n"):
             (tmp_path / f"{name}.py").write_text(block)
-    return partial(reward_loop.load_in_this_process, "rollout_fn")
+    return partial(reward_worker.load_in_this_process, "rollout_fn")
 
 
 def plays(tokenizer, *texts):
