@@ -25,7 +25,11 @@ const show = value => value == null ? "–" : String(+value.toPrecision(3)).repl
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3});
 const brief = value => Math.abs(value) < 1e4 ? show(value) : compact.format(value);
 const signed = value => (value > 0 ? "+" : "") + show(value);
-const textOfValue = value => typeof value === "string" ? value : JSON.stringify(value);
+function textOfValue(value) {
+  if (typeof value === "string") return value;
+  const isSmall = typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3;
+  return isSmall ? value.toExponential() : JSON.stringify(value);
+}
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 const durationOf = seconds => seconds < 90 ? `${show(seconds)} s`
   : seconds < 5400 ? `${show(seconds / 60)} min` : `${show(seconds / 3600)} h`;
@@ -128,8 +132,8 @@ function termsOf({info, score, penalty}, group, run) {  // [name, value] of what
 }
 
 // ---- Filters: the samples that the address asks for
-const FILTERS = {"": "all samples", judge: "flawed by the judge", oracle: "flawed by the oracle",
-  wrong: "judge wrong", odd: "wrong answer, reward above 0", silent: "no verdict", cut: "truncated"};
+const FILTERS = {"": "all samples", judge: "flagged as flawed", oracle: "flawed by the oracle",
+  wrong: "flag and oracle disagree", odd: "wrong answer, reward above 0", silent: "no verdict", cut: "truncated"};
 const CHOSEN = ["filter", "status", "source", "first", "last", "q"];  // what "clear filters" clears
 
 const textOf = (group, {paragraphs, critique, verdict, info}) =>

@@ -162,7 +162,7 @@ function drawing({team, source, points, raw}, {x, y}) {  // one series
     ...points.toReversed().map(point => place(point.x, point.low))];
   const band = svg("polygon", {class: "band", fill: "currentColor", style: colour, opacity: .18,
     points: outline.join(" ")});
-  if (!source) return [team.runs.length > 1 ? band : line(raw, 1, .35), line(points, 2, 1)];
+  if (!source) return [team.runs.length > 1 ? band : line(raw, 1, .45), line(points, 2, 1)];
   return points.map(point => [
     point.high > point.low && svg("path", {style: colour, stroke: "currentColor", opacity: .5,
       d: `M${x(point.x)} ${y(point.low)}V${y(point.high)}`}),

@@ -214,6 +214,7 @@ function sampleView(run, group, chosen, isOpen) {
   const silence = error || (Object.keys(group.verdict).length ? "The group's verdict is above."
     : !asked || asked === "skipped" ? "No judge was asked."
     : `The critique was not kept: --reward-kwargs '{"keep_critique": true}' keeps it.`);
+  const isSilent = asked === undefined && !error && !sample.critique && !Object.keys(group.verdict).length;
   const isInside = sample.critique && sample.judge != null && sample.judge in sample.paragraphs;
   const reward = sample.reward == null ? [["reward", "none: no verdict"]]
     : [...termsOf(sample, group, run), ["reward", sample.reward]].map(([name, value]) => [name, signed(value)]);
@@ -232,7 +233,7 @@ function sampleView(run, group, chosen, isOpen) {
       moves.map(([key, name, to]) => to && el("a", {href: link(to), "aria-keyshortcuts": key}, `${name} (${key})`)),
       el("a", {href: "#" + new URLSearchParams(own)}, "link to this sample")),
     el("div", {}, el("div", {class: "box"}, solution(sample)), heatLine(sample, isOpen),
-      isInside ? null : [el("h2", {}, "The judge's critique"), el("pre", {}, sample.critique ?? silence)]),
+      isInside || isSilent ? null : [el("h2", {}, "The judge's critique"), el("pre", {}, sample.critique ?? silence)]),
     el("div", {}, el("h2", {}, "Where the reward came from"), table(rows),
       fields.length ? [el("h2", {}, "What else the reward function returned"), table(fields)] : null),
   ];
