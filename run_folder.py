@@ -356,16 +356,25 @@ def draw_curves(history: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+def output_of(*command: str) -> str:
+    """What a program prints; nothing if it is missing, fails or hangs."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""
+
+
 def note_start(config, step: int) -> None:
     """Adds a line to starts.jsonl: when and how the run started, or went on after this step."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a copy without git
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    here = str(Path(__file__).parent)
+    commit = output_of("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12")
+    hardware = [f"{os.cpu_count()} cores"]
+    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    for name, count in Counter(gpus).items():
+        hardware.append(f"{count} x {name}")
     defaults = {}  # of the settings that differ from them
     for field in fields(config):
         if field.default is not MISSING and getattr(config, field.name) != field.default:
@@ -377,7 +386,7 @@ def note_start(config, step: int) -> None:
         "defaults": defaults,
         "commit": commit,
         "versions": versions,
-        "machine": f"{platform.node()}: {os.cpu_count()} cores, device {config.device}",
+        "machine": f"{platform.node()}: {', '.join(hardware)}, device {config.device}",
     }
     with open(Path(config.out_dir, "starts.jsonl"), "a") as file:
         file.write(json.dumps(line) + "\n")

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import platform
 import re
 import shutil
@@ -688,6 +689,10 @@ class RunConfig:
 
 @in_browser
 def test_the_page_tells_each_start_of_a_run(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho Big GPU\necho Big GPU\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = ["python", "grpo_trainer.py", "--lr", "3e-5", "--wandb-key", "hush"]
     monkeypatch.setattr(sys, "orig_argv", command)
     run = write_run(tmp_path / "run", [line()])
@@ -699,7 +704,7 @@ def test_the_page_tells_each_start_of_a_run(tmp_path, monkeypatch):
     assert "resumed 1 time" in starts and "--wandb-key (hidden)" in starts and "hush" not in text
     assert starts.count(", started") == 1 and starts.count(", resumed after step 20") == 1
     assert starts.count("--lr 3e-5") == 2 and f"python {platform.python_version()}" in starts
-    assert re.search("torch [0-9.]+", starts) and "device cpu" in starts
+    assert re.search("torch [0-9.]+", starts) and "cores, 2 x Big GPU, device cpu" in starts
 
 
 @in_browser
