@@ -486,6 +486,28 @@ def everything(tmp_path_factory):
     return view_run.write_page([folder])
 
 
+@in_browser
+@pytest.mark.slow
+def test_every_view_of_a_run_that_has_written_nothing_yet_is_drawn(tmp_path):
+    page = view_run.write_page([write_run(tmp_path / "run", [], [])])
+    plays = """
+      const failures = [], views = VIEWS;
+      addEventListener("error", event => failures.push(`${views[0]}: ${event.message}`));
+      addEventListener("hashchange", () => setTimeout(() => {
+        views.shift();
+        if (views.length) location.hash = `view=${views[0]}`;
+        else document.title = JSON.stringify([failures, $("found").textContent]);
+      }));
+      location.hash = "view=groups";
+    """
+    views = ["groups", "samples", "changed", "about", "curves"]
+    failures, found = played(page, plays.replace("VIEWS", json.dumps(views)))
+    assert failures == [] and found == "0 samples, page 1 of 1"
+    for view, text in {"groups": "No sample matches", "changed": "No run has been evaluated yet.",
+                       "about": "No config.json was found."}.items():  # fmt: skip
+        assert text in re.sub("<script.*?</script>", "", dom(page, view=view), flags=re.S)
+
+
 NAMELESS = """
   const nameOf = node => node.getAttribute("aria-label") || node.labels?.[0]?.textContent.trim()
     || (node.tagName === "A" || node.tagName === "SUMMARY" ? node.textContent.trim() : "");

@@ -211,7 +211,7 @@ function pointer(series, scale, cursor, readout) {  // moves the cursor of a cha
     const earlier = hasEnded && Math.abs(point.x - at) > 1e-9 ? ` (step ${point.step})` : "";
     return el("span", {}, source ? `${glyph(source)} ` : "", el("b", {}, show(point.exact ?? point.value)), range, fewer, earlier);
   };
-  const self = {at: null, places};
+  const self = {at: null, places, readout};
   self.point = wanted => {
     self.at = nearest(places, wanted);
     self.step = series.flatMap(one => one.points).find(point => point.x === self.at).step;
@@ -251,6 +251,9 @@ function listen(picture, self, chosen) {  // pointing, dragging (zoom), clicking
     if (ends.length === 1 || across(ends[1]) - across(ends[0]) < 6) return samples();
     go({from: +ends[0].toPrecision(4), to: +ends[1].toPrecision(4)});
   });
+  // Of all charts only the one with the focus is read aloud.
+  picture.addEventListener("focus", () => self.readout.setAttribute("aria-live", "polite"));
+  picture.addEventListener("blur", () => self.readout.removeAttribute("aria-live"));
   picture.addEventListener("keydown", event => {
     const to = self.places[self.places.indexOf(self.at) + ({ArrowLeft: -1, ArrowRight: 1}[event.key] ?? NaN)];
     if (to != null) pointAll(to);
