@@ -180,7 +180,8 @@ class Run:
         settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
         options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
         models = reward_loop.named("router_address", config.router_address)
-        models = models or dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # see start_rewards
+        if not models and config.reward_mode == "standalone":  # else they may sleep during rollouts
+            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # see start_rewards
         try:
             self.rollouts = Rollouts(
                 function,

@@ -125,6 +125,39 @@ def test_a_run_depends_on_its_seed_alone_however_long_tools_take(model, tokenize
     assert [s.response_ids for s in first] != [s.response_ids for s in other]
 
 
+def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokenizer):
+    """As with --overlap: an evaluation, and the next step's rollouts in a thread."""
+
+    async def slow(trajectory, extra_info):
+        for _ in range(3):
+            await trajectory.generate(max_tokens=3)
+            await asyncio.sleep(random.uniform(0, 0.03))
+            trajectory.observe(str(extra_info["price"]))
+        trajectory.info["seed"] = trajectory.seed
+
+    alone = {}
+    for seed in (7, 8):
+        samples = rolled_out(slow, model, tokenizer, eos_ids=(), seed=seed)
+        alone[seed] = [(sample.response_ids, sample.info) for sample in samples]
+    together = {seed: new_groups() for seed in alone}
+    rollouts = Rollouts(slow, tokenizer)
+    rollouts.start()
+    try:
+        waves = []
+        for seed, groups in together.items():
+            options = dict(model=model, max_response_length=24, temperature=1.0, eos_ids=set(), seed=seed,
+                           rollout_batch_size=64)  # fmt: skip
+            waves.append(threading.Thread(target=rollouts.roll_out, args=(groups,), kwargs=options))
+            waves[-1].start()
+        for wave in waves:
+            wave.join(60)
+    finally:
+        rollouts.close()
+    for seed, groups in together.items():
+        samples = [sample for group in groups for sample in group]
+        assert [(sample.response_ids, sample.info) for sample in samples] == alone[seed]
+
+
 def test_calls_end_at_the_stop_text_and_with_the_policy(model, tokenizer):
     said = []
 
@@ -586,6 +619,9 @@ async def a_group_fails(trajectory, step):
         raise LookupError("no such shop")
     await trajectory.generate()
 
+async def asks_the_judge(trajectory, reward_router_address):
+    await trajectory.generate()
+
 async def always_fails(trajectory):
     raise LookupError("no such shop")
 
@@ -635,6 +671,22 @@ def test_a_stopped_run_that_goes_on_is_the_same_run(world):
     assert runs[0] == runs[1]
 
 
+def test_an_evaluation_samples_at_its_own_temperature(world, monkeypatch):
+    import trajectory as trajectory_file
+
+    real, sampled_with = trajectory_file.sample_round, []
+
+    def sample_round(*arguments, temperature, top_p, **options):
+        sampled_with.append((temperature, top_p))
+        return real(*arguments, temperature=temperature, top_p=top_p, **options)
+
+    monkeypatch.setattr(trajectory_file, "sample_round", sample_round)
+    files = (world("x").train_file,)
+    config = world("run", val_file=files, val_temperature=0.5, val_greedy=True, total_steps=1)
+    grpo_trainer.train(config)
+    assert set(sampled_with) == {(1.0, 1.0), (0.5, 0.7), (0.0, 0.7)}
+
+
 def test_a_failed_rollout_leaves_its_group(world):
     config = world("run", "fails_once", samples_per_step=64)
     grpo_trainer.train(config)
@@ -671,6 +723,9 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
         (dict(rollout_kwargs="[]"), "--rollout-kwargs"),
         (dict(rollout_fn=None, rollout_kwargs='{"cost": 1}'), "--rollout-fn"),
         (dict(rollout_fn="/nowhere.py:f"), "--rollout-fn .*there is no file"),
+        (dict(function="asks_the_judge"), "rollout_fn: .*reward_router_address"),
+        (dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
+         "rollout_fn: .*reward_router_address"),
     ],
     ids=str,
 )
@@ -981,6 +1036,11 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     with server(lambda path, body: says("Wrong. \\boxed{0}")) as judge:
         sample = with_servers(plays(tokenizer, "Rest 1", "Rest 2"), function, tokenizer, {1}, groups=groups,
                               addresses={"genrm": judge})  # fmt: skip
+        refused = with_servers(
+            plays(tokenizer, "Rest 1"), function, tokenizer, {1}, groups=[[Sample(row, [5, 6])]],
+            addresses={"genrm": "127.0.0.1:9"}, settings={"timeout_s": 0.1},
+        )  # fmt: skip
+    assert refused.failure == "error" and "no critique: timeout" in str(refused.result)
     assert not sample.failure
     assert [(turn["who"], turn["text"]) for turn in sample.turns] == [
         ("policy", "Rest 1"), ("user", "Wrong. \\boxed{0}\n\nAnswer again."), ("policy", "Rest 2")
