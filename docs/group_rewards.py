@@ -1,10 +1,11 @@
-"""Rewards that see the whole group: four functions, to run as they are or to start from.
+"""Rewards that see the whole group: four reward functions, to run as they are or to copy.
 
     python grpo_trainer.py ... --reward-fn docs/group_rewards.py:majority_vote
 
-A function that takes `solution_strs` is called once per prompt, the moment its last sample has ended. It
-returns a list: for each response a number, a dict with `score`, or None for "no verdict". What else it is
-given: docs/reward_functions.md. To copy this file, take compute_score.py along and leave out the toy world.
+A function that takes `solution_strs` is called once per prompt, as soon as its last sample has finished. It
+returns a list with a number, a dict with `score`, or None ("no verdict") for each response. Its other
+arguments are in docs/reward_functions.md. If you copy this file, copy compute_score.py as well and remove the
+toy world.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import random
 import re
 
 import compute_score as fapo
-import toy.toy_world  # noqa: F401  (for its prompt style "brief", which the toy world's judge has learnt)
+import toy.toy_world  # noqa: F401  (for the prompt style "brief" of the toy judge)
 
 RANKING = """Here are {count} solutions of one problem.
 
@@ -31,12 +32,12 @@ Compare them: which reasons soundly, and how far does each one get? Give each a 
 async def listwise_judge(
     data_source, solution_strs, ground_truth, extra_info, reward_router_address, *,
     max_tokens=8192):  # fmt: skip
-    """One request for the whole group: the judge marks its answers against each other.
+    """Let the judge compare all answers of a group in one request.
 
-    Within a group GRPO asks only who is better than whom, which is easier to say than how good one answer is
-    by itself (RULER, https://art.openpipe.ai/fundamentals/ruler). Each distinct answer is shown once, and in
-    a random order, as judges favour what they read first. The rule alone scores an evaluation, and a group
-    whose answers are all the same.
+    GRPO only needs to know which answer of a group is better, which is easier to say than how good a single
+    answer is (RULER, https://art.openpipe.ai/fundamentals/ruler). Each distinct answer is shown once, in a
+    random order, because judges favour what they read first. Evaluations and groups of equal answers use the
+    outcome reward only.
     """
     results = [fapo.compute_score(data_source, text, ground_truth) for text in solution_strs]
     answers = list(dict.fromkeys(solution_strs))
@@ -65,7 +66,7 @@ async def listwise_judge(
 
 
 def read_marks(critique, answers):
-    """Each answer's mark in the critique's last box; none at all unless all are there and from 0 to 1."""
+    """Read the mark of each answer from the critique's last box; {} unless all are there, from 0 to 1."""
     box = fapo.last_boxed_only_string(critique) or ""
     marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)
     if len(marks) != len(answers):
@@ -79,17 +80,17 @@ def read_marks(critique, answers):
 
 
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
-    """The answer that most of the group give is the label: RL without a ground truth (arXiv:2504.16084).
+    """Use the most frequent answer of the group as the label: RL without ground truth (arXiv:2504.16084).
 
-    Where there is one after all (a row without has ""), `acc` and `group_label_right` say how often answers
-    and labels are really right. There is no verdict on a group in which nobody answers.
+    If there is a ground truth (rows without one have ""), `acc` and `group_label_right` say whether the
+    answer and the label are correct. A group without any answer has no verdict.
     """
     is_known = ground_truth != ""
     truth = ground_truth if is_known else "unknown"
     results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
     votes = collections.Counter()
     for result in results:
-        if result["pred"] not in ("[INVALID]", ""):  # no box, or an empty one, is no vote
+        if result["pred"] not in ("[INVALID]", ""):  # without an answer there is no vote
             votes[result["pred"]] += 1
     label, count = None, 0
     if votes:
@@ -113,12 +114,12 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
 
 def rule_and_variety(
     data_source, solution_strs, ground_truth, extra_info, *, penalty=0.5, words=8):  # fmt: skip
-    """The rule, minus up to `penalty` for what an answer has in common with others of its group.
+    """Subtract up to `penalty` from the outcome reward for what an answer shares with others of its group.
 
-    `repeated` is the share of its runs of `words` words that another answer has, too.
+    `repeated` is the fraction of its sequences of `words` words that also occur in another answer.
     """
     runs_of = [runs(text.split(), words) for text in solution_strs]
-    counts = collections.Counter()  # of answers that have a run
+    counts = collections.Counter()  # number of answers with each sequence
     for mine in runs_of:
         counts.update(mine)
     results = []
@@ -132,7 +133,7 @@ def rule_and_variety(
 
 
 def runs(text, length):
-    """All runs of so many words in a list of words; of a shorter text the whole."""
+    """Return all sequences of `length` words in a list of words; for a shorter text, the whole text."""
     found = set()
     for start in range(max(len(text) - length, 0) + 1):
         found.add(tuple(text[start : start + length]))
@@ -140,11 +141,11 @@ def runs(text, length):
 
 
 async def fapo_against_others(data_source, solution_strs, ground_truth, extra_info, **settings):
-    """FAPO's verdicts; the score is the share of the other answers that one beats, minus what beats it.
+    """Score an answer by the fraction of other answers that it beats, minus the fraction that beat it.
 
-    Right beats wrong, sound beats flawed, and of two flawed answers the one with its first wrong step later.
-    Each distinct answer is judged once: much less to ask where a policy repeats itself. settings: those of
-    compute_score_fapo. An answer without a verdict has none here either, and is not compared with.
+    Correct beats wrong, sound beats flawed, and of two flawed answers the one with the later first wrong step
+    wins. FAPO's judge reads each distinct answer once; `settings` are those of compute_score_fapo. An answer
+    without a verdict is not compared and has no verdict here either.
     """
     distinct = list(dict.fromkeys(solution_strs))
     asked = [fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings)
@@ -167,10 +168,10 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
 
 
 def place(verdict):
-    """What is compared: whether the answer is right, and how far it is sound."""
-    if not verdict["acc"]:  # what the judge says of wrong answers (judge_wrong) ranks nobody
+    """Return what is compared: whether the answer is correct, and how far it is sound."""
+    if not verdict["acc"]:  # verdicts on wrong answers (judge_wrong) do not count here
         return False, 0
-    if verdict["first_wrong"] is None:  # the judge was not asked
+    if verdict["first_wrong"] is None:  # the judge was not queried
         return True, 0
     if verdict["first_wrong"] == -1:
         return True, math.inf

@@ -1,14 +1,14 @@
-"""Other ways to ask a judge: four functions, to run as they are or to start from (docs/judge.md shows each).
+"""Other ways to use a judge: four reward functions, to run as they are or to copy (see docs/judge.md).
 
     python grpo_trainer.py ... --reward-fn docs/judges.py:votes --genrm PATH
 
-    audited      FAPO; a share of what the judge lets pass is shown to a second one, which pays nothing
-    two_judges   FAPO; what a quick judge lets pass is shown to a strict one, whose word counts
-    votes        FAPO; the judge is asked several times, and most verdicts must agree
-    rubric       a checklist in place of the first wrong step: the share that a right answer misses
+    audited      FAPO; a second judge reads a part of the accepted answers, without changing any reward
+    two_judges   FAPO; a strict judge reads what a quick one accepts, and its verdict counts
+    votes        FAPO; the majority of several verdicts of one judge decides
+    rubric       a checklist instead of the first wrong step: the fraction that a correct answer misses
 
-Further settings of the first three are those of compute_score_fapo. To copy this file, take compute_score.py
-along and leave out the toy world.
+The first three also take the settings of compute_score_fapo. If you copy this file, copy compute_score.py as
+well and remove the toy world.
 """
 
 import asyncio
@@ -18,20 +18,23 @@ import zlib
 from collections import Counter
 
 import compute_score as fapo
-import toy.toy_world  # noqa: F401  (for its prompt style "brief", which the toy world's judge has learnt)
+import toy.toy_world  # noqa: F401  (for the prompt style "brief" of the toy judge)
 
 
-seen = Counter()  # how often each answer came to this worker
+seen = Counter()  # how often this worker has scored each answer
 
 
 def let_pass(result: dict) -> bool:
-    """Whether the judge was asked about a right answer, and found nothing."""
+    """Return whether the judge accepted a correct answer."""
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
 
 
 def is_drawn(share: float, *about) -> bool:
-    """True for a share of all things, in every run for the same ones; of equal ones each has its own chance
-    (the first, the second ... that this worker sees). ValueError for what is no share."""
+    """Draw a random part of all answers, the same part in every run.
+
+    Equal answers are drawn independently, by the number of times that this worker has seen them. Raises
+    ValueError for a share outside 0 to 1.
+    """
     if not 0 < share <= 1:
         raise ValueError(f"share: {share} must be above 0 and at most 1")
     name = zlib.crc32(repr(about).encode())
@@ -42,11 +45,12 @@ def is_drawn(share: float, *about) -> bool:
 async def audited(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
     step=0, *, share=0.05, second=None, **settings):  # fmt: skip
-    """The alarm for a judge that is being cheated: what it overlooks, the policy finds.
+    """Score with FAPO, and let a second judge read a random part of the answers that the first one accepts.
 
-    Of the right answers that it lets pass a share is asked of the reward model named `audit`, or of the same
-    one with other settings: second={"prompt_style": "no_truth"}. `audited` says of every sample whether it
-    was, `audit_flawed` what was said. No reward depends on it. A second judge that fails says nothing.
+    This detects reward hacking, because the policy finds what its judge misses. The second judge is the
+    reward model named `audit`, or the same model with other settings: second={"prompt_style": "no_truth"}.
+    Every sample has `audited`; the audited ones have `audit_flawed`, the second verdict. No reward depends on
+    it, and a second judge that fails leaves `audited` False.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     is_wanted = is_drawn(share, step, extra_info.get("question"), solution_str)
@@ -64,9 +68,9 @@ async def audited(
 async def two_judges(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
     **settings):  # fmt: skip
-    """A large judge is asked only about what a small one lets pass: --genrm quick=PATH strict=PATH.
+    """Query a strict judge only about answers that a quick one accepts: --genrm quick=PATH strict=PATH.
 
-    A right answer is sound if both say so. `strict_asked` is the share of samples that reached the second.
+    A correct answer is sound if both accept it. `strict_asked` says whether the strict judge was queried.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
@@ -79,10 +83,10 @@ async def two_judges(
 async def votes(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, *, k=3,
     **settings):  # fmt: skip
-    """Flawed, or sound, is what more than half of k verdicts say; without such a majority there is none.
+    """Score with the verdict of more than half of k critiques; without such a majority there is no verdict.
 
-    `genrm_agreement` is the share of the k that say so: where it is near 1, one would do. The judge must not
-    be asked at temperature 0, where equal requests share one answer.
+    `genrm_agreement` is the fraction of the k critiques with that verdict; if it stays near 1, one critique
+    is enough. Raises ValueError for temperature 0, at which equal requests share one answer.
     """
     if settings.get("genrm_temperature") == 0:
         raise ValueError("genrm_temperature: 0 gives the same vote k times; take 0.6")
@@ -99,7 +103,7 @@ async def votes(
         if agreement > 0.5:
             return result | {"genrm_agreement": agreement}
     unknown = {"flawed_positive": None, "first_wrong": None}
-    if len({result["score"] for result in results}) > 1:  # else a judge that only measures
+    if len({result["score"] for result in results}) > 1:  # otherwise the judge only measures
         unknown["score"] = None
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
 
@@ -127,17 +131,17 @@ POINTS = (
 async def rubric(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, *, points=POINTS, weight=1.0,
     max_tokens=fapo.GENRM_MAX_TOKENS, temperature=None):  # fmt: skip
-    """The rule's score, less `weight` times the share of a checklist that a right answer misses.
+    """Score a correct answer with 1 minus `weight` times the fraction of a checklist that it misses.
 
-    points: of --reward-kwargs; those of a row are in its extra_info["rubric"]. `flawed_positive` is that
-    share, from 0 (all met) to 1, which --advantage papo takes as it is; `met_1`, `met_2` ... are curves. The
-    rule alone scores an evaluation.
+    The points come from the row's extra_info["rubric"], or else from `points`. `flawed_positive` is the
+    missed fraction, from 0 (all met) to 1, which --advantage papo uses; `met_1`, `met_2` ... become curves.
+    Evaluations use the outcome reward only.
     """
     result = fapo.compute_score(data_source, solution_str, ground_truth)
     result |= {"flawed_positive": False, "genrm_status": "skipped"}
     if not result["acc"]:
         return result
-    if extra_info.get("split") == "test":  # right, and judged by nobody
+    if extra_info.get("split") == "test":  # correct, and not judged
         return result | {"flawed_positive": None}
     points = extra_info.get("rubric") or points
     listed = ""
@@ -162,7 +166,7 @@ async def rubric(
 
 
 def read_marks(critique: str, count: int) -> dict[str, bool]:
-    """{"met_1": True ...} of the critique's last box; nothing unless it has exactly so many words."""
+    """Read {"met_1": True ...} from the critique's last box; {} unless it has `count` words."""
     box = fapo.last_boxed_only_string(critique) or ""
     words = re.findall(r"\b(?:yes|no)\b", box.lower().removeprefix("\\boxed"))
     if len(words) != count:

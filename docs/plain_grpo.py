@@ -1,8 +1,9 @@
-"""Plain GRPO with policy.py, rollout.py and algorithm.py alone: no Ray, no servers, no judge.
+"""Plain GRPO with only policy.py, rollout.py and algorithm.py: no Ray, no servers, no judge.
 
-    python docs/plain_grpo.py        # a quarter of a minute on a CPU: mean reward 0.04 -> 0.9 in 20 steps
+    python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 0.9 in 20 steps
 
-The task: write at least eight times a 3. grpo_trainer.py does it with real rewards, logs and checkpoints.
+The task is to write the digit 3 at least eight times. grpo_trainer.py adds real rewards, logs and
+checkpoints.
 """
 
 import sys
