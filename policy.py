@@ -398,7 +398,7 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
-    def about(self) -> dict:
+    def model_info(self) -> dict:
         """What serving or saving this model needs to know of it."""
         return {
             "config": self.model.config,

@@ -641,11 +641,11 @@ def connect_ray() -> bool:
     return address == "local"
 
 
-def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=False, overlong=None):
+def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False, overlong=None):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
     Args:
-        places: the cluster.placement.Places of the models; by default they reserve their own.
+        reservation: the cluster.placement.Reservation of the models; by default they reserve their own.
         sleep_mode: let the models sleep between batches.
         overlong: see RewardLoopManager.
     """
@@ -655,7 +655,7 @@ def start_rewards(options: RewardOptions, stack, places=None, *, sleep_mode=Fals
     models = None
     if options.genrm:
         from cluster import placement
-        models = placement.RewardModelManager(options.server_configs(sleep_mode), places)
+        models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
     stack.callback(manager.shutdown)

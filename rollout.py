@@ -1,21 +1,33 @@
-"""Sampling from the policy: in this process, or on vLLM servers that have its weights.
+"""Sample from the policy: in this process, or on vLLM servers that get its weights.
 
-    rollout_hf(model, samples, ...)       token by token, for small models; reproducible by its seed
-    rollout_vllm(servers, samples, ...)   one request per sample to cluster/servers.py, vLLM with its weights
+    rollout_hf(model, samples, ...)       token by token, for small models; reproducible from its seed
+    servers = PolicyServers(policy, tokenizer, config)
+    rollout_vllm(servers, samples, ...)   one request per sample
+    servers.sync()                        after each update: the new weights
 
-Both fill in `response_ids` and `rollout_logprobs` of the samples they are given (policy.Sample), and report
-each one the moment it ends, while others go on: from there it is on its way to its reward.
-Rollouts of several turns, with tools, are in trajectory.py, which samples each turn with the parts below.
-Needs policy.py and algorithm.py; rollout_vllm a PolicyServers. Left out: speculative decoding.
-Shapes: B sequences, V vocabulary.
+Both functions fill in `response_ids` and `rollout_logprobs` of the samples they get (policy.Sample). They
+report each sample as soon as it ends, so that its reward is computed while the others continue.
+trajectory.py samples the turns of multi-turn rollouts with the parts below. Needs policy.py and algorithm.py;
+for vLLM servers genrm_server.py and router.py. Not covered: speculative decoding, new weights in the middle
+of a response. Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
+import copy
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import msgspec
 import torch
+from safetensors.torch import save_file
 from transformers import TopPLogitsWarper
 
 from policy import Policy, Sample, left_padded, next_logits, precision
@@ -36,40 +48,62 @@ def rollout_hf(
     on_finished=lambda sample: None,
     is_done=lambda sample: False,
 ):
-    """Samples the responses with the model in this process, `rollout_batch_size` sequences at a time.
+    """Sample the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
-    samples: those of one prompt one after the other; the prompt is read once for all of them. temperature 0
-    is greedy. A response ends by an end token, which is part of it, or at max_response_length.
-    rollout_logprobs are those at this temperature, before top_p. on_finished(sample) is called the moment a
-    sample has ended. is_done(sample) is asked after each token whether the response ends there.
+    Consecutive samples of one prompt share its computation. Temperature 0 is greedy. A response ends with an
+    end token, which belongs to it, or at max_response_length. rollout_logprobs are log-probabilities at this
+    temperature, before top_p.
+
+    Args:
+        on_finished: Called with each sample as soon as it ends.
+        is_done: Called with a sample after each of its tokens; a true result ends the response there.
     """
     device = model.device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    # Inference mode is a tenth faster on CPU; on a GPU it would turn off the cache of weights cast to bf16.
+    # Inference mode is 10 % faster on CPU. On a GPU it would turn off the cache of weights cast to bfloat16.
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         for first in range(0, len(samples), rollout_batch_size):
             batch = samples[first : first + rollout_batch_size]
-            generate(model, batch, max_response_length, temperature, top_p, stop_ids, generator, on_finished,
-                     is_done)  # fmt: skip
+            generate_batch(
+                model,
+                batch,
+                generator,
+                max_response_length=max_response_length,
+                temperature=temperature,
+                top_p=top_p,
+                stop_ids=stop_ids,
+                on_finished=on_finished,
+                is_done=is_done,
+            )
 
 
-def generate(model, samples, max_response_length, temperature, top_p, stop_ids, generator, on_finished,
-             is_done):  # fmt: skip
-    """The samples of one batch, all at once, token by token."""
+def generate_batch(
+    model,
+    samples: list[Sample],
+    generator: torch.Generator,
+    *,
+    max_response_length,
+    temperature,
+    top_p,
+    stop_ids,
+    on_finished,
+    is_done,
+):
+    """Sample one batch of responses together, token by token."""
     device = stop_ids.device
     prompts = [sample.prompt_ids for sample in samples]
     prompt_of_row, ids, attended, positions = left_padded(prompts, device)
-    with precision(device, keep_casts=True):  # one context for all tokens of the batch
+    with precision(device, keep_casts=True):  # one context for the whole batch, so that casts are reused
         logits, cache = next_logits(model, ids, attended, positions)
         cache.reorder_cache(prompt_of_row)
         logits = logits[prompt_of_row]
         attended = attended[prompt_of_row]
         position = positions[prompt_of_row, -1:]
-        rows = list(samples)  # of each row that is computed the sample; None: it has ended
+        rows = list(samples)  # the sample of each computed row; None if it has ended
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
-            # As one tensor: a GPU is waited for once a token. Doubles hold token ids exactly.
+            # One tensor, so that the CPU waits for a GPU once per token. Doubles hold token ids exactly.
             is_end = torch.isin(tokens, stop_ids)
             sampled = torch.stack([tokens.double(), logprobs.double(), is_end.double()], 1).tolist()
             for row, (token, logprob, ends) in enumerate(sampled):
@@ -81,12 +115,12 @@ def generate(model, samples, max_response_length, temperature, top_p, stop_ids, 
                 if ends or length == max_response_length or is_done(sample):
                     rows[row] = None
                     on_finished(sample)
-            going_on = [row for row, sample in enumerate(rows) if sample is not None]
-            if not going_on:
+            unfinished = [row for row, sample in enumerate(rows) if sample is not None]
+            if not unfinished:
                 break
-            if len(going_on) <= len(rows) // 2:  # from here on compute only the rows that go on
-                rows = [rows[row] for row in going_on]
-                keep = torch.tensor(going_on, device=device)
+            if len(unfinished) <= len(rows) // 2:  # Drop the rows that have ended.
+                rows = [rows[row] for row in unfinished]
+                keep = torch.tensor(unfinished, device=device)
                 cache.reorder_cache(keep)
                 tokens = tokens[keep]
                 attended = attended[keep]
@@ -97,7 +131,10 @@ def generate(model, samples, max_response_length, temperature, top_p, stop_ids, 
 
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
-    """One token per row (temperature 0: the likeliest) and its log-probability before top_p."""
+    """Sample one token per row (temperature 0: the likeliest) and return it with its log-probability.
+
+    The log-probability is the one before top_p.
+    """
     if temperature > 0:
         logits_B_V = logits_B_V / temperature
     logprobs = logits_B_V.log_softmax(-1)
@@ -106,8 +143,8 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
     else:
         nucleus = logprobs
         if top_p < 1:
-            nucleus = TopPLogitsWarper(top_p)(None, logprobs)  # the token that crosses top_p stays
-        # One random number per row; multinomial draws one per row and word.
+            nucleus = TopPLogitsWarper(top_p)(None, logprobs)  # keeps the token that crosses top_p
+        # One random number per row; torch.multinomial draws one for every token of the vocabulary.
         sums = nucleus.exp().double().cumsum(-1)
         uniform = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
         tokens = torch.searchsorted(sums, sums[:, -1:] * uniform, right=True)[:, 0]
@@ -116,9 +153,10 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 
 
 def check_sampling(policy: Policy):
-    """ValueError for a model that this process samples wrongly from, found out with two short prompts.
+    """Raise ValueError if this process samples wrongly from the policy's model.
 
-    Families differ in their caches: some lose a response's prompt.
+    Families of models differ in their caches, and some lose the prompt of a response. Two short prompts show
+    whether sampling and training compute the same log-probabilities.
     """
     samples = []
     for prompt in (range(1, 4), range(4, 12)):
@@ -135,15 +173,17 @@ def check_sampling(policy: Policy):
     apart = 0.0
     for sample, logprobs in policy.score(samples):
         apart += (logprobs - torch.tensor(sample.rollout_logprobs)).abs().mean().item() / len(samples)
-    if not apart <= 0.01:  # a NaN is no agreement
+    if not apart <= 0.01:  # also true if the difference is NaN
         name = type(policy.model).__name__
-        raise ValueError(f"rollout: hf samples wrongly from a {name} (off by {apart:.2g}); take vllm")
+        raise ValueError(
+            f"--rollout hf: samples wrongly from a {name} (log-probabilities differ by {apart:.2g}); "
+            "pass --rollout vllm"
+        )
 
 
 # ---- on vLLM servers
 
-
-PORTS = 28000  # that Linux has for connections of a machine to one address: the router's
+MAX_CONNECTIONS = 28000  # Linux has about this many ports for connections to one address, the router's.
 
 
 class Logprobs(msgspec.Struct):
@@ -157,8 +197,10 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What is read of a server's answer, in a sixth of the time that all of it takes: this one process reads
-    the answers to all samples."""
+    """The fields that are read of a server's answer.
+
+    Decoding only these takes a sixth of the time, and this process reads the answers to all samples.
+    """
 
     choices: list[Choice]
 
@@ -175,26 +217,32 @@ def rollout_vllm(
     on_finished=lambda sample: None,
     stop=threading.Event(),
 ):
-    """As rollout_hf, on a PolicyServers: a request per sample, ids in, ids and log-probabilities out.
+    """Sample the responses on a PolicyServers, as rollout_hf does in this process.
 
-    rollout_batch_size: requests at once per server. With top_p the log-probabilities are those within the
-    nucleus. No request has a seed, which vLLM's CPU engine does not survive: the same call twice gives
-    different samples. A server that dies takes its requests along: they are sent again, and the router holds
-    them until one is back. RuntimeError where a request fails all the same, and when a thread sets `stop`.
+    A request per sample sends token ids and gets token ids and log-probabilities. With top_p, these are the
+    log-probabilities within the nucleus. No request has a seed, because a seed kills vLLM's engine on CPU, so
+    two equal calls give different samples. Requests to a server that dies are sent again, and the router
+    holds them until a server is back. Raises RuntimeError if a request fails all the same, or if another
+    thread sets `stop`.
+
+    Args:
+        rollout_batch_size: Requests at the same time, per server.
+        on_finished: Called with each sample as soon as it ends.
     """
     address = servers.service.router_address
-    settings = sampling(temperature, top_p, eos_ids) | {"max_tokens": max_response_length}
+    settings = sampling_parameters(temperature, top_p, eos_ids) | {"max_tokens": max_response_length}
 
     async def roll_out(session, sample):
-        choice = await complete(session, address, settings | {"prompt": sample.prompt_ids})
+        choice = await request_completion(session, address, settings | {"prompt": sample.prompt_ids})
         sample.response_ids = choice.token_ids
         sample.rollout_logprobs = choice.logprobs.token_logprobs
         on_finished(sample)
 
     async def roll_out_all():
-        async with client(servers, rollout_batch_size) as session:
+        async with open_session(servers, rollout_batch_size) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
-            rollouts.add_done_callback(lambda rollouts: rollouts.exception())  # else asyncio says it, too
+            # An exception that nobody reads would be printed by asyncio as well.
+            rollouts.add_done_callback(lambda rollouts: rollouts.exception())
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()
@@ -205,44 +253,47 @@ def rollout_vllm(
     asyncio.run(roll_out_all())
 
 
-def sampling(temperature, top_p, eos_ids) -> dict:
-    """What all requests have in common."""
+def sampling_parameters(temperature, top_p, eos_ids) -> dict:
+    """Return what all requests have in common."""
     return {
         "temperature": temperature,
         "top_p": top_p,
-        "logprobs": 0,  # the sampled token's alone
+        "logprobs": 0,  # the log-probability of the sampled token only
         "return_token_ids": True,
         "stop_token_ids": sorted(eos_ids),
-        "ignore_eos": True,  # no end tokens but the trainer's
+        "ignore_eos": True,  # A response ends with the trainer's end tokens only.
     }
 
 
-def client(servers, rollout_batch_size) -> aiohttp.ClientSession:
-    """A session with the servers' router, with so many requests at once per server."""
+def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
+    """Return a session with the servers' router, for `rollout_batch_size` requests per server at once."""
     config = servers.service.config
+    limit = min(rollout_batch_size * config.num_servers, MAX_CONNECTIONS)
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
         headers={"Authorization": f"Bearer {config.api_key}"},
-        # What waits for a connection here is under no time limit of the router.
-        connector=aiohttp.TCPConnector(limit=min(rollout_batch_size * config.num_servers, PORTS)),
+        # The router's time limit does not count for requests that wait here for a connection.
+        connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),
     )
 
 
-async def complete(session, address, request, headers=None):
-    """The servers' answer to one request. RuntimeError where there is none after six attempts, or where the
-    router's time limit, which may be hours, has passed twice."""
+async def request_completion(session, address, body, headers=None) -> Choice:
+    """Return the servers' answer to one request.
+
+    Raises RuntimeError if six attempts fail, or if the router's time limit, which may be hours, passes twice.
+    """
     timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
         try:
-            async with session.post("/v1/completions", json=request, headers=headers) as answer:
+            async with session.post("/v1/completions", json=body, headers=headers) as answer:
                 status = answer.status
                 text = await answer.text()
-        except (aiohttp.ClientError, OSError) as error:  # cut in the middle: a server or router died
+        except (aiohttp.ClientError, OSError) as error:  # A server or the router died in the middle.
             status = 502
             text = f"{type(error).__name__}: {error}"
-        if status < 500 and status != 422:  # servers died, perhaps of something else
+        if status < 500 and status != 422:  # 422: servers died, but perhaps not of this request.
             break
         if status == 504:
             timeouts += 1
@@ -255,3 +306,189 @@ async def complete(session, address, request, headers=None):
     if choice.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"policy servers at {address}: a response ended with {choice.finish_reason}")
     return choice
+
+
+# ---- the servers and their weights
+
+# Load the new weights, then drop the keys and values of the old ones. With reset_running_requests, every
+# version of vLLM reports a failed reset as an error.
+RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
+          ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
+# vLLM's classes of these models use the embedding as head and reject a separate one.
+NO_HEAD = {"Gemma2ForCausalLM"}
+
+
+class PolicyServers:
+    """vLLM servers on this machine that serve a policy in training, and get its new weights at every `sync`.
+
+    The servers read the weights from a WeightFolder, when they start and at every sync. A server that dies is
+    restarted and comes back with the newest weights; meanwhile the others do its work. The servers compute in
+    bfloat16 on GPUs, else in float32. `config` (genrm_server.Config) has all settings but the model's folder.
+
+    Raises what ModelServers raises, and RuntimeError naming the server if one rejects the weights.
+    """
+
+    def __init__(self, policy, tokenizer, config):
+        from genrm_server import resolve_config
+        self.policy = policy
+        self.service = None  # the ModelServers, once started
+        self.has_synced = False
+        self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
+        info = policy.model_info()
+        check_servable(info, policy.device.type)
+        path = folder_for(config.log_dir, self.dtype.itemsize * info["numel"])
+        self.contents = path, model_files(info, tokenizer)  # the arguments of a WeightFolder
+        # Log-probabilities after temperature, and no top_k or penalty that the model's folder may suggest.
+        fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+        config = replace(
+            config,
+            model=path,
+            device=policy.device.type,
+            port=0,
+            control=True,
+            dtype=str(self.dtype).removeprefix("torch."),
+            vllm_args=fixed + config.vllm_args,
+        )
+        self.folder = WeightFolder(*self.contents)  # resolve_config checks that it exists.
+        try:
+            self.start(resolve_config(config))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def start(self, config):
+        from genrm_server import ModelServers
+        self.write_weights()
+        self.service = ModelServers(config, "policy", before_joining=self.reload)
+
+    def write_weights(self):
+        # Copies: a tied head has the embedding's memory, which save_file rejects.
+        weights = {name: tensor.clone() for name, tensor in served_weights(self.policy, self.dtype)}
+        save_file(weights, self.folder.path / "model.safetensors", {"format": "pt"})
+
+    def reload(self, slot):
+        """Reload a server before it joins: one that was restarted may have read the weights before a sync."""
+        if self.service:
+            for call in RELOAD:
+                self.service.post_control(slot, *call)
+
+    def sync(self):
+        """Send the policy's weights to all servers. None of them may be generating."""
+        with self.service.lock:  # No server joins between the writing and the reload.
+            self.write_weights()
+            for call in RELOAD:
+                self.service.post_control_all(*call)
+        if not self.has_synced:
+            self.has_synced = True
+            for slot in self.service.slots:
+                if slot.joined:
+                    line = self.service.call_server(slot, "last_lines", "weights were not loaded", 1)
+                    if line:
+                        print(f"policy servers: WARNING: {line}", flush=True)
+
+    def check(self):
+        """Raise RuntimeError if no request can be answered any more. Rollouts call this while they wait."""
+        self.service.check()
+
+    def shutdown(self):
+        """End the servers and remove the folder."""
+        if self.service:
+            self.service.shutdown()
+        self.folder.close()
+
+
+def check_servable(info: dict, device: str):
+    """Raise ValueError if vLLM cannot load new weights of this policy, or computes garbage with them."""
+    config = info["config"]
+    name = info["architecture"]
+    counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]
+    if device == "cpu" and max(counts, default=0) > 1:
+        raise ValueError(
+            f"--rollout vllm: after new weights, vLLM on CPU computes garbage with {name}, which is a "
+            "mixture of experts; take --rollout hf, or a GPU"
+        )
+    if name in NO_HEAD and not config.tie_word_embeddings:
+        raise ValueError(f"--rollout vllm: vLLM's {name} has no head of its own; take --rollout hf")
+
+
+def served_weights(policy, dtype: torch.dtype):
+    """Yield the policy's named tensors as vLLM's class of the model expects them."""
+    has_no_head = type(policy.model).__name__.removeprefix("FSDP") in NO_HEAD
+    for name, tensor in policy.weights(dtype):
+        if name != "lm_head.weight" or not has_no_head:
+            yield name, tensor
+
+
+def folder_for(log_dir: Path | None, size: int) -> str:
+    """Return the path of a folder for weights of `size` bytes, in shared memory if that has room here.
+
+    The path is the same on all nodes. A run that was killed and is resumed gets the same path again.
+    """
+    owner = f"{os.getuid()} {Path(log_dir or str(os.getpid())).absolute()} {size}"
+    name = f"fapo_policy_{hashlib.sha256(owner.encode()).hexdigest()[:12]}"
+    base = "/dev/shm"
+    shutil.rmtree(f"{base}/{name}", ignore_errors=True)
+    free = shutil.disk_usage(base).free
+    if free < 1.1 * size:
+        base = tempfile.gettempdir()
+        print(
+            f"policy servers: weights go through {base}, which may be a slow disk: /dev/shm has "
+            f"{free / 1e9:.1f} GB free, and they take {size / 1e9:.1f} GB; enlarge /dev/shm",
+            flush=True,
+        )
+    return f"{base}/{name}"
+
+
+def model_files(info: dict, tokenizer) -> dict[str, bytes]:
+    """Return the files of a model's folder other than the weights: {name: content}."""
+    served = copy.deepcopy(info["config"])
+    # Untied, because vLLM's reload silently leaves a tied head with its old weights.
+    served.tie_word_embeddings = info["architecture"] in NO_HEAD
+    served.architectures = [info["architecture"]]
+    served.head_dtype = "float32"  # as in training; vLLM 0.24 cannot do it, and says so
+    with tempfile.TemporaryDirectory() as folder:
+        served.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+class WeightFolder:
+    """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
+
+    `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
+    A server that starts meanwhile may fail and start again, or read some of each; it reads all of them once
+    more before it gets a request. A folder of this user is taken over, because its actor may have died.
+    Raises PermissionError if another user made the folder, who could read or replace the weights.
+    """
+
+    def __init__(self, path: str, files: dict[str, bytes]):
+        self.path = Path(path)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(self.path)  # lstat does not follow a link.
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"policy servers: {path} is not this user's folder; remove it")
+        os.chmod(self.path, 0o700)
+        for name, content in files.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).write_bytes(content)
+        self.writer = ThreadPoolExecutor(1)
+        self.written = []
+
+    def write(self, number: int, pack) -> None:
+        """Write one part of the weights, numbered from 0: the contents of a safetensors file."""
+        name = f"model_{number}" if number else "model"
+        (self.path / f"{name}.safetensors").write_bytes(memoryview(pack))
+
+    def add(self, number: int, pack) -> None:
+        """Write a part while the next one is on its way. The caller must not change `pack`."""
+        self.written.append(self.writer.submit(self.write, number, pack))
+
+    def finish(self) -> None:
+        """Wait until all parts are written. Raise OSError if that failed."""
+        for write in self.written:
+            write.result()
+        self.written = []
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

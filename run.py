@@ -29,7 +29,7 @@ import reward_worker
 from algorithm import length_penalty_of
 from policy import Policy, RanksLost, config_of
 from prepare_data import read_rows
-from rollout import check_sampling
+from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
     check_folder,
@@ -288,12 +288,12 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
-        self.places = None  # on CPU all have places of their own
+        self.reservation = None  # On CPU the processes reserve room of their own.
         if config.device == "cuda":
             from cluster import placement
 
-            self.places = placement.Places(placement.parts_of(config))
-            stack.callback(self.places.close)
+            self.reservation = placement.Reservation(placement.process_specs(config))
+            stack.callback(self.reservation.close)
         Path(config.out_dir, "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         note_start(config, self.step)
         self.log = Log(config, self.step)
@@ -314,8 +314,9 @@ class Run:
         self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
 
     def start_rewards(self, stack, sleep_mode):
+        penalty = length_penalty_of(self.config)
         self.rewards = reward_loop.start_rewards(
-            self.config, stack, self.places, sleep_mode=sleep_mode, overlong=length_penalty_of(self.config)
+            self.config, stack, self.reservation, sleep_mode=sleep_mode, overlong=penalty
         )
         if self.rollouts:
             if self.config.genrm:
@@ -331,7 +332,7 @@ class Run:
             else:
                 from cluster.policy_group import PolicyGroup
 
-                self.policy = PolicyGroup(config, self.resume_from, self.places)
+                self.policy = PolicyGroup(config, self.resume_from, self.reservation)
                 stack.callback(self.policy.shutdown)
             if self.step:
                 self.policy.load_optimizer(Path(self.resume_from))
@@ -343,16 +344,16 @@ class Run:
                 f"model: {self.resume_from} cannot be loaded ({why}); where a file of a checkpoint is cut, "
                 "delete the checkpoint to go on from the one before"
             ) from error
-        about = self.policy.about()
-        kinds = self.model_config.model_type, about["config"].model_type
+        info = self.policy.model_info()
+        kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
             print(f"model: of {self.base_model} ({kinds[0]}) only the language model ({kinds[1]}) is trained "
                   "and saved; its other parts, such as vision, are in no checkpoint", flush=True)  # fmt: skip
-        if about["adapters"]:
-            print(about["adapters"], flush=True)
+        if info["adapters"]:
+            print(info["adapters"], flush=True)
         elif config.total_steps:  # an evaluation writes no checkpoint
-            check_room(config, self.step, 12e-9 * about["numel"])  # adapters are small
-        self.eos_ids = end_tokens(about["eos_token_id"], self.tokenizer)
+            check_room(config, self.step, 12e-9 * info["numel"])  # adapters are small
+        self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
             raise ValueError(f"model: neither {self.base_model} nor its tokenizer has an end token; add "
                              "eos_token")  # fmt: skip
@@ -361,11 +362,13 @@ class Run:
             self.policy.samples_itself = True
 
     def start_servers(self, stack):
-        from cluster.servers import ClusterServers, PolicyServers
+        config = replace(self.config.policy_servers(), model="", max_model_len=self.max_sequence_length)
+        if isinstance(self.policy, Policy):
+            self.servers = PolicyServers(self.policy, self.tokenizer, config)
+        else:
+            from cluster.servers import ClusterServers
 
-        servers = replace(self.config.policy_servers(), model="", max_model_len=self.max_sequence_length)
-        kind = PolicyServers if isinstance(self.policy, Policy) else ClusterServers
-        self.servers = kind(self.policy, self.tokenizer, servers)
+            self.servers = ClusterServers(self.policy, self.tokenizer, config)
         stack.callback(self.servers.shutdown)
 
     # ---- what a run keeps

@@ -36,7 +36,7 @@ from random import Random
 
 from policy import Sample
 from reward_worker import error_line
-from rollout import client, complete, rollout_hf, sampling
+from rollout import open_session, request_completion, rollout_hf, sampling_parameters
 
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}  # offered if there is a reward model
@@ -418,7 +418,8 @@ class Rollouts:
         is called in this thread when a sample has ended. RuntimeError if a thread sets `stop`.
         """
         sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
-        wave = Wave(self, max_response_length, eos_ids, servers, sampling(**sampled_with), rollout_batch_size)
+        sampling = sampling_parameters(**sampled_with)
+        wave = Wave(self, max_response_length, eos_ids, servers, sampling, rollout_batch_size)
         wave.arrange(groups, seed, step)
         ending = asyncio.run_coroutine_threadsafe(wave.run(), self.loop)
         ending.add_done_callback(lambda _: wave.events.put(("end", None)))
@@ -497,7 +498,7 @@ class Wave:
         """All calls; ends with the last one, or raises what went wrong with the policy's servers."""
         try:
             if self.servers:
-                async with client(self.servers, self.rollout_batch_size) as session:
+                async with open_session(self.servers, self.rollout_batch_size) as session:
                     self.ask = partial(self.ask_servers, session)
                     await self.run_all()
             else:
@@ -556,7 +557,7 @@ class Wave:
         address = self.servers.service.router_address
         headers = {"X-Session-Id": turn.session}
         # As a task of the group: servers that fail end the run, whatever the function catches.
-        choice = await self.tasks.create_task(complete(session, address, request, headers))
+        choice = await self.tasks.create_task(request_completion(session, address, request, headers))
         return choice.token_ids, choice.logprobs.token_logprobs
 
     async def ask_in_rounds(self, turn: Turn):

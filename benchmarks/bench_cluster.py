@@ -43,6 +43,7 @@ from cluster.ranks import Ranks
 from cluster.samples import split
 from hosts import address_of, limit_links, played_hosts
 from policy import MiniBatch, Policy, Sample
+from rollout import WeightFolder
 from toy import warm_start
 
 RANKS, SERVERS, JUDGES = 2, 3, 2
@@ -215,10 +216,10 @@ class MeasuredGroup(policy_group.PolicyGroup):
         folders = {}
         for number, node in enumerate(there):
             where = NodeAffinitySchedulingStrategy(node, soft=False)
-            kind = ray.remote(weights.WeightFolder).options(num_cpus=0, scheduling_strategy=where)
+            kind = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=where)
             folders[node] = kind.remote(f"{folder.parent}_{number}", {})
         ray.get([actor.finish.remote() for actor in folders.values()])  # they have started
-        size = 4 * self.about()["numel"]
+        size = 4 * self.model_info()["numel"]
         for _ in range(ROUNDS):
             begun = time.monotonic()
             parts = split(batches, RANKS)

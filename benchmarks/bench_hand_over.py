@@ -24,8 +24,9 @@ from bench_router import machine  # first: with it Python finds the scripts
 
 import reward_loop
 from cluster.samples import split
-from cluster.weights import WeightFolder, packs, portions, send
+from cluster.weights import packs, portions, send
 from policy import MiniBatch, Sample
+from rollout import WeightFolder
 
 
 @dataclass

@@ -153,7 +153,7 @@ class PlayedPolicy:
     def __init__(self, config, seconds: float = 0.0):
         self.config, self.seconds, self.num_updates = config, seconds, 0
 
-    def about(self) -> dict:
+    def model_info(self) -> dict:
         return {"eos_token_id": 1}
 
     def release_memory(self) -> None:

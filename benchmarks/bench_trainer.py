@@ -60,8 +60,8 @@ from algorithm import compute_advantages, compute_policy_loss
 from grpo_trainer import Config as TrainerConfig
 from policy import Policy, Sample
 from cluster.policy_group import PolicyGroup
-from rollout import rollout_hf
-from cluster.weights import WeightFolder, packs
+from rollout import WeightFolder, rollout_hf
+from cluster.weights import packs
 
 GROUP = 8
 PARTS = ("generation", "scoring", "update", "step", "cpu")  # of a step, in seconds
@@ -536,7 +536,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
         "x one process | hand-over s | MB |"
     )
     print("| ---: " * 8 + "|")
-    sent = alone.about()["numel"] * 4 / 2**20
+    sent = alone.model_info()["numel"] * 4 / 2**20
     for count in config.ranks:
         name = f"/dev/shm/bench_{os.getpid()}_{count}"
         if count == 1:

@@ -53,8 +53,7 @@ from tools import plan_run
 import reward_loop
 from toy import toy_world, warm_start
 from cluster.policy_group import PolicyGroup
-from cluster.servers import PolicyServers
-from rollout import rollout_hf, rollout_vllm
+from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16
@@ -363,7 +362,7 @@ def peak_of(device) -> float:
 def check_servers(work: Path, device=GPU, length=64):
     """vLLM servers with the policy's weights, beside it on its GPU."""
     learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
-    sent = 2e-9 * learner.about()["numel"]
+    sent = 2e-9 * learner.model_info()["numel"]
     total = 0.0
     if device.type == "cuda":
         total = 1e-9 * torch.cuda.get_device_properties(device).total_memory

@@ -1,13 +1,14 @@
-"""Where the parts of a run go: room in Ray for ranks, the policy's servers and judges, on GPUs or shares.
+"""Place the processes of a run in Ray: ranks, the policy's servers and judges, on whole or shared GPUs.
 
-    places = Places({"rank": Part(8, cpus=0.25, gpus=0.5, apart=True), "judge": Part(8, cpus=0.5, gpus=0.4)})
-    ray.remote(Something).options(**places.options("judge", 0)).remote()
+    specs = {"rank": ProcessSpec(8, cpus=0.25, gpus=0.5, apart=True), "judge": ProcessSpec(8, 0.5, gpus=0.4)}
+    reservation = Reservation(specs)
+    ray.remote(Something).options(**reservation.options("judge", 0)).remote()
 
     manager = RewardModelManager({"genrm": Config(...), "rm": Config(...)})     # genrm_server.Config
     manager.router_addresses                                                    # {"genrm": "host:port", ...}
 
-ModelServers in genrm_server.py looks after servers in actors as after those of one machine. Each router is
-beside the driver.
+genrm_server.ModelServers supervises servers in actors in the same way as those of one machine. Each router
+runs next to the driver.
 """
 
 import math
@@ -19,238 +20,243 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
-RANK_CPUS = 0.25  # of a rank, beside its GPU: a laptop is to have room for ranks, judges and workers
-SERVER_CPUS = 0.5  # of a server's actor, for the same reason
-PLACE_S = 60.0  # seconds in which the cluster must have room
-ASLEEP = 1e-4  # of a GPU, the least that Ray knows: for who sleeps while the others work
+# Ray's CPUs per process are below one, so that a laptop has room for ranks, judges and workers.
+RANK_CPUS = 0.25
+SERVER_CPUS = 0.5
+RESERVE_TIMEOUT = 60.0  # seconds in which the cluster must have room for a run
+SLEEPER_GPUS = 1e-4  # the smallest fraction of a GPU that Ray knows, for servers that sleep while others work
 
 
 @dataclass(frozen=True)
-class Part:
-    """So many equal processes, and what each of them takes."""
+class ProcessSpec:
+    """A number of equal processes, and what each of them takes."""
 
     count: int
     cpus: float
-    gpus: float = 0.0  # a share of one GPU, or whole ones
-    apart: bool = False  # no two of them on one GPU: ranks
+    gpus: float = 0.0  # a fraction of one GPU, or a number of whole ones
+    apart: bool = False  # No two of them share a GPU, such as ranks.
 
 
-def part_of(config: Config) -> Part:
-    """The servers of a model. With a share below 1 those that sleep while others work reserve nothing."""
+def server_spec(config: Config) -> ProcessSpec:
+    """Return the spec of a model's servers. Servers that sleep while others work reserve next to nothing."""
     gpus = 0.0
     if config.device == "cuda":
         gpus = config.gpu_share * config.tensor_parallel_size
         if config.sleep_mode and config.gpu_share < 1:
-            gpus = ASLEEP
-    return Part(config.num_servers, SERVER_CPUS, gpus)
+            gpus = SLEEPER_GPUS
+    return ProcessSpec(config.num_servers, SERVER_CPUS, gpus)
 
 
-def ranks_of(config) -> Part:
-    """The ranks of a trainer's configuration, `resolved`."""
+def rank_spec(config) -> ProcessSpec:
+    """Return the spec of the ranks of a trainer's resolved configuration."""
     share = config.policy_gpu_share if config.device == "cuda" else 0.0
-    return Part(config.policy_ranks, RANK_CPUS, share, apart=True)
+    return ProcessSpec(config.policy_ranks, RANK_CPUS, share, apart=True)
 
 
-def parts_of(config) -> dict[str, Part]:
-    """All that a run of the trainer places in Ray."""
+def process_specs(config) -> dict[str, ProcessSpec]:
+    """Return the specs of everything that a run of the trainer places in Ray, by name."""
     on_gpu = config.device == "cuda"
-    parts = {"rank": ranks_of(config)}
-    parts["policy server"] = part_of(replace(config.policy_servers(), device=config.device))
+    specs = {"rank": rank_spec(config)}
+    specs["policy server"] = server_spec(replace(config.policy_servers(), device=config.device))
     judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
     for name, judge in judges.items():
-        parts[name] = part_of(with_device(judge))
-    return parts
+        specs[name] = server_spec(with_device(judge))
+    return specs
 
 
 def with_device(config: Config) -> Config:
-    """auto is cuda where the cluster has a GPU, whatever this machine has."""
+    """Replace the device auto by cuda if the cluster has a GPU, whatever this machine has."""
     if config.device == "auto" and ray.cluster_resources().get("GPU"):
         return replace(config, device="cuda")
     return config
 
 
 @dataclass
-class Cell:
-    """One GPU, or those of one server (none where it works on a CPU), and who is there."""
+class GpuSlot:
+    """One GPU, or the GPUs of one server (0 for a process without a GPU), and the processes placed there."""
 
     gpus: int
-    held: dict[tuple[str, int], Part] = field(default_factory=dict)  # (name, number) -> what it takes
+    processes: dict[tuple[str, int], ProcessSpec] = field(default_factory=dict)  # by (name, number)
 
     @property
     def taken(self) -> float:
-        return sum(part.gpus for part in self.held.values())
+        return sum(spec.gpus for spec in self.processes.values())
 
-    def alike(self, name: str) -> int:
-        """How many of this part are here."""
-        return sum(who == name for who, _ in self.held)
+    def count(self, name: str) -> int:
+        """Return how many processes of this name are here."""
+        return sum(other == name for other, _ in self.processes)
 
-    def has_room(self, name: str, part: Part) -> bool:
-        if self.gpus != 1 or not part.gpus or (part.apart and self.alike(name)):
+    def has_room(self, name: str, spec: ProcessSpec) -> bool:
+        if self.gpus != 1 or not spec.gpus or (spec.apart and self.count(name)):
             return False
-        return self.taken + part.gpus < 1.001
+        return self.taken + spec.gpus < 1.001
 
 
-def deal(parts: dict[str, Part], gpus: float) -> list[Cell]:
-    """Deals all processes to so many GPUs: first what needs GPUs to itself or apart, then by size.
+def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
+    """Pack all processes onto this many GPUs: first those that need whole GPUs or stay apart, then by size.
 
-    Each goes to the GPU with room where fewest of its own kind are, then least is taken; a new one is opened
-    rather than two of a kind put together. ValueError with what was tried where one has no room.
+    Each process goes to the GPU with room that has the fewest processes of its name, then to the emptiest. A
+    free GPU is used before two processes of one name share one. Raises ValueError, which says what was tried,
+    if a process has no room.
     """
 
     def need(name):
-        part = parts[name]
-        return part.apart or part.gpus >= 1, part.gpus
+        spec = specs[name]
+        return spec.apart or spec.gpus >= 1, spec.gpus
 
-    cells = []
-    for name in sorted(parts, key=need, reverse=True):
-        part = parts[name]
-        size = math.ceil(part.gpus)
-        for number in range(part.count):
-            fits = [cell for cell in cells if cell.has_room(name, part)]
-            cell = min(fits, key=lambda cell: (cell.alike(name), cell.taken), default=None)
-            if cell is None or cell.alike(name):
-                if size <= gpus - sum(cell.gpus for cell in cells):
-                    cell = Cell(size)
-                    cells.append(cell)
-            if cell is None:
-                takes = f"{name} {number}, which takes {part.gpus:g} of {gpus:g} GPUs"
-                beside = [", ".join(f"{name} {number}" for name, number in cell.held) for cell in cells]
-                raise ValueError(f"no room for {takes}, beside {beside}; lower a share or a number")
-            cell.held[name, number] = part
-    return cells
+    slots = []
+    for name in sorted(specs, key=need, reverse=True):
+        spec = specs[name]
+        size = math.ceil(spec.gpus)
+        for number in range(spec.count):
+            fits = [slot for slot in slots if slot.has_room(name, spec)]
+            best = min(fits, key=lambda slot: (slot.count(name), slot.taken), default=None)
+            if best is None or best.count(name):
+                if size <= gpus - sum(slot.gpus for slot in slots):
+                    best = GpuSlot(size)
+                    slots.append(best)
+            if best is None:
+                placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
+                raise ValueError(
+                    f"no room for {name} {number}, which takes {spec.gpus:g} of {gpus:g} GPUs, beside "
+                    f"{placed}; lower a share or a number"
+                )
+            best.processes[name, number] = spec
+    return slots
 
 
-def layout(parts: dict[str, Part], gpus: float) -> tuple[list[dict], dict]:
-    """The bundles to reserve on so many GPUs, and {(name, number): (bundle, GPUs)} for each process.
+def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict]:
+    """Return the bundles to reserve on this many GPUs, and {(name, number): (bundle, GPUs)}.
 
-    A bundle has one GPU, or those of one server. ValueError where they do not fit.
+    A bundle has one GPU, or the GPUs of one server. Raises ValueError if the processes do not fit.
     """
     bundles = []
-    where = {}
-    for index, cell in enumerate(deal(parts, gpus)):
-        bundle = {"CPU": sum(part.cpus for part in cell.held.values())}
-        if cell.gpus:
-            bundle["GPU"] = cell.gpus
+    placed = {}
+    for index, slot in enumerate(pack_gpus(specs, gpus)):
+        bundle = {"CPU": sum(spec.cpus for spec in slot.processes.values())}
+        if slot.gpus:
+            bundle["GPU"] = slot.gpus
         bundles.append(bundle)
-        is_full = cell.gpus == 1 < cell.taken
-        for who, part in cell.held.items():
-            share = part.gpus
-            if is_full:  # Ray shows a process only GPUs that it has a part of: a little is for who sleeps
-                share = max(share - 0.001, ASLEEP)
-            where[who] = index, share
-    return bundles, where
+        is_overfull = slot.gpus == 1 < slot.taken
+        for process, spec in slot.processes.items():
+            share = spec.gpus
+            if is_overfull:  # Leave room for sleepers: Ray shows a process only GPUs that it has a part of.
+                share = max(share - 0.001, SLEEPER_GPUS)
+            placed[process] = index, share
+    return bundles, placed
 
 
-class Places:
-    """Room in Ray for these parts until close(): one placement group, which Ray renews when a node dies.
+class Reservation:
+    """Room in Ray for these processes until close(): one placement group, which Ray renews if a node dies.
 
-    Its bundles are whole GPUs, or Ray could put two ranks on one. ValueError where the parts do not fit on
-    the GPUs, RuntimeError where the cluster has no room.
+    The bundles are whole GPUs, because Ray could otherwise put two ranks on one. Raises ValueError if the
+    processes do not fit on the GPUs, and RuntimeError if the cluster has no room within timeout_s seconds.
     """
 
-    def __init__(self, parts: dict[str, Part], patience: float = PLACE_S):
-        self.parts = parts
-        self.bundles, self.where = layout(parts, ray.cluster_resources().get("GPU", 0))
-        # GPUs are dealt out node after node, or a server of several could find a single one left on each
+    def __init__(self, specs: dict[str, ProcessSpec], timeout_s: float = RESERVE_TIMEOUT):
+        self.specs = specs
+        self.bundles, self.placed = layout(specs, ray.cluster_resources().get("GPU", 0))
+        # PACK fills node after node. SPREAD could leave single GPUs where a server needs several of one node.
         strategy = "PACK" if any("GPU" in bundle for bundle in self.bundles) else "SPREAD"
         self.group = ray.util.placement_group(self.bundles, strategy=strategy)
         try:
-            self.wait(patience)
+            self.wait(timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def wait(self, patience: float) -> None:
-        """Until every process has a node. RuntimeError when that takes more seconds."""
-        if not self.group.wait(patience):
-            names = ", ".join(self.parts)
+    def wait(self, timeout_s: float) -> None:
+        """Wait until every process has a node. Raise RuntimeError after timeout_s seconds."""
+        if not self.group.wait(timeout_s):
+            names = ", ".join(self.specs)
             free = ray.available_resources()
             free = f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
             wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
             raise RuntimeError(f"{names}: the Ray cluster has no room for {wanted}; {free}; add nodes")
 
     def nodes(self, name: str) -> list[str]:
-        """The node of each process of this part."""
+        """Return the node of each process of this name."""
         node_of = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         nodes = []
-        for number in range(self.parts[name].count):
-            bundle, _ = self.where[name, number]
+        for number in range(self.specs[name].count):
+            bundle, _ = self.placed[name, number]
             nodes.append(node_of[bundle])
         return nodes
 
     def options(self, name: str, number: int) -> dict:
-        """For ray.remote(...).options() of this process."""
-        bundle, gpus = self.where[name, number]
+        """Return the arguments of ray.remote(...).options() for this process."""
+        bundle, gpus = self.placed[name, number]
         return dict(
-            num_cpus=self.parts[name].cpus,
+            num_cpus=self.specs[name].cpus,
             num_gpus=gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, bundle),
         )
 
     def close(self) -> None:
-        """Gives the room back, and ends what is left there. May be called twice."""
+        """Release the room, and end the processes that are left there. A second call does nothing."""
         if ray.is_initialized():
             ray.util.remove_placement_group(self.group)
 
 
-def start_servers(models: dict[str, Config], places: Places) -> dict[str, list]:
+def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[str, list]:
     """Start an actor for each server of these models. Ray may restart it on another node.
 
-    The configurations come from resolve_config.
+    The configurations come from resolve_config. The servers of a node divide its CPU cores.
     """
     driver = ray.get_runtime_context().get_node_id()
-    parts = Counter()  # of each node's cores
+    servers_on = Counter()  # by node
     for name in models:
-        parts.update(places.nodes(name))
-    dealt = Counter()
+        servers_on.update(reservation.nodes(name))
+    started_on = Counter()
     actors = defaultdict(list)
     for name, config in models.items():
-        for index, node in enumerate(places.nodes(name)):
-            actor = ray.remote(VllmServer).options(max_restarts=-1, **places.options(name, index))
-            actors[name].append(actor.remote(config, index, dealt[node], parts[node], "", driver))
-            dealt[node] += 1
+        for index, node in enumerate(reservation.nodes(name)):
+            actor = ray.remote(VllmServer).options(max_restarts=-1, **reservation.options(name, index))
+            actor = actor.remote(config, index, started_on[node], servers_on[node], "", driver)
+            actors[name].append(actor)
+            started_on[node] += 1
     return actors
 
 
-def end_servers(actors: list, own: Places | None) -> None:
-    """A server ends with its actor. own: the room that was taken for these alone."""
+def end_servers(actors: list, own_reservation: Reservation | None) -> None:
+    """End the servers, which end with their actors, and the reservation that was made for them alone."""
     if ray.is_initialized():
         for actor in actors:
             ray.kill(actor)
-    if own:
-        own.close()
+    if own_reservation:
+        own_reservation.close()
 
 
 class RewardModelManager:
-    """Named reward models in a Ray program, each with its servers in actors, its router beside the driver.
+    """Named reward models in a Ray program, each with its servers in actors and its router on this node.
 
-    Blocks until all are ready. In a cluster of several nodes the routers, and the servers on other nodes,
-    listen on their node's address instead of 127.0.0.1: they must reach each other. `router_addresses` maps
-    each name to "host:port". places: with room for each name; default: its own. Raises what ModelServers and
-    Places raise.
+    The constructor waits until all are ready. In a cluster of several nodes, the routers and the servers on
+    other nodes listen on their node's address instead of 127.0.0.1. `router_addresses` maps each name to
+    "host:port". `reservation` has room for each name; by default the models reserve their own. Raises what
+    ModelServers and Reservation raise.
     """
 
-    def __init__(self, models: dict[str, Config], places: Places | None = None):
+    def __init__(self, models: dict[str, Config], reservation: Reservation | None = None):
         self.models: dict[str, ModelServers] = {}
         self.router_addresses = {}
         self.actors = []
-        self.own = None
+        self.own_reservation = None
         configs = {}
-        parts = {}
-        several = sum(node["Alive"] for node in ray.nodes()) > 1
+        specs = {}
+        has_several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
         for name, config in models.items():
             config = with_device(config)
-            if several and config.host in ("127.0.0.1", "0.0.0.0"):
+            if has_several_nodes and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
             config = resolve_config(config)
             configs[name] = replace(config, log_dir=config.log_dir / name)
-            parts[name] = part_of(config)
+            specs[name] = server_spec(config)
         try:
-            if places is None:
-                places = self.own = Places(parts)
-            actors = start_servers(configs, places)
+            if reservation is None:
+                reservation = self.own_reservation = Reservation(specs)
+            actors = start_servers(configs, reservation)
             self.actors = sum(actors.values(), [])
-            for name, config in configs.items():  # all start at the same time
+            for name, config in configs.items():  # All models start at the same time.
                 self.models[name] = ModelServers(config, name, actors[name], wait=False)
             for name, servers in self.models.items():
                 servers.wait_ready()
@@ -260,7 +266,7 @@ class RewardModelManager:
             raise
 
     def sleep(self, asleep: bool = True) -> None:
-        """Frees the GPU memory of all models, or takes it again."""
+        """Release the GPU memory of all models, or take it again."""
         for servers in self.models.values():
             servers.sleep(asleep)
 
@@ -268,11 +274,11 @@ class RewardModelManager:
         self.sleep(False)
 
     def shutdown(self) -> None:
-        """Ends everything. May be called twice."""
+        """End all servers, routers and actors. A second call does nothing."""
         for servers in self.models.values():
             servers.stopping.set()
-        end_servers(self.actors, self.own)
+        end_servers(self.actors, self.own_reservation)
         for servers in self.models.values():
             servers.shutdown()
         self.actors = []
-        self.own = None
+        self.own_reservation = None

@@ -24,13 +24,13 @@ import ray
 import torch
 import torch.distributed as dist
 
-from cluster.placement import PLACE_S, Places, ranks_of
+from cluster.placement import RESERVE_TIMEOUT, Reservation, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
 from cluster.samples import split
 from policy import RanksLost, Sample, entropy_of, mini_batches
 
 # seconds in which the cluster must have room after a rank has died: it may be a node to come
-RESTART_PLACE_S = 900.0
+RESTART_TIMEOUT = 900.0
 # when a rank fails in a collective, Ray says within this time whether another one has died
 AFTERMATH_S = 10.0
 
@@ -38,35 +38,35 @@ AFTERMATH_S = 10.0
 class PolicyGroup:
     """A policy on `config.policy_ranks` devices. The methods are those of Policy.
 
-    places: with room for each "rank"; default: its own. Raises what Policy and Places raise, and from every
-    method RanksLost where a rank died.
+    `reservation` has room for each "rank"; by default the group reserves its own. Raises what Policy and
+    Reservation raise, and RanksLost from every method if a rank died.
     """
 
-    def __init__(self, config, source: str, places: Places | None = None):
+    def __init__(self, config, source: str, reservation: Reservation | None = None):
         self.config = config
         self.device = torch.device(config.device)
-        self.places = places
-        self.own = None  # places of its own
+        self.reservation = reservation
+        self.own_reservation = None
         self.actors = []
         self.starts = 0
         self.lock = threading.RLock()
         try:
-            self.start(source, PLACE_S)
+            self.start(source, RESERVE_TIMEOUT)
         except BaseException:
             self.shutdown()
             raise
 
-    def start(self, source: str, patience: float) -> None:
+    def start(self, source: str, timeout_s: float) -> None:
         """All ranks, from the weights in the folder `source`."""
         self.starts += 1
         self.num_updates = 0
         config = SimpleNamespace(**dataclasses.asdict(self.config))  # the ranks need not import its class
         config.model = absolute(config.model)  # they work in another folder
-        places = self.places
-        if not places:
-            places = self.own = Places({"rank": ranks_of(config)}, patience)
-        places.wait(patience)
-        nodes = places.nodes("rank")
+        reservation = self.reservation
+        if not reservation:
+            reservation = self.own_reservation = Reservation({"rank": rank_spec(config)}, timeout_s)
+        reservation.wait(timeout_s)
+        nodes = reservation.nodes("rank")
         per_node = Counter(nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         host = ray.util.get_node_ip_address()
@@ -86,11 +86,11 @@ class PolicyGroup:
             )
             # Ray shows an actor its own GPU only
             device = torch.device("cuda:0") if self.device.type == "cuda" else self.device
-            actor = ray.remote(RankedPolicy).options(max_restarts=0, **places.options("rank", rank))
+            actor = ray.remote(RankedPolicy).options(max_restarts=0, **reservation.options("rank", rank))
             self.actors.append(actor.remote(config, absolute(source), device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}", flush=True)
-        self.about_model = self.call("about")[0]
+        self.info = self.call("model_info")[0]
         if {addresses[node] for node in nodes} != {host}:
             self.check_shared_folder()
 
@@ -98,7 +98,7 @@ class PolicyGroup:
         """New ranks in place of all, from the weights in the folder `source`."""
         with self.lock:
             self.shutdown()
-            self.start(source, RESTART_PLACE_S)
+            self.start(source, RESTART_TIMEOUT)
 
     def shutdown(self) -> None:
         """Ends all ranks; those that wait in a collective, too."""
@@ -106,10 +106,10 @@ class PolicyGroup:
             with contextlib.suppress(ray.exceptions.RayError):
                 for actor in self.actors:
                     ray.kill(actor)
-                if self.own:
-                    self.own.close()
+                if self.own_reservation:
+                    self.own_reservation.close()
         self.actors = []
-        self.own = None
+        self.own_reservation = None
 
     def call(self, method: str, *arguments, own: list = ()) -> list:
         """A method of all ranks at once -> their answers. A death or a failure is noticed at once.
@@ -166,8 +166,8 @@ class PolicyGroup:
 
     # ---- the methods of a Policy
 
-    def about(self) -> dict:
-        return self.about_model
+    def model_info(self) -> dict:
+        return self.info
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
         parts = split(mini_batches(groups, self.config), len(self.actors) or 1)

@@ -25,7 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from policy import Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
-from cluster.weights import send, served_weights
+from cluster.weights import send
+from rollout import served_weights
 
 # of a collective; whoever started the ranks sees a dead one at once, and ends the others
 PATIENCE = timedelta(hours=4)

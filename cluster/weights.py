@@ -6,27 +6,13 @@ Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle o
 """
 
 import json
-import os
-import shutil
-import stat
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import ray
 import torch
 
 PACK = 2**29  # bytes of weights that travel together
-# vLLM's classes of these models use the embedding as head and reject a separate one.
-NO_HEAD = {"Gemma2ForCausalLM"}
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in a safetensors header
-
-
-def served_weights(policy, dtype: torch.dtype):
-    """The policy's named tensors as vLLM's class of the model wants them."""
-    has_no_head = type(policy.model).__name__.removeprefix("FSDP") in NO_HEAD
-    for name, tensor in policy.weights(dtype):
-        if name != "lm_head.weight" or not has_no_head:
-            yield name, tensor
 
 
 def packs(weights):
@@ -110,44 +96,3 @@ def to_all(folders: dict, method: str, *arguments) -> None:
             except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
                 del folders[key]
         done += len(wave)
-
-
-class WeightFolder:
-    """The policy's model folder for the servers of one node: used directly, or as a Ray actor there.
-
-    files: what goes with the weights, {name: content}. New weights replace old ones file by file: a server
-    that starts just then may fail, and starts again, or get some of each; it reads all of them once more
-    before it is asked anything. A folder of this user that is there is taken over: its actor may have died.
-    PermissionError where another user has made it, who could read or replace the weights.
-    """
-
-    def __init__(self, path: str, files: dict[str, bytes]):
-        self.path = Path(path)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(self.path)  # not where a link leads to
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"policy servers: {path} is not this user's folder; remove it")
-        os.chmod(self.path, 0o700)
-        for name, content in files.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            (self.path / name).write_bytes(content)
-        self.writer = ThreadPoolExecutor(1)
-        self.written = []
-
-    def write(self, number: int, pack) -> None:
-        """Takes a part of the weights, from 0 on: the contents of a safetensors file."""
-        name = f"model_{number}" if number else "model"
-        (self.path / f"{name}.safetensors").write_bytes(memoryview(pack))
-
-    def add(self, number: int, pack) -> None:
-        """The same, while the next one is on its way. `pack` must stay as it is."""
-        self.written.append(self.writer.submit(self.write, number, pack))
-
-    def finish(self) -> None:
-        """Returns when all is written. OSError where that failed."""
-        for write in self.written:
-            write.result()
-        self.written = []
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)

@@ -89,6 +89,10 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"data": [{"probs": [number / 2**31 - 1]}]}
         elif self.path == "/v1/models":
             answer = {"data": [{"id": argument("--served-model-name")}]}
+        elif self.path == "/v1/completions":
+            n = json.loads(asked)["max_tokens"]
+            logprobs = {"token_logprobs": [-1.0] * n}
+            answer = {"choices": [{"token_ids": [5] * n, "logprobs": logprobs, "finish_reason": "length"}]}
         else:
             text = "\\\\boxed{1}" if number % 2 else "\\\\boxed{-1}"
             answer = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
 import grpo_trainer
 import policy
-from cluster.placement import layout, parts_of
+from cluster.placement import layout, process_specs
 
 CPU = torch.device("cpu")
 
@@ -147,8 +147,8 @@ def test_the_whole_runs_have_flags_that_the_trainer_takes_and_fit_on_their_gpus(
     flags, gpus, _ = check_gpu.RUNS[name]
     config = tyro.cli(grpo_trainer.Config, args=[*shlex.split(check_gpu.RUN + flags), "--out-dir", name])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
-    parts = parts_of(config.resolved(gpus))
-    assert sum(bundle["GPU"] for bundle in layout(parts, gpus)[0]) == gpus
+    specs = process_specs(config.resolved(gpus))
+    assert sum(bundle["GPU"] for bundle in layout(specs, gpus)[0]) == gpus
     assert config.rollout_vllm_args == "--enforce-eager"
 
 

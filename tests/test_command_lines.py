@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import servers
+import rollout
 from genrm_server import Config, VllmServer, resolve_config
 
 ROOT = Path(__file__).parent.parent
@@ -52,9 +52,9 @@ def policy_server(monkeypatch):
         raise Started
 
     class OnGpu:
-        device = servers.torch.device("cuda")
+        device = rollout.torch.device("cuda")
 
-        def about(self):
+        def model_info(self):
             from transformers import AutoConfig
 
             shape = AutoConfig.from_pretrained(POLICY)
@@ -62,10 +62,10 @@ def policy_server(monkeypatch):
 
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(servers.PolicyServers, "start", start)
+    monkeypatch.setattr(rollout.PolicyServers, "start", start)
     settings = Config(model="", gpu_share=0.3, max_model_len=512, vllm_args=("--max-num-seqs", "64"))
     with pytest.raises(Started):
-        servers.PolicyServers(OnGpu(), AutoTokenizer.from_pretrained(POLICY), settings)
+        rollout.PolicyServers(OnGpu(), AutoTokenizer.from_pretrained(POLICY), settings)
     return seen[0]
 
 

@@ -26,10 +26,9 @@ import pytest
 import genrm_server
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, request, reserve_port, resolve_config, split_evenly
-from cluster.servers import PolicyServers
 from played import stand_in_for_vllm
 from policy import Sample
-from rollout import rollout_vllm
+from rollout import PolicyServers, rollout_vllm
 from router import Generate
 from test_reward_loop import alive, free_port, until
 from tiny import policy_of

@@ -212,14 +212,14 @@ def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_pat
 
 def test_a_run_says_which_layers_have_adapters(model):
     """Where experts are no linear layers, all-linear leaves most of the model as it is."""
-    assert policy_of(model).about()["adapters"] == ""
+    assert policy_of(model).model_info()["adapters"] == ""
     for targets in (("v_proj",), ("q_proj", "v_proj")):
-        text = policy_of(model, lora_rank=4, lora_targets=targets).about()["adapters"]
+        text = policy_of(model, lora_rank=4, lora_targets=targets).model_info()["adapters"]
         assert text == f"layers with adapters: {dict.fromkeys(targets, 4)}"
     shape = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_local_experts=8)
     shape |= dict(head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
     shape |= dict(vocab_size=96)
-    text = policy_of(of_family("gpt_oss", **shape), lora_rank=4).about()["adapters"]
+    text = policy_of(of_family("gpt_oss", **shape), lora_rank=4).model_info()["adapters"]
     assert text == "layers with adapters: {'q_proj': 2, 'k_proj': 2, 'v_proj': 2, 'o_proj': 2}"
 
 

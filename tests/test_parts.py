@@ -420,14 +420,18 @@ def test_score_file_with_its_five(alone, ray_address):
 
 
 @pytest.mark.slow
-def test_the_top_level_alone_trains_and_says_what_it_cannot_write(alone, model, tokenizer, ray_address):
-    """Without any folder: the run is whole, with its curves; the page needs tools/."""
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
+    rollout, alone, model, tokenizer, ray_address
+):
+    """Without any folder, such as cluster/: the run is whole, with its curves; the page needs tools/."""
     folder = alone("grpo_trainer.py", *(path.name for path in ROOT.glob("*.py")))
     write_model(folder / "model", model, tokenizer)
+    stand_in_for_vllm(folder)
     write_lines(folder / "rows.jsonl", ROW)
     command = """grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1
         --train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4 --overlong-buffer 0
-        --num-workers 1 --device cpu"""
+        --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """ + rollout
     said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("page")]

@@ -14,7 +14,9 @@ import ray
 import torch
 
 from cluster import policy_group
-from cluster.placement import ASLEEP, Part, Places, layout, parts_of
+from cluster.placement import SLEEPER_GPUS as ASLEEP
+from cluster.placement import ProcessSpec as Spec
+from cluster.placement import Reservation, layout, process_specs
 from cluster.ranks import RankedPolicy, Ranks
 from genrm_server import SLEEP
 from policy import Policy
@@ -23,9 +25,9 @@ from test_genrm_server import stand_in, told  # noqa: F401
 from tiny import CPU, config_of, write_model
 
 
-def on_gpus(parts, gpus):
+def on_gpus(specs, gpus):
     """[{"rank 0": 0.5, ...}, ...]: who is on each bundle, with what it asks Ray for."""
-    bundles, where = layout(parts, gpus)
+    bundles, where = layout(specs, gpus)
     held = [{} for _ in bundles]
     for (name, number), (index, share) in where.items():
         held[index][f"{name} {number}"] = share
@@ -33,42 +35,42 @@ def on_gpus(parts, gpus):
 
 
 def test_ranks_and_servers_share_the_same_eight_gpus():
-    parts = {"rank": Part(8, 0.25, 0.5, apart=True), "server": Part(8, 0.5, 0.4)}
-    assert on_gpus(parts, 8) == [{f"rank {i}": 0.5, f"server {i}": 0.4} for i in range(8)]
-    assert layout(parts, 8)[0] == [{"CPU": 0.75, "GPU": 1}] * 8
+    specs = {"rank": Spec(8, 0.25, 0.5, apart=True), "server": Spec(8, 0.5, 0.4)}
+    assert on_gpus(specs, 8) == [{f"rank {i}": 0.5, f"server {i}": 0.4} for i in range(8)]
+    assert layout(specs, 8)[0] == [{"CPU": 0.75, "GPU": 1}] * 8
 
 
 def test_one_gpu_takes_all_parts_and_servers_of_several_take_theirs_whole():
-    three = {"rank": Part(1, 0.25, 0.4, apart=True), "server": Part(1, 0.5, 0.3), "judge": Part(1, 0.5, 0.3)}
+    three = {"rank": Spec(1, 0.25, 0.4, apart=True), "server": Spec(1, 0.5, 0.3), "judge": Spec(1, 0.5, 0.3)}
     assert on_gpus(three, 1) == [{"rank 0": 0.4, "server 0": 0.3, "judge 0": 0.3}]
-    parts = {"rank": Part(2, 0, 1.0, apart=True), "judge": Part(3, 0, 0.4), "server": Part(2, 0, 2.0)}
+    specs = {"rank": Spec(2, 0, 1.0, apart=True), "judge": Spec(3, 0, 0.4), "server": Spec(2, 0, 2.0)}
     expected = [{"server 0": 2}, {"server 1": 2}, {"rank 0": 1}, {"rank 1": 1}]
-    assert on_gpus(parts, 9) == [*expected, {"judge 0": 0.4}, {"judge 1": 0.4}, {"judge 2": 0.4}]
-    assert on_gpus(parts, 8) == [*expected, {"judge 0": 0.4, "judge 2": 0.4}, {"judge 1": 0.4}]
-    assert [bundle["GPU"] for bundle in layout(parts, 8)[0]] == [2, 2, 1, 1, 1, 1]
-    assert on_gpus({"rank": Part(2, 0.25, apart=True)}, 0) == [{"rank 0": 0}, {"rank 1": 0}]  # on CPU
+    assert on_gpus(specs, 9) == [*expected, {"judge 0": 0.4}, {"judge 1": 0.4}, {"judge 2": 0.4}]
+    assert on_gpus(specs, 8) == [*expected, {"judge 0": 0.4, "judge 2": 0.4}, {"judge 1": 0.4}]
+    assert [bundle["GPU"] for bundle in layout(specs, 8)[0]] == [2, 2, 1, 1, 1, 1]
+    assert on_gpus({"rank": Spec(2, 0.25, apart=True)}, 0) == [{"rank 0": 0}, {"rank 1": 0}]  # on CPU
 
 
 def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
-    """Ray counts in 1/10,000: all parts must add up to at most one GPU, and each must have some."""
-    parts = {"rank": Part(2, 0, 1.0, apart=True), "judge": Part(2, 0, ASLEEP), "rm": Part(1, 0, ASLEEP)}
-    first, second = on_gpus(parts, 8)
+    """Ray counts in 1/10,000: all specs must add up to at most one GPU, and each must have some."""
+    specs = {"rank": Spec(2, 0, 1.0, apart=True), "judge": Spec(2, 0, ASLEEP), "rm": Spec(1, 0, ASLEEP)}
+    first, second = on_gpus(specs, 8)
     assert first == {"rank 0": 0.999, "judge 0": ASLEEP, "rm 0": ASLEEP}
     assert second == {"rank 1": 0.999, "judge 1": ASLEEP}
 
 
 def test_judges_that_sleep_are_spread_and_go_where_least_is_taken():
-    held = on_gpus({"rank": Part(1, 0, 1.0, apart=True), "judge": Part(5, 0, ASLEEP)}, 4)
+    held = on_gpus({"rank": Spec(1, 0, 1.0, apart=True), "judge": Spec(5, 0, ASLEEP)}, 4)
     assert sorted(sum(who.startswith("judge") for who in one) for one in held) == [1, 1, 1, 2]
-    beside = {"rank": Part(2, 0, 0.7, apart=True), "server": Part(1, 0, 0.3)}
-    first, second = on_gpus(beside | {"judge": Part(1, 0, ASLEEP)}, 2)
+    beside = {"rank": Spec(2, 0, 0.7, apart=True), "server": Spec(1, 0, 0.3)}
+    first, second = on_gpus(beside | {"judge": Spec(1, 0, ASLEEP)}, 2)
     assert set(first) == {"rank 0", "server 0"} and set(second) == {"rank 1", "judge 0"}
 
 
-def can_fit(parts, gpus):
+def can_fit(specs, gpus):
     """Whether ranks (the first part, each on a GPU of its own) and the others fit: all ways of filling one
     GPU after the other."""
-    ranks, *others = parts.values()
+    ranks, *others = specs.values()
     gpus -= sum(int(part.gpus) * part.count for part in others if part.gpus >= 1)
     others = [part for part in others if part.gpus < 1]
     wanted = tuple(part.count for part in others)
@@ -87,46 +89,46 @@ def can_fit(parts, gpus):
 
 
 def test_plans_that_fit_are_hardly_ever_refused():
-    ranks = Part(8, 0, 0.4, apart=True)
-    assert len(on_gpus({"rank": ranks, "server": Part(4, 0, 0.5), "judge": Part(4, 0, 0.45)}, 8)) == 8
+    ranks = Spec(8, 0, 0.4, apart=True)
+    assert len(on_gpus({"rank": ranks, "server": Spec(4, 0, 0.5), "judge": Spec(4, 0, 0.45)}, 8)) == 8
     rng, fitting, refused = random.Random(0), 0, []
     shares = [0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 1.0, 2.0]
     while fitting < 1000:
         gpus = rng.randint(1, 8)
         share = rng.choice([0.3, 0.4, 0.5, 0.6, 0.7, 1.0])
-        parts = {"rank": Part(rng.randint(1, gpus), 0, share, apart=True)}
+        specs = {"rank": Spec(rng.randint(1, gpus), 0, share, apart=True)}
         for name in ("server", "judge", "rm")[: rng.choice([1, 2, 2, 2, 3])]:
-            parts[name] = Part(rng.randint(1, gpus + gpus * (name == "server")), 0, rng.choice(shares))
-        if can_fit(parts, gpus):
+            specs[name] = Spec(rng.randint(1, gpus + gpus * (name == "server")), 0, rng.choice(shares))
+        if can_fit(specs, gpus):
             fitting += 1
             try:
-                placed = on_gpus(parts, gpus)
+                placed = on_gpus(specs, gpus)
                 assert all(sum(held.values()) < 1.001 for held in placed if len(held) > 1)
             except ValueError:
-                refused.append((parts, gpus))
+                refused.append((specs, gpus))
     assert len(refused) <= 0.01 * fitting, refused[:3]
 
 
 @pytest.mark.parametrize(
-    "parts, gpus, message",
+    "specs, gpus, message",
     [
-        ({"rank": Part(1, 0, 1.0)}, 0, "no room for rank 0, which takes 1 of 0 GPUs, beside []; lower"),
+        ({"rank": Spec(1, 0, 1.0)}, 0, "no room for rank 0, which takes 1 of 0 GPUs, beside []; lower"),
         (
-            {"rank": Part(2, 0, 0.5, apart=True)},
+            {"rank": Spec(2, 0, 0.5, apart=True)},
             1,
             "rank 1, which takes 0.5 of 1 GPUs, beside ['rank 0']; lower",
         ),
         (
-            {"rank": Part(2, 0, 0.5, apart=True), "server": Part(2, 0, 0.6)},
+            {"rank": Spec(2, 0, 0.5, apart=True), "server": Spec(2, 0, 0.6)},
             2,
             "server 0, which takes 0.6 of 2 GPUs, beside ['rank 0', 'rank 1']; lower a share",
         ),
-        ({"rank": Part(7, 0, 1.0), "server": Part(1, 0, 2.0)}, 8, "rank 6, which takes 1 of 8 GPUs"),
+        ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6, which takes 1 of 8 GPUs"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line_with_what_was_tried(parts, gpus, message):
+def test_what_does_not_fit_is_refused_in_one_line_with_what_was_tried(specs, gpus, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        layout(parts, gpus)
+        layout(specs, gpus)
     assert "\n" not in str(caught.value)
 
 
@@ -134,12 +136,12 @@ def test_the_parts_of_a_run(monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
     changes = dict(device="cuda", rollout="vllm", policy_ranks=4, policy_gpu_share=0.5, rollout_servers=2)
     changes |= dict(rollout_tensor_parallel=2, genrm=("j", "rm=r"), genrm_servers=3, genrm_gpu_share=0.25)
-    parts = parts_of(config_of(**changes))
-    assert parts["rank"] == Part(4, 0.25, 0.5, apart=True) and parts["policy server"] == Part(2, 0.5, 2.0)
-    assert parts["genrm"] == parts["rm"] == Part(3, 0.5, 0.25)
-    asleep = parts_of(config_of(**changes, reward_mode="colocate"))
-    assert asleep["genrm"] == Part(3, 0.5, ASLEEP) and asleep["policy server"].gpus == 2.0
-    own = parts_of(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
+    specs = process_specs(config_of(**changes))
+    assert specs["rank"] == Spec(4, 0.25, 0.5, apart=True) and specs["policy server"] == Spec(2, 0.5, 2.0)
+    assert specs["genrm"] == specs["rm"] == Spec(3, 0.5, 0.25)
+    asleep = process_specs(config_of(**changes, reward_mode="colocate"))
+    assert asleep["genrm"] == Spec(3, 0.5, ASLEEP) and asleep["policy server"].gpus == 2.0
+    own = process_specs(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
     assert own["genrm"].gpus == 1.0  # a GPU of its own: there is nobody to sleep for
 
 
@@ -162,12 +164,12 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
     ray_with(8)
-    parts = {"rank": Part(4, 0.1, 0.5, apart=True), "server": Part(4, 0.1, 0.4), "judge": Part(2, 0.1, 2.0)}
-    parts["sleeper"] = Part(2, 0.1, ASLEEP)
-    places, started = Places(parts), []
+    specs = {"rank": Spec(4, 0.1, 0.5, apart=True), "server": Spec(4, 0.1, 0.4), "judge": Spec(2, 0.1, 2.0)}
+    specs["sleeper"] = Spec(2, 0.1, ASLEEP)
+    reservation, started = Reservation(specs), []
 
     def seen(name):
-        options = [places.options(name, number) for number in range(parts[name].count)]
+        options = [reservation.options(name, number) for number in range(specs[name].count)]
         made = [ray.remote(Process).options(**each).remote() for each in options]
         started.extend(made)
         return ray.get([process.sees.remote() for process in made], timeout=300)
@@ -177,10 +179,10 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
         assert len(set(ranks)) == 4 and servers == ranks and sleepers == ranks[:2]
         assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(8)]
         ray.kill(started[-1])  # what starts anew in its place sees the same
-        again = ray.remote(Process).options(**places.options("rank", 3)).remote()
+        again = ray.remote(Process).options(**reservation.options("rank", 3)).remote()
         assert ray.get(again.sees.remote(), timeout=300) == ranks[3]
     finally:
-        places.close()
+        reservation.close()
 
 
 def rank_on_cpu():
@@ -228,8 +230,8 @@ def test_a_run_on_one_gpu(
     run = Run(config)
     with contextlib.ExitStack() as stack:
         run.start(stack)
-        assert run.places.bundles == [{"CPU": 1.25, "GPU": 1}]
-        asked = sorted(gpus for _, gpus in run.places.where.values())
+        assert run.reservation.bundles == [{"CPU": 1.25, "GPU": 1}]
+        asked = sorted(gpus for _, gpus in run.reservation.placed.values())
         assert asked == ([0.3, 0.3, 0.4] if mode == "standalone" else [ASLEEP, 0.299, 0.699])
         seen = ray.get(run.policy.actors[0].__ray_call__.remote(lambda rank: rank.seen))
         assert seen == ("0", f"({share}, device(type='cuda', index=0))")

@@ -145,7 +145,7 @@ def test_ranks_split_adapters_and_the_frozen_model_alike(folder, model, group_of
     source = folder
     for ranks, step, metrics in zip((2, 3), steps, expected):
         group = group_of(ranks, source, **adapted)
-        assert group.about()["adapters"] == alone.about()["adapters"] != ""
+        assert group.model_info()["adapters"] == alone.model_info()["adapters"] != ""
         if source != folder:
             group.load_optimizer(Path(source))
         got = group.update(groups_of(step), 1e-3)
@@ -210,7 +210,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     )
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
-    monkeypatch.setattr(policy_group, "PLACE_S", 1.0)
+    monkeypatch.setattr(policy_group, "RESERVE_TIMEOUT", 1.0)
     with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 bundles"):
         group_of(500)
 
@@ -329,13 +329,13 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
 class Sender:
     """Of a group only what PolicyServers needs: weights that go to Ray actors."""
 
-    device, places, starts, lost = CPU, None, 1, False
+    device, reservation, starts, lost = CPU, None, 1, False
 
     def __init__(self, policy):
         self.policy = policy
 
-    def about(self):
-        return self.policy.about()
+    def model_info(self):
+        return self.policy.model_info()
 
     def send_weights(self, folders, dtype):
         if self.lost:

@@ -685,7 +685,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
     events = []
 
     class Models:
-        def __init__(self, configs, places):
+        def __init__(self, configs, reservation):
             self.router_addresses = dict.fromkeys(configs, serve(critic).address)
             events.append(
                 [

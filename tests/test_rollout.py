@@ -25,7 +25,6 @@ from transformers.integrations import sdpa_attention
 
 import genrm_server
 import rollout
-from cluster import servers as servers_file
 from played import server
 from toy import warm_start
 from test_policy import FAMILIES, of_family
@@ -225,7 +224,7 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
         address = "{}:{}".format(*runner.addresses[0])
         async with aiohttp.ClientSession(f"http://{address}") as session:
             with pytest.raises(RuntimeError, match="HTTP 504"):
-                await rollout.complete(session, address, {"prompt": [1]})
+                await rollout.request_completion(session, address, {"prompt": [1]})
         await runner.cleanup()
 
     asyncio.run(ask())
@@ -236,7 +235,7 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
 @pytest.mark.parametrize("size, ports", [(3, 1000), (512, 6)])
 def test_the_batch_size_is_that_of_each_server_as_far_as_there_are_ports(size, ports, monkeypatch):
     """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
-    monkeypatch.setattr(rollout, "PORTS", ports)
+    monkeypatch.setattr(rollout, "MAX_CONNECTIONS", ports)
     together, most, lock, six = [0], [0], threading.Lock(), threading.Event()
 
     def answer(path, body):
@@ -303,7 +302,7 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
     a sync."""
     policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
-    servers = servers_file.PolicyServers(policy, tokenizer, settings)
+    servers = rollout.PolicyServers(policy, tokenizer, settings)
     try:
         assert (
             served_difference(servers, policy) < 1e-5

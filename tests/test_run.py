@@ -185,7 +185,7 @@ def write_checkpoint(folder, model, tokenizer, **changes):
 def load(run):
     """As `start` does."""
     run.config = run.config.resolved(0)
-    run.places = None
+    run.reservation = None
     with contextlib.ExitStack() as stack:
         run.start_policy(stack)
 

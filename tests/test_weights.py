@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers import Qwen3MoeConfig
 
-from cluster import servers, weights
-from cluster.weights import WeightFolder, packs, send, to_all
+import rollout
+from cluster import weights
+from cluster.weights import packs, send, to_all
+from rollout import WeightFolder
 from tiny import policy_of
 
 
@@ -47,11 +49,11 @@ def test_packs_are_safetensors_files_with_each_tensor_once(tmp_path, monkeypatch
 
 
 def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another_one(tmp_path):
-    path = servers.folder_for(tmp_path / "rollout_logs", 100)
+    path = rollout.folder_for(tmp_path / "rollout_logs", 100)
     WeightFolder(path, {"config.json": b"{}"}).write(3, b"of before")
-    assert servers.folder_for(tmp_path / "rollout_logs", 100) == path
+    assert rollout.folder_for(tmp_path / "rollout_logs", 100) == path
     WeightFolder(path, {}).close()
-    others = {servers.folder_for(tmp_path / "other", 100), servers.folder_for(tmp_path / "rollout_logs", 101)}
+    others = {rollout.folder_for(tmp_path / "other", 100), rollout.folder_for(tmp_path / "rollout_logs", 101)}
     assert len(others | {path}) == 3
 
 
@@ -61,7 +63,7 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     with pytest.raises(PermissionError, match="not this user's folder"):
         WeightFolder(str(tmp_path / "link"), {"config.json": b"{}"})
-    monkeypatch.setattr(weights.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(rollout.os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not this user's folder"):
         WeightFolder(str(tmp_path / "theirs"), {"config.json": b"{}"})
     assert not list((tmp_path / "theirs").iterdir())
@@ -83,9 +85,9 @@ def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, proble
     about = {"config": config, "architecture": kind}
     if problem:
         with pytest.raises(ValueError, match=problem):
-            servers.check_servable(about, device)
+            rollout.check_servable(about, device)
     else:
-        servers.check_servable(about, device)
+        rollout.check_servable(about, device)
 
 
 @pytest.mark.parametrize("kind, has_head", [(Gemma2ForCausalLM, False), (LlamaForCausalLM, True)])
@@ -93,10 +95,10 @@ def test_a_model_without_a_head_in_vllm_is_sent_none(kind, has_head):
     sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
     config = kind.config_class(vocab_size=64, intermediate_size=8, tie_word_embeddings=True, **sizes)
     policy = policy_of(kind(config))
-    names = [name for name, _ in weights.served_weights(policy, torch.float32)]
+    names = [name for name, _ in rollout.served_weights(policy, torch.float32)]
     assert ("lm_head.weight" in names) == has_head and "model.embed_tokens.weight" in names
-    about = policy.about()
-    files = servers.model_files(about, SimpleNamespace(save_pretrained=lambda folder: None))
+    about = policy.model_info()
+    files = rollout.model_files(about, SimpleNamespace(save_pretrained=lambda folder: None))
     assert json.loads(files["config.json"])["tie_word_embeddings"] == (not has_head)
 
 

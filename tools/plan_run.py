@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lora
 import grpo_trainer
 import reward_loop
-from cluster.placement import Places, layout, parts_of
+from cluster.placement import Reservation, layout, process_specs
 from policy import LOGITS_AT_ONCE, TOKENS_PER_PASS, layers_of, set_dtypes
 
 # Of vLLM: what a server takes of a GPU if nobody says otherwise; what it has beside weights, cache and what a
@@ -255,21 +255,21 @@ def told(server, flag: str, default: float) -> float:
 
 def placement(config) -> dict[str, list[str]]:
     """What would be on which node; "a + b" share a GPU. In Ray it is reserved, and given back at once."""
-    parts = parts_of(config)
+    specs = process_specs(config)
     bundles = defaultdict(list)  # (node, number) -> who is in it
     if config.gpus:
-        needed, where = layout(parts, sum(config.gpus))
+        needed, where = layout(specs, sum(config.gpus))
         nodes = nodes_of([bundle.get("GPU", 0) for bundle in needed], config.gpus)
         for (name, number), (bundle, share) in where.items():
             bundles[nodes[bundle], bundle].append(described(name, number, share))
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        places = Places(parts)
-        for name in parts:
-            for number, node in enumerate(places.nodes(name)):
-                bundle, share = places.where[name, number]
+        reservation = Reservation(specs)
+        for name in specs:
+            for number, node in enumerate(reservation.nodes(name)):
+                bundle, share = reservation.placed[name, number]
                 bundles[addresses[node], bundle].append(described(name, number, share))
-        places.close()
+        reservation.close()
     held = defaultdict(list)
     for node, bundle in sorted(bundles):
         held[node].append(" + ".join(bundles[node, bundle]))
