@@ -17,6 +17,7 @@ import torch
 import compute_score
 import grpo_trainer
 import reward_loop
+import reward_worker
 from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
 from policy import PolicyOptions
@@ -365,6 +366,43 @@ def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
     for name in ("outcome", "fapo"):  # the comparison of the pages: three seeds from each checkpoint
         seeds = {(run["world"], run["seed"]) for run in module.some_of(runs, name)}
         assert len(seeds) == 9
+
+
+def test_the_numbers_of_the_questions_are_those_of_the_runs():
+    """The page's own table, and its sentences on penalties, recalls and the world with a tool."""
+    module = load("docs/make_shop")
+    runs, shop = module.evidence.read(), module.read()
+    text = " ".join((ROOT / "docs/questions.md").read_text().split())
+
+    def cells(some, key):
+        return module.evidence.cell([run["after"][f"{key}/mean@1"] for run in some]).replace("0.", ".")
+
+    def middle(name, world, key="toy/oracle_flawed_positive_rate"):
+        return cells(module.evidence.of(runs, name, world), key).split()[0]
+
+    for name in ("penalty2", "fapo_oracle", "rule"):
+        some = module.evidence.of(runs, name, "own0")
+        correct, flawed = cells(some, "toy/truly_correct"), cells(some, "toy/oracle_flawed_positive_rate")
+        assert f"| {correct} | {flawed} |" in text
+    told = [middle(name, "own0") for name in ("penalty0.5", "fapo_oracle", "penalty2")]
+    assert "end at {}, {} and {} after 40 steps".format(*told) in text
+    told = [middle(name, "warm0") for name in ("penalty0.667", "fapo_oracle", "penalty1.333")]
+    assert "({}, {}, {};".format(*told) in text
+    told = [middle(f"fapo_recall{recall}", "own1") for recall in (0.9, 0.7, 0.5)]
+    told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
+    assert "ends at {}, {} and {}, against {} with a perfect judge and {} with".format(*told) in text
+    outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
+    for value in (outcome, fapo):
+        assert value.replace("-", " to ") in text
+
+
+def test_the_schedule_of_the_questions_runs(tmp_path):
+    (block,) = [block for block in blocks(ROOT / "docs/questions.md", "python") if "schedule" in block]
+    (tmp_path / "schedule.py").write_text(block)
+    later = reward_worker.load_in_this_process("reward_fn", f"{tmp_path}/schedule.py:later")
+    problem = {"question": "Ben has 65 eggs, gets 9. Rest by 3?"}
+    scores = [later("toy", "65+9=75\n\nRest \\boxed{2}", "2", problem, step)["score"] for step in (19, 20)]
+    assert scores == [1.0, 0.0]
 
 
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():
