@@ -906,7 +906,7 @@ def test_servers_that_fail_end_the_run_whatever_the_function_catches(tokenizer, 
     async def refused(*_):
         raise RuntimeError("policy servers at a:1: HTTP 400")
 
-    monkeypatch.setattr("trajectory.complete", refused)
+    monkeypatch.setattr("trajectory.request_completion", refused)
     with pytest.raises(RuntimeError, match="^policy servers at a:1: HTTP 400"):
         with_servers(lambda *_: said([20]), catches, tokenizer, {1})
 
