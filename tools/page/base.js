@@ -31,8 +31,10 @@ function textOfValue(value) {
   return isSmall ? value.toExponential() : JSON.stringify(value);
 }
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-const durationOf = seconds => seconds < 90 ? `${show(seconds)} s`
-  : seconds < 5400 ? `${show(seconds / 60)} min` : `${show(seconds / 3600)} h`;
+function durationOf(seconds) {
+  if (seconds < 90) return `${show(seconds)} s`;
+  return seconds < 5400 ? `${show(seconds / 60)} min` : `${show(seconds / 3600)} h`;
+}
 const sum = values => values.reduce((total, value) => total + value, 0);
 const unique = values => [...new Set(values)].sort((a, b) => a - b);
 const nearest = (values, to) =>
@@ -124,8 +126,8 @@ function termsOf({info, score, penalty}, group, run) {  // [name, value] of what
   if (isJudge) return withRest([["flawed or not", rule]], "distance", rest);
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);
   // A flawed positive loses the λ of the run's configuration. The remainder belongs to other terms.
-  const finder = "genrm_status" in info ? "the judge"
-    : "oracle_flawed_positive" in info ? "the oracle" : "the reward function";
+  let finder = "oracle_flawed_positive" in info ? "the oracle" : "the reward function";
+  if ("genrm_status" in info) finder = "the judge";
   const flaw = `flaw found by ${finder}`, cost = penaltyOf(run.settings);
   if (cost === undefined) return withRest([["rule", rule]], `${flaw}, and other terms`, rest);
   return withRest([["rule", rule], [flaw, -(cost ?? 0)]], "other terms", rest + (cost ?? 0));

@@ -45,7 +45,8 @@ function totalAt(points, step) {  // the last total until this step, found by ha
   return low ? points[low - 1][1] : 0;
 }
 const LONGEST = Math.max(0, ...RUNS.map(run => run.totals.time.at(-1)?.[1] ?? 0));
-const [TIME_UNIT, TIME_NAME] = LONGEST > 7200 ? [3600, "hours"] : LONGEST > 180 ? [60, "minutes"] : [1, "seconds"];
+const TIME_UNITS = [[3600, "hours", 7200], [60, "minutes", 180], [1, "seconds", -1]];
+const [TIME_UNIT, TIME_NAME] = TIME_UNITS.find(([, , least]) => LONGEST > least);
 const axisName = () => ({time: TIME_NAME, tokens: "response tokens"}[state.axis] ?? "step");
 function xOf(run, step) {
   if (!(state.axis in TOTALS)) return step;

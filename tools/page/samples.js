@@ -211,9 +211,9 @@ function advantageWords(run, group, sample) {
 
 function sampleView(run, group, chosen, isOpen) {
   const sample = group.samples[chosen], {genrm_status: asked, genrm_error: error} = sample.info;
-  const silence = error || (Object.keys(group.verdict).length ? "The group's verdict is above."
-    : !asked || asked === "skipped" ? "No judge was asked."
-    : `The critique was not kept: --reward-kwargs '{"keep_critique": true}' keeps it.`);
+  let silence = `The critique was not kept: --reward-kwargs '{"keep_critique": true}' keeps it.`;
+  if (!asked || asked === "skipped") silence = "No judge was asked.";
+  if (Object.keys(group.verdict).length) silence = "The group's verdict is above.";
   const isSilent = asked === undefined && !error && !sample.critique && !Object.keys(group.verdict).length;
   const isInside = sample.critique && sample.judge != null && sample.judge in sample.paragraphs;
   const reward = sample.reward == null ? [["reward", "none: no verdict"]]
@@ -233,7 +233,7 @@ function sampleView(run, group, chosen, isOpen) {
       moves.map(([key, name, to]) => to && el("a", {href: link(to), "aria-keyshortcuts": key}, `${name} (${key})`)),
       el("a", {href: "#" + new URLSearchParams(own)}, "link to this sample")),
     el("div", {}, el("div", {class: "box"}, solution(sample)), heatLine(sample, isOpen),
-      isInside || isSilent ? null : [el("h2", {}, "The judge's critique"), el("pre", {}, sample.critique ?? silence)]),
+      isInside || isSilent ? null : [el("h2", {}, "The judge's critique"), el("pre", {}, sample.critique ?? (error || silence))]),
     el("div", {}, el("h2", {}, "Where the reward came from"), table(rows),
       fields.length ? [el("h2", {}, "What else the reward function returned"), table(fields)] : null),
   ];
