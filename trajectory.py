@@ -1,19 +1,19 @@
-"""Rollouts that you write: several turns, tools and environments (--rollout-fn FILE:NAME).
+"""Rollouts that you write: multi-turn generation, tools and environments (--rollout-fn FILE:NAME).
 
     async def with_calculator(trajectory):              # in a file of yours
-        async for said in trajectory.calls("?"):        # the policy's text up to "65+9=?"
-            trajectory.observe(calculate(said))         # "74": tokens that the policy did not write
+        async for text in trajectory.calls("?"):        # the policy's text up to "65+9=?"
+            trajectory.observe(calculate(text))         # "74": tokens that the policy did not write
 
-The trainer calls the function once for each sample, for all samples of a step at the same time. Token in,
-token out: what the policy wrote is never encoded or rendered again, and history is only added to. Tokens that
-the policy did not write take no part in the loss. A function that raises an error or takes too long costs
-its own sample, which then has a failure and no reward. docs/rollouts.md has the rules and four examples.
+The trainer calls the function once per sample, for all samples of a step concurrently. Token in, token out:
+what the policy wrote is never encoded or rendered again, and the history is append-only. Tokens that the
+policy did not write are masked from the loss. If a function raises an error or takes too long, its own sample
+gets a failure status and no reward. docs/rollouts.md has the rules and four examples.
 
-The functions run in one event loop, in a thread of its own that lives as long as the run. In this process all
-unfinished trajectories get their next turn together, in a fixed order, so that a run depends on its seed
-alone, however long tools take. On servers each trajectory proceeds at its own pace.
-Needs rollout.py, policy.py, algorithm.py and reward_worker.py. Left out: images, histories that are changed
-afterwards, functions in other processes.
+The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
+unfinished trajectories get their next turn together and in a fixed order, so that a run depends on its seed
+alone, however long tools take. On servers, each trajectory proceeds at its own pace.
+Needs rollout.py, policy.py, algorithm.py and reward_worker.py. Left out: images, histories that are
+rewritten, functions in other processes.
 """
 
 import asyncio
@@ -40,21 +40,21 @@ from rollout import open_session, request_completion, rollout_hf, sampling_param
 
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}  # offered if there is a reward model
-TICK_S = 0.1  # the clocks of trajectories count in such ticks: one that blocks the loop costs the others one
-BLOCKED_S = 2.0  # an event loop that stands still for so long is worth a message
+TICK_S = 0.1  # resolution of the timeouts; a function that blocks the loop costs the others two ticks at most
+BLOCKED_S = 2.0  # print a message if the event loop is blocked for longer
 THREADS = 64  # for asyncio.to_thread
-SPOKEN, CONTENT = "assistant-has-spoken", "content-of-the-reply"  # stand for messages in a chat template
+ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # placeholders in a chat template
 
 
-class NoRoom(BaseException):  # not an Exception: a function that catches each of those must end, too
-    """The trajectory has no room for more tokens, and ends as it is."""
+class NoRoom(BaseException):  # not an Exception, so that it also ends functions that catch every Exception
+    """There is no room for more tokens, and the trajectory ends as it is."""
 
 
 @dataclass
 class Turn:
-    """What a trajectory asks of the policy."""
+    """A request of a trajectory to the policy."""
 
-    place: int  # of its sample among all
+    place: int  # index of the trajectory in its wave
     ids: list[int]
     limit: int
     stop: tuple[str, ...]
@@ -63,48 +63,48 @@ class Turn:
 
 
 class Trajectory:
-    """What a rollout function is given: a sample on its way."""
+    """One sample that a rollout function builds up turn by turn."""
 
     def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
-        self.number = number  # within its group, from 0
-        self.seed = seed  # the same for the whole group, so that its environments begin alike
-        self.info = sample.info  # yours: what you put here reaches the reward function in extra_info
+        self.number = number  # index in its group
+        self.seed = seed  # the same for the whole group, so that environments reset to the same state
+        self.info = sample.info  # for your own data, which reaches the reward function in extra_info
         self.stopped: str | None = None  # the stop text that ended the policy's last turn
         self._sample = sample
         self._place = place
         self._wave = wave
         self._rollouts = wave.rollouts
         self._session = secrets.token_hex(8)  # the router sends all turns of a session to the same server
-        self._left = wave.rollouts.timeout  # seconds that the function may still take
-        self._expired: asyncio.Future | None = None  # done if it has taken them all
-        self._working_since: float | None = None  # None: it waits for the policy, or has ended
+        self._left = wave.rollouts.timeout  # remaining seconds of the function
+        self._expired: asyncio.Future | None = None  # done when no seconds remain
+        self._working_since: float | None = None  # None while it waits for the policy, and after its end
         self._is_full = False
-        self._has_ended = False  # whatever the function has left running can add nothing more
+        self._has_ended = False  # tasks that the function left running can add nothing more
 
     @property
     def turns(self) -> list[dict]:
-        """Who has spoken so far: {"who": "policy", "tool" or "user", "text": ..., "tokens": how many}."""
+        """The turns so far, as {"who": "policy", "tool" or "user", "text": ..., "tokens": their number}."""
         return self._sample.turns
 
     @property
     def text(self) -> str:
-        """The response so far, whoever wrote it."""
+        """The response so far, including what the policy did not write."""
         return self._rollouts.decode(self._sample.response_ids)
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far, the prompt's included."""
+        """All token ids so far, including the prompt."""
         return self._sample.prompt_ids + self._sample.response_ids
 
     @property
     def room(self) -> int:
-        """How many tokens may still be added, whoever writes them."""
+        """The number of tokens that can still be added."""
         return self._wave.max_response_length - len(self._sample.response_ids)
 
     async def generate(self, stop: str | tuple[str, ...] = (), max_tokens: int | None = None) -> str:
         """Let the policy continue until an end token, one of the stop texts (which stays), or max_tokens.
 
-        Returns what it wrote. If the last token has further characters after the stop text, they stay, too.
+        Returns what it wrote. If the last token has further characters after the stop text, they also stay.
         """
         if isinstance(stop, str):
             stop = (stop,)
@@ -113,9 +113,9 @@ class Trajectory:
                              "empty, max_tokens must be at least 1")  # fmt: skip
         for word in stop:
             if any(token in word for token in self._rollouts.special):
-                raise ValueError(f"generate: stop {word!r} has a special token, which texts leave out; the "
-                                 "policy stops there only if the model's generation config has it as an "
-                                 "end token")  # fmt: skip
+                raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
+                                 "leaves out; make it an end token (eos_token_id) of the model's "
+                                 "generation config")  # fmt: skip
         if self._is_full or self._has_ended:
             await asyncio.sleep(TICK_S)  # a function that catches whatever is raised must not spin
         self._check_open()
@@ -138,9 +138,10 @@ class Trajectory:
         return text
 
     async def calls(self, *stop: str):
-        """Yield each of the policy's turns that one of these texts ends, to be answered; end with the policy.
+        """Yield each turn of the policy that ends with one of these texts, for you to answer.
 
-        A turn is the policy's text up to and including the stop text.
+        A turn is the policy's text up to and including the stop text. The loop ends when the policy ends its
+        message.
         """
         while True:
             text = await self.generate(stop)
@@ -149,24 +150,24 @@ class Trajectory:
             yield text
 
     def observe(self, text: str) -> None:
-        """Add a tool's text inside the policy's turn, which continues right after it."""
+        """Add a tool's text inside the policy's message, which continues right after it."""
         self.insert(self._rollouts.encode("", text, ""), text=text)
 
     def reply(self, content: str, role: str = "tool") -> None:
-        """Add a message of a tool or user in the model's chat template; then it is the policy's turn."""
+        """Add a message of a tool or user in the chat template, and open the policy's next message."""
         last = self._sample.response_ids[-1:]
         end = ""
-        if last and last[0] in self._wave.eos_ids:  # the template would write it again
+        if last and last[0] in self._wave.eos_ids:  # otherwise the template would repeat it
             end = self._rollouts.tokenizer.decode(last)
         before, inside, behind = self._rollouts.render(content, role)
         who = role if role == "user" else "tool"
         self.insert(self._rollouts.encode(before.removeprefix(end), inside, behind), who, content)
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
-        """Add tokens as they are, which the policy did not write."""
+        """Add token ids as they are, as tokens that the policy did not write."""
         self._check_open()
         if who == "policy":
-            raise ValueError("insert: who is 'policy', which speaks by generate alone; give 'tool' or 'user'")
+            raise ValueError("insert: who='policy' is for what generate() samples; pass 'tool' or 'user'")
         if len(ids) > self.room:
             self._end()
         if text is None:
@@ -184,49 +185,50 @@ class Trajectory:
         if self._is_full:
             raise NoRoom
         if self._working_since is None:
-            raise RuntimeError("generate, observe, reply, insert: the policy is writing this trajectory "
-                               "already, or it has ended")  # fmt: skip
+            raise RuntimeError("generate, observe, reply, insert: the policy is already writing this "
+                               "trajectory, or the trajectory has ended")  # fmt: skip
 
     def _end(self):
         self._is_full = True
         raise NoRoom
 
     def _pause(self):
-        """The function's clock stands still from here on."""
+        """Stop the function's clock."""
         if self._working_since is not None:
             self._sample.tool_seconds += time.monotonic() - self._working_since
         self._working_since = None
 
     def _close(self, call: asyncio.Task):
-        """End the trajectory with this call of the function, whose failure is its sample's alone."""
+        """End the trajectory. If its call of the function has failed, so has its sample."""
         self._pause()
         self._has_ended = True
         sample = self._sample
         sample.truncated = self._is_full
         sample.info = self.info
         if not call.done():
-            self._fail("timeout", f"it took over {self._rollouts.timeout:g} s, without the policy's time")
+            seconds = self._rollouts.timeout
+            self._fail("timeout", f"it took over {seconds:g} s, not counting the policy's time")
             return
         failure = self._failure_of(call)
         if failure:
             self._fail("error", failure)
 
     def _failure_of(self, call: asyncio.Task) -> str:
-        """What is wrong with a call that is done; empty if nothing is."""
+        """Say why a finished call has failed; empty if it has not."""
         if call.cancelled():
             return "CancelledError: the function has cancelled its own task"
         error = call.exception()
-        if isinstance(error, BaseExceptionGroup):  # of a TaskGroup: what is left without the want of room
+        if isinstance(error, BaseExceptionGroup):  # a TaskGroup's; no room is not an error
             error = error.split(NoRoom)[1]
-        if error and not isinstance(error, NoRoom):
+        if error is not None and not isinstance(error, NoRoom):
             return error_line(error, self._rollouts.file)
-        has_spoken = any(self._sample.loss_mask)
-        if self._is_full and not has_spoken:
+        has_written = any(self._sample.loss_mask)
+        if self._is_full and not has_written:
             return "it left the policy no room: raise --max-response-length"
-        if not has_spoken:
+        if not has_written:
             return "it ended before the policy had written anything: await trajectory.generate()"
         if not isinstance(self.info, dict):
-            return f"trajectory.info is {self.info!r:.60}; it must be a dict"
+            return f"trajectory.info is a {type(self.info).__name__}; it must be a dict"
         try:
             pickle.dumps(self.info)
         except Exception as problem:
@@ -241,17 +243,20 @@ class Trajectory:
 
 
 def first_stop(text: str, stop) -> str | None:
-    """The stop text that is complete first."""
+    """Return the stop text that is complete first, or None."""
     found = [word for word in stop if word in text]
     return min(found, key=lambda word: text.index(word) + len(word), default=None)
 
 
 def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
-    """What a rollout function takes of what it is offered. ValueError if it cannot be called so."""
+    """Return the names of the offered arguments that a rollout function takes.
+
+    Raises ValueError if the function is not async, or cannot be called with these arguments.
+    """
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)
     ):
-        raise ValueError("it is not async: write `async def`; a tool that blocks goes in asyncio.to_thread")
+        raise ValueError("it is not async: write `async def`, and call tools that block by asyncio.to_thread")
     signature = inspect.signature(function)
     offered = OFFERED
     if with_addresses:
@@ -266,10 +271,10 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
 
 
 class Threads(ThreadPoolExecutor):
-    """For asyncio.to_thread. The threads are daemons: a run that is stopped does not wait for a tool."""
+    """The threads of asyncio.to_thread, as daemons, so that a stopped run does not wait for its tools."""
 
     def __init__(self):
-        super().__init__(1)  # which starts no thread
+        super().__init__(1)  # starts no thread by itself
         self.calls = queue.SimpleQueue()
         for _ in range(THREADS):
             threading.Thread(target=self.work, daemon=True).start()
@@ -290,10 +295,13 @@ class Threads(ThreadPoolExecutor):
 
 
 class Rollouts:
-    """The rollout function of a run, its event loop, and how the policy's chat template writes replies.
+    """The rollout function of a run, its event loop, and the rendering of replies by the chat template.
 
-    function: as names_taken accepts it; settings: --rollout-kwargs; addresses: {name: host:port} of reward
-    models; timeout: seconds that the function may take for a sample, without its waits for the policy.
+    Args:
+        function: an async function that names_taken accepts.
+        settings: --rollout-kwargs.
+        timeout: seconds that the function may take per sample, not counting its waits for the policy.
+        addresses: {name: host:port} of the reward models that the function may call.
     """
 
     def __init__(self, function, tokenizer, *, settings=None, timeout=600.0, template_options=None,
@@ -315,63 +323,63 @@ class Rollouts:
         self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 
     def offer_models(self, addresses: dict[str, str]):
-        """Where the reward models are that the function may ask."""
+        """Set the addresses of the reward models that the function may call."""
         self.models["reward_router_address"] = next(iter(addresses.values()))
         self.models["reward_router_addresses"] = addresses
 
     def start(self):
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(Threads())
-        self.beat = time.monotonic()  # when the loop was last seen to go on
+        self.last_tick = time.monotonic()  # when the loop was last seen running
         self.is_closing = False
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
-        self.beating = asyncio.run_coroutine_threadsafe(self.keep_beating(), self.loop)
+        self.heartbeat = asyncio.run_coroutine_threadsafe(self.keep_time(), self.loop)
 
     def run_loop(self):
         while not self.is_closing:
-            # A task of the function that exits stops the loop, which then continues with the other tasks.
+            # If a task that the function started calls sys.exit(), only that task must end.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
 
     def close(self):
         self.is_closing = True
-        self.beating.cancel()
+        self.heartbeat.cancel()
         self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)
-        self.thread.join(timeout=1.0)  # a tool may block it: nobody waits for that
+        self.thread.join(timeout=1.0)  # do not wait for a tool that blocks it
 
-    async def keep_beating(self):
+    async def keep_time(self):
         while True:
-            self.beat = time.monotonic()
+            self.last_tick = time.monotonic()
             await asyncio.sleep(TICK_S)
 
     def watch(self):
-        """Print which line of the function blocks the event loop, and so all trajectories, once a line."""
-        said = set()
+        """Print each line of the function that blocks the event loop, and with it all trajectories."""
+        printed = set()
         while self.thread.is_alive():
             time.sleep(BLOCKED_S / 4)
             frame = sys._current_frames().get(self.thread.ident)
-            if time.monotonic() - self.beat < BLOCKED_S or not frame:
+            if time.monotonic() - self.last_tick < BLOCKED_S or not frame:
                 continue
             for place in reversed(traceback.extract_stack(frame)):
                 line = f"{place.filename}:{place.lineno}"
-                if place.filename == self.file and line not in said:
-                    said.add(line)
-                    print(f"rollout_fn: {line} ({place.name}) blocks all trajectories; call a tool that "
-                          "blocks as `await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
+                if place.filename == self.file and line not in printed:
+                    printed.add(line)
+                    print(f"rollout_fn: {line} ({place.name}) blocks all trajectories; call tools that block "
+                          "by `await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
                 if place.filename == self.file:
                     break
 
     def encode(self, before: str, inside: str, behind: str) -> list[int]:
-        """Token ids of a text, in whose middle part special and added tokens are plain text."""
+        """Encode a text; special and added tokens in its middle part are encoded as plain text."""
         text = before + inside + behind
         start, end = len(before), len(before) + len(inside)
         cuts = [0]
         match = self.added.search(text)
         while match:
             after = match.end()
-            if match.start() < end and match.end() > start:  # a part of it is the content's: cut there
+            if match.start() < end and match.end() > start:  # overlaps the content: split it
                 after = max(match.start() + 1, start)
                 cuts.append(after)
             match = self.added.search(text, after)
@@ -381,32 +389,32 @@ class Rollouts:
         return ids
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """What a chat template writes after an assistant's message: before, in and behind this content."""
+        """Render what follows an assistant's message. Returns the text before, of and after this content."""
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:
-            raise ValueError(f"reply: the chat template leaves out messages of the role {role!r}; give one "
+            raise ValueError(f"reply: the chat template ignores messages with the role {role!r}; pass one "
                              "that it knows, such as role='user'")  # fmt: skip
         whole = self.written_after_assistant(content, role)
         if not (whole.startswith(before) and whole.endswith(behind)):
-            raise ValueError(f"reply: the chat template changes its frame for {content!r:.60}; use observe()")
+            raise ValueError(f"reply: the chat template treats {content!r:.60} specially; use observe()")
         return before, whole[len(before) : len(whole) - len(behind)], behind
 
     def written_after_assistant(self, content, role):
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": SPOKEN},
+            {"role": "assistant", "content": ANSWER},
             {"role": role, "content": content},
         ]
         options = self.template_options | {"add_generation_prompt": True}
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template is a program that came with the model
-            raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); give one that "
+            raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); pass one that "
                              "it knows, such as role='user'") from error  # fmt: skip
-        _, spoken, after = text.partition(SPOKEN)
-        if not spoken:
-            raise ValueError("reply: the chat template leaves out the assistant's message; use observe()")
+        _, found, after = text.partition(ANSWER)
+        if not found:
+            raise ValueError("reply: the chat template drops the assistant's message; use observe()")
         return after
 
     def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
@@ -414,8 +422,10 @@ class Rollouts:
                  on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
         """Fill in the samples of these groups by calling the function for each of them.
 
-        model: samples in this process, in this thread; servers: a PolicyServers instead. on_finished(sample)
-        is called in this thread when a sample has ended. RuntimeError if a thread sets `stop`.
+        Args:
+            model: the policy, if it is sampled in this process and thread; else `servers`, a PolicyServers.
+            on_finished: called in this thread with each sample that has ended.
+            stop: if another thread sets it, RuntimeError is raised.
         """
         sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
         sampling = sampling_parameters(**sampled_with)
@@ -440,7 +450,7 @@ class Rollouts:
                 if kind == "finished":
                     on_finished(value)
                 elif kind == "round":
-                    # The first round is what a run without a function would sample.
+                    # The first round samples what a run without a rollout function would.
                     round_seed = seed + (rounds << 52)
                     results = sample_round(model, value, self.decode, seed=round_seed,
                                            rollout_batch_size=rollout_batch_size, **sampled_with)  # fmt: skip
@@ -461,17 +471,18 @@ class Wave:
     max_response_length: int
     eos_ids: set[int]
     servers: object | None
-    settings: dict  # of requests
+    settings: dict  # that all requests share
     rollout_batch_size: int
-    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # for the thread of the caller
+    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # for roll_out's thread
     trajectories: list = field(default_factory=list)
     arguments: list[dict] = field(default_factory=list)  # of each trajectory's call
     waiting: dict[int, Turn] = field(default_factory=dict)  # for the next round
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
-    ask: Callable | None = None  # a Turn -> (ids, logprobs)
+    ask: Callable | None = None  # Turn -> (token ids, log-probabilities)
 
     def arrange(self, groups, seed, step):
+        """Make a trajectory of each sample, and the arguments of its call."""
         for group_number, group in enumerate(groups):
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
@@ -495,7 +506,7 @@ class Wave:
         self.unfinished = len(self.trajectories)
 
     async def run(self):
-        """All calls; ends with the last one, or raises what went wrong with the policy's servers."""
+        """Make all calls. Raises RuntimeError if the policy's servers fail."""
         try:
             if self.servers:
                 async with open_session(self.servers, self.rollout_batch_size) as session:
@@ -517,26 +528,31 @@ class Wave:
             clock.cancel()
 
     async def one(self, trajectory, arguments):
-        """A call of the function. It is a task of its own: nobody waits for one that does not end."""
+        """Call the function, in a task of its own, so that nothing waits for a call that does not end."""
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
-        call = asyncio.create_task(self.rollouts.function(**arguments, **self.rollouts.settings))
+        call = asyncio.create_task(self.call(arguments))
         try:
             await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
             trajectory._close(call)
         finally:
-            call.add_done_callback(lambda call: call.cancelled() or call.exception())  # or asyncio prints it
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())  # or it is printed
             call.cancel()
         left = self.waiting.pop(trajectory._place, None)
-        if left:  # by a task that the function has started
+        if left:  # a task that the function started is still waiting
             left.answer.cancel()
         self.unfinished -= 1
         self.events.put(("finished", trajectory._sample))
         self.begin_round()
 
+    async def call(self, arguments):
+        await self.rollouts.function(**arguments, **self.rollouts.settings)
+
     async def count_seconds(self):
-        """Ends the calls that have taken too long. A tick is at most TICK_S, or one call that blocks the
-        loop would cost all the others their time."""
+        """End the calls that take too long.
+
+        At most two ticks are counted at once: time in which one call blocks the loop is not the others' time.
+        """
         last = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
@@ -556,7 +572,7 @@ class Wave:
             request["stop"] = list(turn.stop)
         address = self.servers.service.router_address
         headers = {"X-Session-Id": turn.session}
-        # As a task of the group: servers that fail end the run, whatever the function catches.
+        # A task of the group, so that a failure of the servers ends the run even if the function catches it.
         choice = await self.tasks.create_task(request_completion(session, address, request, headers))
         return choice.token_ids, choice.logprobs.token_logprobs
 
@@ -567,11 +583,11 @@ class Wave:
         try:
             return await turn.answer
         finally:
-            if self.waiting.get(turn.place) is turn:  # the function has given it up
+            if self.waiting.get(turn.place) is turn:  # the function no longer waits for it
                 del self.waiting[turn.place]
 
     def begin_round(self):
-        """As soon as all unfinished trajectories wait, each gets its turn, in the order of the samples."""
+        """Start a round in the order of the samples as soon as all unfinished trajectories wait."""
         if self.waiting and len(self.waiting) == self.unfinished:
             self.events.put(("round", [self.waiting[place] for place in sorted(self.waiting)]))
             self.waiting = {}
@@ -579,12 +595,12 @@ class Wave:
 
 def deliver(turns, results):
     for turn, result in zip(turns, results):
-        if not turn.answer.done():  # its function may have given it up
+        if not turn.answer.done():  # its function may no longer wait for it
             turn.answer.set_result(result)
 
 
 def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list[int], list[float]]]:
-    """The policy's next turn in each of these, sampled in this process."""
+    """Sample the policy's next turn of each trajectory in this process."""
     samples = []
     turn_of = {}
     for turn in turns:
@@ -599,7 +615,7 @@ def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list
         longest = max((len(word.encode()) for word in turn.stop), default=0)
         if not longest:
             return False
-        tail = decode(sample.response_ids[-longest - 8 :])  # tokens of less than a character may begin it
+        tail = decode(sample.response_ids[-longest - 8 :])  # a character may be split over several tokens
         return any(word in tail for word in turn.stop)
 
     limit = max(turn.limit for turn in turns)

@@ -494,7 +494,7 @@ def test_info_may_be_replaced_and_must_be_a_dict(model, tokenizer):
         if number % 4:
             assert sample.info == {"won": True} and not sample.failure
         else:
-            assert sample.failure == "error" and "info" in sample.result["reward_extra_info"]["error"]
+            assert sample.failure == "error" and "info is a NoneType" in str(sample.result)
 
 
 def test_a_stop_text_that_can_never_appear_is_rejected(model, tokenizer):
