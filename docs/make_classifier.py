@@ -33,7 +33,7 @@ BESIDE = {
     "fapo_oracle": "FAPO, oracle as the judge",
 }
 OURS = ("classifier", "flagged")
-COLOURS = evidence.COLOURS | {"classifier": "tab:purple", "flagged": "tab:orange"}
+COLOURS = evidence.COLOURS | {"classifier": "#CC79A7", "flagged": "#E69F00"}
 KINDS = ("truly correct", "flawed positive", "wrong")
 LAST = 10  # steps of which a table sums up the training samples
 

@@ -37,9 +37,9 @@ PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md"
 WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 PANELS = {
     "acc": "answer accuracy",
-    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(share of right answers)",
-    "truly_correct": "fully correct\n(right answer, no wrong step)",
-    "flawed_positive_rate": "flawed positives as the judge sees them\n(share of right answers)",
+    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(fraction of correct answers)",
+    "truly_correct": "fully correct\n(correct answer, no wrong step)",
+    "flawed_positive_rate": "flawed positives as the judge sees them\n(fraction of correct answers)",
 }
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
@@ -130,15 +130,15 @@ OWN_COLUMNS = {
     '"How many?" accuracy': "toy_total",
 }
 REPEATED = ("flawed positives", "fully correct")  # of OWN_COLUMNS: shown for the other start, too
-COLOURS = {
-    "rule": "tab:red",
-    "fapo_judge": "tab:green",
-    "fapo_oracle": "tab:olive",
-    "papo_oracle": "tab:blue",
-    "prefix_oracle": "tab:purple",
-    "vppo_oracle": "tab:orange",
-    "steps_oracle": "tab:brown",
-    "distill": "tab:gray",
+COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
+    "rule": "#D55E00",
+    "fapo_judge": "#0072B2",
+    "fapo_oracle": "#56B4E9",
+    "papo_oracle": "#CC79A7",
+    "prefix_oracle": "#E69F00",
+    "vppo_oracle": "#000000",
+    "steps_oracle": "#999999",
+    "distill": "#7F4F24",
 }
 IN_USE = {
     "accuracy": "acc",
@@ -418,12 +418,14 @@ def smooth(values: list[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
-def save(figure, path: Path, of_what: str = "step", legend: int = 0) -> None:
-    """Saves panels that show shares, against the steps or something else; legend: the panel that has it."""
+def save(figure, path: Path, of_what: str = "step", about: str = "median and range of the runs") -> None:
+    """Save panels of fractions, with one legend below them. about: what lines and bands are."""
     for axis in figure.axes:
         axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    figure.axes[legend].legend()
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    title = about if len(figure.axes) > 1 else None  # a single panel says it in its title
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
     figure.savefig(path)
 
 
@@ -458,22 +460,22 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
                           if (run["world"], run["algorithm"]) == (world, name)]  # fmt: skip
                 if curves:
                     band(axis, curves, COLOURS[name], label.replace("`", ""))
-            axis.set_title(f"start {world[-1]}: {PANELS[key]}", fontsize=10)
-    save(figure, path, legend=-1)
+            axis.set_title(f"checkpoint {world[-1]}: {PANELS[key]}", fontsize=10)
+    save(figure, path)
 
 
 def draw_judges(runs: list[dict], path: Path) -> None:
     """The end of runs with judges that find a share of the flaws, against that share; 0 is the rule alone."""
     recalls = {"rule": 0.0, "fapo_oracle": 1.0}
     recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
-    keys = {"oracle_flawed_positive_rate": "tab:red", "truly_correct": "tab:green"}
-    keys["sums_right"] = "tab:blue"
+    keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2"}
+    keys["sums_right"] = "#999999"
     served = {name: of(runs, judge, OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
               for name, judge in SERVED.items()}  # fmt: skip
     figure = Figure(figsize=(6.2, 4), layout="constrained", dpi=90)
     axis = figure.subplots()
     for key, colour in keys.items():
-        label = key.removeprefix("oracle_").removesuffix("_rate").replace("_", " ")
+        label = key.removeprefix("oracle_").replace("truly", "fully").replace("_", " ")
         dots = [(recall, run["after"][f"toy/{key}/mean@1"]) for name, recall in recalls.items()
                 for run in runs if (run["world"], run["algorithm"]) == (OWN[1], name)]  # fmt: skip
         axis.scatter(*zip(*dots), color=colour, label=label)
@@ -504,11 +506,12 @@ def turning_point(run: dict) -> int | None:
 def draw_weak_start(runs: list[dict], path: Path) -> None:
     """All samples in three parts, with the step at which FAPO begins to discourage flawed positives."""
     figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
-    colours = {"truly correct": "tab:green", "flawed positives": "tab:orange", "wrong": "tab:gray"}
+    colours = {"truly correct": "#0072B2", "flawed positives": "#D55E00", "wrong": "#999999"}
     for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
         some = of(runs, name, "weak")
         for part, colour in colours.items():
-            band(axis, [shares(run)[part] for run in some], colour, part)
+            label = part.replace("truly", "fully")
+            band(axis, [shares(run)[part] for run in some], colour, label)
         for turn in filter(None, map(turning_point, some if name == "fapo_oracle" else [])):
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
         axis.set_title(NAMES[name])
