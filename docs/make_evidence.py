@@ -1,4 +1,4 @@
-"""Writes docs/evidence/runs.jsonl from finished runs, and from that the figures and the tables in the pages.
+"""Writes docs/evidence/runs.jsonl from finished runs, and from that the figures, tables and second_world.csv.
 
     make evidence                                         # five to seven hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
@@ -10,6 +10,8 @@ after it, and what was measured on the rollouts of each step. A table stands in 
 runs, and the lowest and the highest. A run of --runs replaces that of the same world, algorithm and seed.
 """
 
+import csv
+import io
 import json
 import math
 import os
@@ -33,6 +35,7 @@ from toy.report import COLUMNS, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
+CSV = FILE.with_name("second_world.csv")
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
 WAYS = {"mean@1": "T=1", "greedy": "greedy"}
 PANELS = {
@@ -308,10 +311,44 @@ def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = ""
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
 
 
+HALVED = "step at which flawed positives are halved"
+OWN_HEADS = ["512 held-out problems", *OWN_COLUMNS, HALVED, "judge calls a step", "runs"]
+OWN_HEADS += [f"{name}, other start" for name in REPEATED]
+
+
 def own_table(rows: list[list[str]]) -> str:
-    heads = ["512 held-out problems", *OWN_COLUMNS, "step at which flawed positives are halved"]
-    heads += ["judge calls a step", "runs", *(f"{name}, other start" for name in REPEATED)]
-    return table(heads, *rows)
+    """The columns that the pages speak of; second_world.csv has all."""
+    shown = ["512 held-out problems", "accuracy", "flawed positives", "flawed positives, other start"]
+    shown += ["fully correct", HALVED, "judge calls a step"]
+    places = [OWN_HEADS.index(name) for name in shown]
+    return table(shown, *([cells[place] for place in places] for cells in rows))
+
+
+def flaws_by_start(runs: list[dict]) -> str:
+    """The flawed-positive rate: a row for each algorithm, a column for each start and its twin."""
+    shown = {"checkpoint": "flawed positives", "other start": "flawed positives, other start"}
+    columns = {}
+    for world in starts(runs):
+        rows = own_rows(runs, OWN_ALGORITHMS, world)
+        for title, column in shown.items():
+            found = {cells[0]: cells[OWN_HEADS.index(column)] for cells in rows}
+            columns[f"{title} {world[-1]}"] = found
+    heads = sorted(columns)
+    titles = ["initial policy", *OWN_ALGORITHMS.values()]
+    rows = [[title, *(columns[head].get(title, "") for head in heads)] for title in titles]
+    return table(["flawed positives (of correct answers)", *heads], *rows)
+
+
+def second_world_csv(runs: list[dict]) -> str:
+    """All columns of all runs of the second world, by start."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["start", *OWN_HEADS])
+    for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS), (OWN[1], OWN_ALGORITHMS | OVERLOOKING),
+                         (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
+        for cells in own_rows(runs, names, world):
+            writer.writerow([world[-1], *cells])
+    return file.getvalue()
 
 
 def starts(runs: list[dict]) -> list[str]:
@@ -340,10 +377,7 @@ def in_use(shown: str, runs: list[dict]) -> list[str]:
 
 
 def second_tables(runs: list[dict]) -> dict[str, str]:
-    rows = []
-    for world in starts(runs):
-        rows += own_rows(runs, OWN_ALGORITHMS, world, f"{world[-1]}: ")
-    made = {"second world by start": own_table(rows)}
+    made = {"second world by start": flaws_by_start(runs)}
     made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
     made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
     rows = []
@@ -535,6 +569,7 @@ def main() -> None:
         longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
         draw_side_by_side(longer, OWN_ALGORITHMS, FILE.parent / "second_world_long.png")
         draw_judges(runs, FILE.parent / "judges.png")
+        CSV.write_text(second_world_csv(runs))
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
     except ValueError as error:

@@ -270,6 +270,7 @@ def test_the_walkthrough_is_what_its_script_writes():
 def test_the_tables_of_the_evidence_are_what_its_runs_say():
     module = load("docs/make_evidence")
     runs = module.read()
+    assert module.second_world_csv(runs) == module.CSV.read_text()
     made, found = module.tables(runs), []
     for page in module.PAGES:
         text = page.read_text()
