@@ -482,7 +482,7 @@ async def test_why_a_server_never_came_is_told(capfd):
 
 @in_a_loop
 async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
 
     async with Upstream() as up:
         with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
@@ -677,7 +677,7 @@ async def test_connect_timeout_asks_another_server_and_gives_503_when_there_is_n
         sock.setblocking(False)
         sock.connect_ex(full.getsockname())
     url = f"http://127.0.0.1:{full.getsockname()[1]}"
-    monkeypatch.setattr(router, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(router, "CONNECT_TIMEOUT", 1.0)
     async with Upstream() as up, Running(up, url) as it:
         it.router.workers[url].healthy = True
         assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
@@ -751,7 +751,7 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
     async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, health_interval=0.05) as it:
         asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(8)]
         await until(lambda: len(hung.seen) == 4)
-        monkeypatch.setattr(router, "HEALTH_SECONDS", 1.0)
+        monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
         hung.health = None  # no answer
         assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 8
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
@@ -760,7 +760,7 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
 @in_a_loop
 async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch(monkeypatch):
     """As it happens in a busy router: both are due in one round of its loop."""
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.5)
     settings = dict(health_interval=0.05, unhealthy_after=1, request_timeout=1.5)
     async with Upstream(hang) as upstream, Running(upstream, **settings) as running:
         asked = asyncio.create_task(running.ask("GET", "/v1/x"))
@@ -777,7 +777,7 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
 @in_a_loop
 async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
     """A harmless request that three silent servers had in turn still gets its answer from the fourth."""
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(hang)) for _ in range(3)]
         settings = dict(health_interval=0.05, unhealthy_after=1, max_attempts=4)
@@ -798,7 +798,7 @@ async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
 @in_a_loop
 async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, monkeypatch):
     """As of a gateway before a server that hangs."""
-    monkeypatch.setattr(router, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(answers(status))) for _ in range(3)]
         it = await stack.enter_async_context(Running(*ups))
@@ -810,7 +810,7 @@ async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, m
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """As any server that hangs does (above)."""
     config = Config()
-    assert config.unhealthy_after * (config.health_interval + router.HEALTH_SECONDS) < 50
+    assert config.unhealthy_after * (config.health_interval + router.HEALTH_TIMEOUT) < 50
 
 
 @in_a_loop
@@ -818,7 +818,7 @@ async def test_looking_up_a_name_counts_as_connecting(monkeypatch):
     async def never(*arguments, **options):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(router, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(router, "CONNECT_TIMEOUT", 0.2)
     async with Running("http://somewhere.test:1") as it:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
         it.router.workers["http://somewhere.test:1"].healthy = True
@@ -872,7 +872,7 @@ async def test_requests_of_a_session_go_to_one_server_while_it_is_up(policy):
             home = await ask(session)
             assert home != ups[0].url and homes[session] in (home, ups[0].url)
         await ups[0].open(ups[0].port)
-        await it.router.look_at_all()
+        await it.router.poll_all()
         assert {session: await ask(session) for session in sessions} == homes
         # without the header the policy decides
         plain = [(await it.ask("POST", "/", data=b"{}"))[1].decode() for _ in range(8)]
