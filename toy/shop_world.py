@@ -1,15 +1,16 @@
-"""A toy world with a tool: prices that the story does not tell, a rollout function and reward functions.
+"""A toy world with a tool: problems whose prices must be looked up, a rollout function and reward functions.
 
-    bash recipes/toy_tools.sh 0 outputs/shop0_fapo                          # FAPO from a start that ships
-    python -m toy.warm_start --out-dir data/shop --kind shop --models policy # rows and a start of your own
+    bash recipes/toy_tools.sh 0 outputs/shop0_fapo                           # FAPO from a shipped checkpoint
+    python -m toy.warm_start --out-dir data/shop --kind shop --models policy # rows and your own checkpoint
 
 "Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to problem. The policy can look
 a price up: it writes "pears?", and the tool continues with "7". Or it states a price of its own: "pears=4".
-Half of the texts that its warm start reads do the one, half the other, and all of them are right. The
-question is coarse, so an answer from made-up prices is often right.
+Half of the texts of its warm start do the one and half the other, and all of them are correct. The question
+is coarse, so an answer from made-up prices is often correct.
 
-An answer is grounded if the tool has said each price, and each sum is right. Nobody plants a flaw: what goes
-wrong is the policy's own. Left out: tools that fail, several tools. Needs toy_world.py and compute_score.py.
+An answer is grounded if the tool has given each price and each sum is correct. No flaws are planted: every
+wrong step is the policy's own. Left out: tools that fail, several tools. Needs toy_world.py and
+compute_score.py.
 """
 
 import os
@@ -21,7 +22,7 @@ import compute_score as scores
 from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
 
 ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
-QUESTION = COARSE[0]  # what RL asks; the warm start reads all of COARSE
+QUESTION = COARSE[0]  # of the RL problems; the warm start has all of COARSE
 FLAWS = ("made_up", "miscopied", "wrong_sum", "other")
 SUM = r"\d+[+-]\d+=\d+"
 
@@ -31,7 +32,7 @@ class Problem(NamedTuple):
     start: int
     deals: tuple[tuple[int, str], ...]  # (1, "eggs"): sells eggs; (-1, "nuts"): buys nuts
     question: str
-    prices: dict[str, int]  # of all items; the text does not have them
+    prices: dict[str, int]  # of all items; not part of the text
 
     def __str__(self) -> str:
         story = f"{self.name} has {self.start}"
@@ -49,15 +50,15 @@ class Problem(NamedTuple):
 
 
 def parse_problem(text: str, prices: dict[str, int]) -> Problem:
-    """The problem that `text` tells."""
+    """Parse the text of a problem."""
     story, question = text.split(". ")
-    (name, _, start), *told = map(str.split, story.split(", "))
-    deals = tuple((1 if verb == "sells" else -1, item) for verb, item in told)
+    (name, _, start), *clauses = map(str.split, story.split(", "))
+    deals = tuple((1 if verb == "sells" else -1, item) for verb, item in clauses)
     return Problem(name, int(start), deals, question, prices)
 
 
 def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Problem:
-    """A story of 3 or 4 deals (lengths: other bounds) with an item each; all values in LOWEST..HIGHEST."""
+    """Make a problem of 3 or 4 deals (`lengths`: other bounds) whose values stay in LOWEST..HIGHEST."""
     prices = {item: rng.randint(2, 9) for item in ITEMS}
     start = value = rng.randint(20, 89)
     deals = []
@@ -69,7 +70,10 @@ def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Proble
 
 
 def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
-    """The right solution as turns, (who, text); looks_up=False: a single one, in which prices are stated."""
+    """Write the correct solution as turns (who, text).
+
+    looks_up: if False, there is a single turn, in which the policy states the prices.
+    """
     value = problem.start
     turns = []
     text = ""
@@ -87,35 +91,36 @@ def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
 
 
 async def with_prices(trajectory, extra_info):
-    """The rollout function: after "pears?" the tool says what pears cost in this problem."""
-    async for said in trajectory.calls("?"):
-        item = re.search(r"(\w*)\?", said)[1]
+    """Answer "pears?" with the price of pears in this problem (a rollout function)."""
+    async for text in trajectory.calls("?"):
+        item = re.search(r"(\w*)\?", text)[1]
         trajectory.observe(str(extra_info["prices"].get(item, "none")))
 
 
 def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
-    """The oracle: the first wrong turn (of a single turn: paragraph), -1 for none, and which of FLAWS it has.
+    """Find the first wrong turn, or paragraph of a single turn; -1 if there is none (the oracle).
 
-    A grounded solution can be written in one way only, by the policy and the tool in turn.
+    Returns its index and which of FLAWS it is. A grounded solution can be written in one way only, by the
+    policy and the tool in turn.
     """
     sound = write_solution(problem)
-    said = [(turn["who"], turn["text"]) for turn in turns]
-    if said == sound:
+    written = [(turn["who"], turn["text"]) for turn in turns]
+    if written == sound:
         return -1, ""
-    lines = scores.split_paragraphs("".join(text for _, text in said))
+    lines = scores.split_paragraphs("".join(text for _, text in written))
     sound_lines = scores.split_paragraphs("".join(text for _, text in sound))
     line = len(os.path.commonprefix([lines, sound_lines]))
     place = line
-    if len(said) > 1:
-        place = len(os.path.commonprefix([said, sound]))
+    if len(written) > 1:
+        place = len(os.path.commonprefix([written, sound]))
     return place, kind_of_flaw((*lines, "")[line], (*sound_lines, "")[line])
 
 
 def kind_of_flaw(line: str, sound: str) -> str:
-    """What is wrong with the first line that differs from the sound one."""
+    """Classify the first line that differs from the sound one."""
     is_sum = re.fullmatch(SUM, line)
     if line == sound or re.fullmatch(r"[a-z]+=\d+", line) or is_sum and "?" in sound:
-        return "made_up"  # the same line: the policy wrote the tool's part itself
+        return "made_up"  # the same line, but the policy also wrote the tool's part
     if is_sum and line.partition("=")[0] == sound.partition("=")[0]:
         return "wrong_sum"
     return "miscopied" if is_sum else "other"
@@ -124,9 +129,10 @@ def kind_of_flaw(line: str, sound: str) -> str:
 def compute_score_fapo_oracle(
     data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
     call_cost=0.0) -> dict:  # fmt: skip
-    """FAPO with the oracle as judge: 1 for a right and grounded answer, 1 - penalty if ungrounded, -1 wrong.
+    """Score by FAPO with the oracle as the judge.
 
-    call_cost: what each look-up costs.
+    A correct answer scores 1, or 1 - penalty if it is not grounded, and a wrong one -1. Each look-up costs
+    `call_cost`.
     """
     result = scores.compute_score(data_source, solution_str, ground_truth)
     problem = parse_problem(extra_info["question"], extra_info["prices"])
@@ -149,7 +155,7 @@ def compute_score_fapo_oracle(
 
 def compute_score_outcome(
     data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0) -> dict:  # fmt: skip
-    """The reward of the answer alone; the oracle only measures."""
+    """Score the answer only, less the cost of the look-ups; the oracle only measures."""
     return compute_score_fapo_oracle(
         data_source, solution_str, ground_truth, extra_info, turns, penalty=0.0, call_cost=call_cost
     )
