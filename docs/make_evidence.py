@@ -244,7 +244,9 @@ def cell(values: list[float], digits: int = 2) -> str:
     """.83 (.78-.87), or only .83 for one value; for infinity "never"."""
     shown = (min(values), statistics.median(values), max(values))
     low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
-    return middle if len(values) == 1 else f"{middle} ({low}-{high})"
+    if len(values) == 1 or low == "never":
+        return middle
+    return f"{middle} ({low}-{high})"
 
 
 def row(

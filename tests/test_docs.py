@@ -465,7 +465,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     assert module.half_correct(run) is math.inf and module.half_correct(longer) == 3  # .1, .3, .5
     last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
     found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
-    assert "| outcome reward only | 0.50 (0.50-0.50) |" in found and "| never (never-never) | 2 |" in found
+    assert "| outcome reward only | 0.50 (0.50-0.50) |" in found and "| never | 2 |" in found
     assert len(found.splitlines()) == 3  # what has not run in all of them is left out
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
