@@ -255,7 +255,7 @@ tool_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps), the third 1 (99 runs)."
+echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
 echo "Finished runs are not repeated."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
