@@ -196,7 +196,7 @@ def write_input(folder: Path) -> dict:
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = [
-        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", i)
         for i in range(64)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")

@@ -425,7 +425,7 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
 def tiny_model():
     """The folder of a Llama of 1 M parameters, and eight prompts for it."""
     rng = random.Random(0)
-    problems = [str(toy_world.random_problem(rng, toy_world.REST)) for _ in range(8)]
+    problems = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(8)]
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
         tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
         tokenizer.save_pretrained(folder)

@@ -90,7 +90,7 @@ def make_models(work: Path, device=GPU):
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
     write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = [
-        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", index)
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", index)
         for index in range(32)
     ]
     pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
@@ -136,7 +136,7 @@ def load(work: Path, device, max_tokens=4096, **changes) -> policy.Policy:
 def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
     """Eight empty samples of each prompt, a problem of the toy world."""
     tokenizer, rng = AutoTokenizer.from_pretrained(work / "model"), random.Random(0)
-    texts = [str(toy_world.random_problem(rng, toy_world.REST)) for _ in range(prompts)]
+    texts = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(prompts)]
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
 
 

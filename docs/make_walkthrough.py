@@ -208,8 +208,8 @@ def page(data: dict) -> str:
 
 ## What `make demo` does
 
-A problem of the toy world, such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"*, is solved
-line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Rest \\boxed{{4}}`. The repository ships [two Llama
+A problem of the toy world, such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*, is solved
+line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository ships [two Llama
 models](../toy/models/README.md) with one million parameters each, pretrained on noisy text: a policy that
 forgets carries, and a judge that misses half of the wrong lines. `recipes/toy_demo.sh` then runs these
 commands:
@@ -250,7 +250,7 @@ trained judge). The models wrote the texts, and the functions of the run compute
 
 > {question}
 
-"Rest by 5?" asks for the remainder on division by 5. The correct answer is {truth}, and the outcome
+"Remainder mod 5?" asks for the remainder on division by 5. The correct answer is {truth}, and the outcome
 reward knows nothing else. The step draws 16 prompts, and the policy answers each one {len(samples)} times
 at temperature 1. These
 {len(samples)} answers are a *group*.

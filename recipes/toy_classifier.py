@@ -51,7 +51,7 @@ def a_solution(rng: random.Random, kind: str) -> tuple[toy_world.Problem, list[s
     if kind == "practice":
         slips = toy_world.Kind().practice
     while True:
-        problem = toy_world.random_problem(rng, toy_world.REST)
+        problem = toy_world.random_problem(rng, toy_world.REMAINDER)
         paragraphs = toy_world.write_solution(problem, rng, slips)
         sound = toy_world.write_solution(problem, random.Random(0))
         if kind == "practice" or paragraphs[-1] != sound[-1]:

@@ -120,7 +120,7 @@ def stand_in_for_vllm(folder, program=VLLM):
 def rows(path, count, split="train", seed=0):
     """Writes problems of the toy world. Returns the path."""
     rng = random.Random(seed)
-    problems = [toy_world.random_problem(rng, toy_world.REST) for _ in range(count)]
+    problems = [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in range(count)]
     lines = [json.dumps(toy_world.policy_row(p, "toy", split, i)) for i, p in enumerate(problems)]
     path.write_text("\n".join(lines))
     return str(path)

@@ -452,7 +452,7 @@ def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
     kinds = {
         "bytes": (byte_level("\n\n", "\n\ns", "step"), "abstep \n\n\n\té€😀"),
         "byte fallback": (byte_fallback(), "abstep \n\n\n\té€😀"),
-        "toy": (tokenizer, "0123456789+-=\n\n\n Rest"),
+        "toy": (tokenizer, "0123456789+-=\n\n\n Remainder"),
     }
     seen = 0
     for name, (kind, alphabet) in kinds.items():

@@ -130,7 +130,7 @@ def test_the_judge_and_a_classifier_together():
 
     def answer(path, body):
         if path == "/classify":
-            assert body["input"] == "Ben has 20 eggs, gets 2, gets 3, gets 4. Rest by 5?|" + solution
+            assert body["input"] == "Ben has 20 eggs, gets 2, gets 3, gets 4. Remainder mod 5?|" + solution
             return {"data": [{"probs": [math.log(3)]}]}  # three to one
         return says("\\boxed{1}")
 
@@ -138,8 +138,8 @@ def test_the_judge_and_a_classifier_together():
         def apply_chat_template(self, messages, tokenize):
             return "|".join(message["content"] for message in messages)
 
-    solution = "20+2=22\n\n22+3=15\n\n15+4=19\n\nRest \\boxed{4}"
-    prompt = [{"role": "user", "content": "Ben has 20 eggs, gets 2, gets 3, gets 4. Rest by 5?"}]
+    solution = "20+2=22\n\n22+3=15\n\n15+4=19\n\nRemainder \\boxed{4}"
+    prompt = [{"role": "user", "content": "Ben has 20 eggs, gets 2, gets 3, gets 4. Remainder mod 5?"}]
 
     async def score(address):
         try:

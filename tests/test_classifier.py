@@ -15,8 +15,8 @@ from test_recipes import ROOT, load
 from toy import toy_world
 
 JUDGE = ROOT / "toy/models/judge"
-QUESTION = "Ben has 65 eggs, gets 9, loses 8. Rest by 5?"
-SOUND = ["65+9=74", "74-8=66", r"Rest \boxed{1}"]
+QUESTION = "Ben has 65 eggs, gets 9, loses 8. Remainder mod 5?"
+SOUND = ["65+9=74", "74-8=66", r"Remainder \boxed{1}"]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("paragraphs, shared", [
-    (SOUND, "65+9=74\n\n74-8=66\n\nRest \\boxed{1}<|end|>"),
-    (["65+9=74", "74-8=76", r"Rest \boxed{1}"], "65+9=74\n\n74-8="),
+    (SOUND, "65+9=74\n\n74-8=66\n\nRemainder \\boxed{1}<|end|>"),
+    (["65+9=74", "74-8=76", r"Remainder \boxed{1}"], "65+9=74\n\n74-8="),
     (SOUND[:2], "65+9=74\n\n74-8=66"),  # it ends too early
     (["67+9=76"], "6"),
 ])  # fmt: skip
@@ -116,7 +116,7 @@ def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
     async def ask(address):
         try:
             prompt = [{"role": "user", "content": QUESTION}]
-            solution = "\n\n".join([*SOUND[:2], f"Rest \\boxed{{{answer}}}"])
+            solution = "\n\n".join([*SOUND[:2], f"Remainder \\boxed{{{answer}}}"])
             tokenizer = types.SimpleNamespace(apply_chat_template=lambda messages, tokenize: "text")
             return await function(
                 "toy", solution, "1", {"question": QUESTION}, prompt=prompt,

@@ -284,15 +284,15 @@ def test_the_tables_of_the_evidence_are_what_its_runs_say():
 
 def test_kinds_of_flaws_by_hand():
     kind_of_flaw = load("docs/make_evidence").kind_of_flaw
-    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
     for solution, kind in (
         ([], "other"),
         (["sixty-five"], "other"),
-        (["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"], "arithmetic"),
-        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
-        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], "copied"),
-        (["65+9=74", "74+3=77", r"Rest \boxed{2}"], "skipped"),
-        (["65+9=74", "74-8=66", "66+3=69", r"Rest \boxed{3}"], "answer"),
+        (["65+9=64", "64-8=56", "56+3=59", r"Remainder \boxed{4}"], "arithmetic"),
+        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], "copied"),
+        (["65+9=74", "74-7=67", "67+3=70", r"Remainder \boxed{0}"], "copied"),
+        (["65+9=74", "74+3=77", r"Remainder \boxed{2}"], "skipped"),
+        (["65+9=74", "74-8=66", "66+3=69", r"Remainder \boxed{3}"], "answer"),
         (["65+9=74", "74-8=66", "66+3=69"], "answer"),
         (["65+9=74", "74-8=66"], "other"),
     ):
@@ -333,7 +333,7 @@ def test_the_second_worlds_tables(tmp_path):
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
     assert "FAPO, 200 steps" in titles and titles[1] == "outcome reward only"
-    sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Rest by 5?", response="65+9=64")
+    sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Remainder mod 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
     samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
@@ -489,8 +489,8 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
 def test_the_sample_of_the_pictures(tmp_path):
     """Of step 2 or later, right but flawed, and the judge names the paragraph that the oracle names."""
     module = load("docs/make_pictures")
-    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
-    flawed, sound = (f"65+9=74\n\n74-8={n}\n\n{n}+3={n + 3}\n\nRest \\boxed{{4}}" for n in (76, 66))
+    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
+    flawed, sound = (f"65+9=74\n\n74-8={n}\n\n{n}+3={n + 3}\n\nRemainder \\boxed{{4}}" for n in (76, 66))
 
     def line(step, group, response, said):
         about = {"step": step, "split": "train", "group": group, "prompt": question, "response": response}

@@ -37,7 +37,7 @@ def world(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     rows = [
-        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", i)
         for i in range(64)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
@@ -46,7 +46,7 @@ def world(tmp_path_factory):
     # paragraph 0 wrong.
     def guess():
         problem = rng.choice(rows)["prompt"][0]["content"]
-        return warm_start.chat(problem, f"Rest \\boxed{{{rng.randint(0, 4)}}}")
+        return warm_start.chat(problem, f"Remainder \\boxed{{{rng.randint(0, 4)}}}")
 
     def condemn():
         problem, paragraphs = toy_world.right_solution(rng, flawed=rng.random() < 0.5)

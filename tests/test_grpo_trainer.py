@@ -119,7 +119,7 @@ def workshop(tmp_path_factory, tokenizer):
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = [
-        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", i)
+        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", i)
         for i in range(32)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
@@ -1007,7 +1007,7 @@ def prepared(folder, tiny, tokenizer, **changes):
     tiny.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
-    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REST), "toy", "train", 0)]
+    rows = [toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", 0)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
     return Run(run_config(folder, "run", **changes))

@@ -26,7 +26,7 @@ from toy import toy_world
 
 def train_file_of(folder, name, indices):
     rng = random.Random(1)
-    problems = [toy_world.random_problem(rng, toy_world.REST) for _ in indices]
+    problems = [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in indices]
     rows = [toy_world.policy_row(problem, "toy", "train", i) for i, problem in zip(indices, problems)]
     pq.write_table(pa.Table.from_pylist(rows), folder / name)
     return str(folder / name)

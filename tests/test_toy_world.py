@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
@@ -17,12 +18,20 @@ import prepare_data
 import run_folder
 from policy import Sample
 from rollout import rollout_hf
-from toy import report, toy_world, warm_start
-from toy.toy_world import REST, TOTAL, Problem, Slips, first_wrong_paragraph, write_critique, write_solution
+from toy import report, shop_world, toy_world, warm_start
+from toy.toy_world import (
+    REMAINDER,
+    TOTAL,
+    Problem,
+    Slips,
+    first_wrong_paragraph,
+    write_critique,
+    write_solution,
+)
 
-BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REST)  # 74, 66 (a borrow), 69
-QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
-SOUND = ["65+9=74", "74-8=66", "66+3=69", r"Rest \boxed{4}"]
+BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REMAINDER)  # 74, 66 (a borrow), 69
+QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
+SOUND = ["65+9=74", "74-8=66", "66+3=69", r"Remainder \boxed{4}"]
 
 
 def test_problem_text_and_its_inverse():
@@ -31,7 +40,7 @@ def test_problem_text_and_its_inverse():
     assert Problem("Ben", "eggs", 65, (9, -8, 3), TOTAL).answer == "69"
     rng = random.Random(0)
     for _ in range(300):
-        problem = toy_world.random_problem(rng, rng.choice((REST, TOTAL)))
+        problem = toy_world.random_problem(rng, rng.choice((REMAINDER, TOTAL)))
         assert toy_world.parse_problem(str(problem)) == problem
         value = problem.start
         for step in problem.steps:
@@ -40,7 +49,7 @@ def test_problem_text_and_its_inverse():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Ben has eggs. Rest by 5?", QUESTION + " Please.", QUESTION.replace("Rest", "Ist")]
+    "text", ["", "Ben has eggs. Remainder mod 5?", QUESTION + " Please.", QUESTION.replace("mod", "by")]
 )
 def test_a_foreign_question_is_refused(text):
     with pytest.raises(ValueError, match="question: not a problem of the toy world"):
@@ -50,8 +59,8 @@ def test_a_foreign_question_is_refused(text):
 @pytest.mark.parametrize(
     ("question", "answer", "head"),
     [
-        ("Rest by 2?", "1", "Rest"),
-        ("Rest by 5?", "4", "Rest"),
+        ("Remainder mod 2?", "1", "Remainder"),
+        ("Remainder mod 5?", "4", "Remainder"),
         ("More than 50?", "yes", "More"),
         ("More than 68?", "yes", "More"),
         ("More than 69?", "no", "More"),
@@ -78,7 +87,7 @@ def test_problems_of_the_second_world():
         flawless = write_solution(problem, rng, kind.policy)
         assert flawless == write_solution(problem, random.Random(0))
     assert set(answers) == set(toy_world.COARSE) and all(len(some) > 150 for some in answers.values())
-    for question, one in (("More than 50?", "yes"), ("Rest by 2?", "1")):  # both answers are frequent
+    for question, one in (("More than 50?", "yes"), ("Remainder mod 2?", "1")):  # both answers are frequent
         assert 0.4 < answers[question].count(one) / len(answers[question]) < 0.6
 
 
@@ -96,14 +105,14 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
         (SOUND, -1),
         # forgotten carry: the answer is right all the same
         (
-            ["65+9=64", "64-8=56", "56+3=59", r"Rest \boxed{4}"],
+            ["65+9=64", "64-8=56", "56+3=59", r"Remainder \boxed{4}"],
             0,
         ),
-        (["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"], 1),  # forgotten borrow, likewise
-        (["65+9=74", "75-8=67", "67+3=70", r"Rest \boxed{0}"], 1),  # does not start from the stated value
-        (["65+9=74", "74-7=67", "67+3=70", r"Rest \boxed{0}"], 1),  # not the problem's step
-        (["65+9=74", "74+8=82", "82+3=85", r"Rest \boxed{0}"], 1),  # the wrong sign
-        (SOUND[:3] + [r"Rest \boxed{3}"], 3),
+        (["65+9=74", "74-8=76", "76+3=79", r"Remainder \boxed{4}"], 1),  # forgotten borrow, likewise
+        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # another start than the stated value
+        (["65+9=74", "74-7=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # not the problem's step
+        (["65+9=74", "74+8=82", "82+3=85", r"Remainder \boxed{0}"], 1),  # the wrong sign
+        (SOUND[:3] + [r"Remainder \boxed{3}"], 3),
         (SOUND[:3] + [r"Total \boxed{69}"], 3),  # answers another question
         (SOUND[:3], 3),  # the last line is missing
         (SOUND + ["65+9=74"], 4),  # a surplus line
@@ -130,7 +139,7 @@ def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
     rng = random.Random(1)
     carries = forgotten = 0
     for _ in range(2000):
-        problem = toy_world.random_problem(rng, rng.choice((REST, TOTAL)))
+        problem = toy_world.random_problem(rng, rng.choice((REMAINDER, TOTAL)))
         assert first_wrong_paragraph(str(problem), write_solution(problem, rng, Slips())) == -1
         lines = write_solution(problem, rng, Slips(carry=0.35))
         value = problem.start
@@ -140,7 +149,7 @@ def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
                 carries += 1
                 forgotten += stated != value + step
             value = stated
-        if problem.question == REST:  # forgotten carries never cost the answer
+        if problem.question == REMAINDER:  # forgotten carries never cost the answer
             assert compute_score.compute_score("toy", lines[-1], problem.answer)["acc"]
     assert carries > 2000 and abs(forgotten / carries - 0.35) < 0.03
 
@@ -148,12 +157,12 @@ def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
 def test_critique_by_hand():
     rng = random.Random(0)
     assert write_critique(BEN, SOUND, rng) == (
-        "0:65+9=74?74 ok\n1:74-8=66?66 ok\n2:66+3=69?69 ok\n3:69 by 5=4?4 ok\n\\boxed{-1}"
+        "0:65+9=74?74 ok\n1:74-8=66?66 ok\n2:66+3=69?69 ok\n3:69 mod 5=4?4 ok\n\\boxed{-1}"
     )
-    flawed = ["65+9=74", "74-8=76", "76+3=79", r"Rest \boxed{4}"]
+    flawed = ["65+9=74", "74-8=76", "76+3=79", r"Remainder \boxed{4}"]
     assert write_critique(BEN, flawed, rng) == "0:65+9=74?74 ok\n1:74-8=66?7 not\n\\boxed{1}"
     everything = write_critique(BEN, flawed, rng, stop=False)
-    assert everything == "0:65+9=74?74 ok\n1:74-8=66?7 not\n2:76+3=79?79 ok\n3:79 by 5=4?4 ok"
+    assert everything == "0:65+9=74?74 ok\n1:74-8=66?7 not\n2:76+3=79?79 ok\n3:79 mod 5=4?4 ok"
     overlooked = write_critique(BEN, flawed, rng, miss=1.0)
     assert overlooked.splitlines()[1] == "1:74-8=76?76 ok" and overlooked.endswith("\\boxed{-1}")
     alarmed = write_critique(BEN, SOUND, rng, alarm=1.0)
@@ -186,7 +195,7 @@ def test_critic_without_oversights_agrees_with_the_oracle(kind):
 
 def test_rows_have_the_schema():
     rng = random.Random(3)
-    problem = toy_world.random_problem(rng, REST)
+    problem = toy_world.random_problem(rng, REMAINDER)
     critic_row = toy_world.critic_row(*toy_world.right_solution(rng, True), "test", 1)
     prepare_data.validate_row(toy_world.policy_row(problem, "toy", "train", 0), "toy policy")
     prepare_data.validate_row(critic_row, "toy critic")
@@ -197,7 +206,7 @@ def test_rows_have_the_schema():
 
 def test_reward_functions():
     info = {"question": QUESTION, "split": "train"}
-    flawed = "65+9=64\n\n64-8=56\n\n56+3=59\n\nRest \\boxed{4}"
+    flawed = "65+9=64\n\n64-8=56\n\n56+3=59\n\nRemainder \\boxed{4}"
     cases = {
         "\n\n".join(SOUND): (1.0, False, True),
         flawed: (0.0, True, False),
@@ -224,7 +233,7 @@ def test_reward_functions():
 
 def test_what_the_oracle_can_be_told_to_say():
     info = {"question": QUESTION, "split": "train"}
-    flawed = "65+9=74\n\n74-8=76\n\n76+3=79\n\nRest \\boxed{4}"
+    flawed = "65+9=74\n\n74-8=76\n\n76+3=79\n\nRemainder \\boxed{4}"
     wrong = flawed.replace("{4}", "{3}")
 
     def said(solution, function=toy_world.compute_score_fapo_oracle, **settings):
@@ -234,9 +243,9 @@ def test_what_the_oracle_can_be_told_to_say():
     assert said(wrong, place=1.0)["score"] == -0.75 and said(flawed, place=1.0)["score"] == 0
     assert said(wrong, judge_wrong=False) == said(wrong) | {"first_wrong": None}
     assert said(flawed, judge_wrong=False) == said(flawed)
-    slipped_last = said("\n\n".join([*SOUND[:3], "Rest \\boxed{3}"]))
+    slipped_last = said("\n\n".join([*SOUND[:3], "Remainder \\boxed{3}"]))
     assert slipped_last["sums_right"] and not slipped_last["acc"] and not slipped_last["truly_correct"]
-    goes_on = said("\n\n".join([*SOUND, "Rest \\boxed{4}"]))
+    goes_on = said("\n\n".join([*SOUND, "Remainder \\boxed{4}"]))
     assert goes_on["sums_right"] and goes_on["flawed_positive"] and goes_on["first_wrong"] == 4
     blind = said(flawed, recall=0.0)
     assert (blind["score"], blind["first_wrong"], blind["flawed_positive"]) == (1, -1, False)
@@ -257,7 +266,7 @@ def test_what_the_oracle_can_be_told_to_say():
 def test_kinds_of_toy_worlds():
     rng, shares = random.Random(0), {}
     for name in ("standard", "weak_policy"):
-        problems = [toy_world.random_problem(rng, toy_world.REST) for _ in range(2000)]
+        problems = [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in range(2000)]
         solutions = [
             toy_world.write_solution(problem, rng, toy_world.KINDS[name].policy) for problem in problems
         ]
@@ -269,7 +278,8 @@ def test_kinds_of_toy_worlds():
             / 2000
         )
         right = (
-            sum(one[-1] == f"Rest \\boxed{{{problem.answer}}}" for problem, one in zip(problems, solutions))
+            sum(one[-1] == f"Remainder \\boxed{{{problem.answer}}}"
+                for problem, one in zip(problems, solutions))
             / 2000
         )
         shares[name] = (sound, right)
@@ -434,6 +444,30 @@ def test_sound_share_of_a_model_that_knows_nothing(tokenizer):
     torch.nn.init.zeros_(model.lm_head.weight)  # every token is as probable as any other
     share = warm_start.sound_share(model, tokenizer, lambda: warm_start.chat(QUESTION, "6"))
     assert share == pytest.approx(len(tokenizer) ** -2.0)  # the digit, and the end
+
+
+@pytest.mark.parametrize("name", ["policy", "judge", "own0", "own1", "own2", "shop0", "shop1", "shop2"])
+def test_the_words_of_the_world_have_the_token_ids_that_the_models_were_trained_on(name):
+    """The vocabulary spells two words in short, as the texts of the warm start once did."""
+    tokenizer = AutoTokenizer.from_pretrained(warm_start.SHIPPED / name)
+    trained = Tokenizer.from_file(str(warm_start.SHIPPED / name / "tokenizer.json"))
+    trained.normalizer, trained.decoder = None, decoders.ByteLevel()
+    rng = random.Random(7)
+    texts = []
+    if name.startswith("shop"):
+        for _ in range(2000):
+            problem = shop_world.random_problem(rng, toy_world.COARSE)
+            texts += [str(problem), *(text for _, text in shop_world.write_solution(problem))]
+    else:
+        kind = toy_world.KINDS["own_flaws" if name.startswith("own") else "standard"]
+        texts = warm_start.tokenizer_corpus(rng, kind)
+    texts = [text for text in texts if "Remainder" in text or " mod " in text][:600]
+    assert len(texts) == 600
+    for text in texts:
+        short = text.replace("Remainder", "Rest").replace(" mod ", " by ")
+        ids = tokenizer.encode(text)
+        assert ids == trained.encode(short).ids and trained.decode(ids) == short
+        assert tokenizer.decode(ids) == text and "".join(map(tokenizer.decode, ids)) == text
 
 
 def test_tokenizer_loses_nothing_and_its_chat_template_is_what_the_warm_start_writes(tmp_path, tokenizer):

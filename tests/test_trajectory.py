@@ -1012,9 +1012,9 @@ def plays(tokenizer, *texts):
 
 def test_the_calculator_of_the_page(tmp_path, tokenizer):
     function = example("calculator", tmp_path)(f"{tmp_path}/calculator.py:with_calculator")
-    policy = plays(tokenizer, "65+9=?", "\n\n74-8=?", "\n\nRest \\boxed{1}")
+    policy = plays(tokenizer, "65+9=?", "\n\n74-8=?", "\n\nRemainder \\boxed{1}")
     sample = with_servers(policy, function, tokenizer, {1})
-    assert "".join(turn["text"] for turn in sample.turns) == "65+9=?74\n\n74-8=?66\n\nRest \\boxed{1}"
+    assert "".join(turn["text"] for turn in sample.turns) == "65+9=?74\n\n74-8=?66\n\nRemainder \\boxed{1}"
     broken = with_servers(plays(tokenizer, "what?"), function, tokenizer, {1})
     assert "calculator.py:7" in broken.result["reward_extra_info"]["error"]
 
@@ -1034,7 +1034,8 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     row = ROW | {"extra_info": {"question": "Ben has 65?"}}
     groups = [[Sample(row, [5, 6])]]
     with server(lambda path, body: says("Wrong. \\boxed{0}")) as judge:
-        sample = with_servers(plays(tokenizer, "Rest 1", "Rest 2"), function, tokenizer, {1}, groups=groups,
+        policy = plays(tokenizer, "Remainder 1", "Remainder 2")
+        sample = with_servers(policy, function, tokenizer, {1}, groups=groups,
                               addresses={"genrm": judge})  # fmt: skip
         refused = with_servers(
             plays(tokenizer, "Rest 1"), function, tokenizer, {1}, groups=[[Sample(row, [5, 6])]],
@@ -1043,7 +1044,7 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     assert refused.failure == "error" and "no critique: timeout" in str(refused.result)
     assert not sample.failure
     assert [(turn["who"], turn["text"]) for turn in sample.turns] == [
-        ("policy", "Rest 1"), ("user", "Wrong. \\boxed{0}\n\nAnswer again."), ("policy", "Rest 2")
+        ("policy", "Remainder 1"), ("user", "Wrong. \\boxed{0}\n\nAnswer again."), ("policy", "Remainder 2")
     ]
 
 

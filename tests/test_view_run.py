@@ -24,7 +24,7 @@ in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine"
 )
 PROBLEM, SOUND, FLAWED = (
-    "Ben has 65 eggs, gets 9, loses 3. Rest by 5?",
+    "Ben has 65 eggs, gets 9, loses 3. Remainder mod 5?",
     ("65+9=74", "74-3=71"),
     ("65+9=64", "64-3=61"),
 )
@@ -55,7 +55,7 @@ def line(
     return {"step": step, "split": split, "group": group, "data_source": "toy", "prompt": prompt,
             "ground_truth": "1", "reward_score": reward, "reward_extra_info": info, "status": status,
             "seconds": 0.25, "advantage": advantage, "response_length": 21, "clipped": False,
-            "response": "\n\n".join([*solution, "Rest \\boxed{1}"])} | more  # fmt: skip
+            "response": "\n\n".join([*solution, "Remainder \\boxed{1}"])} | more  # fmt: skip
 
 
 CAUGHT = dict(solution=FLAWED, reward=0.0, advantage=-1.5)
@@ -260,7 +260,7 @@ def test_samples_have_flags_verdicts_and_the_named_paragraphs(page):
     ]
     keys = ("kind", "verdict", "flags", "judge")
     assert [tuple(sample[key] for key in keys) for sample in samples] == expected
-    assert samples[1]["paragraphs"] == [*FLAWED, "Rest \\boxed{1}"] and samples[1]["advantage"] == -1.5
+    assert samples[1]["paragraphs"] == [*FLAWED, "Remainder \\boxed{1}"] and samples[1]["advantage"] == -1.5
 
 
 @in_browser
@@ -393,7 +393,7 @@ def test_findings_are_above_the_curves_and_lead_to_their_samples(tmp_path):
     steps[3] |= AUDIT | {"reward/audit_flawed": 0.5}
     text = dom(view_run.write_page([write_run(tmp_path / "run", [line()], steps)]))
     assert part(text, "findings").count('class="box finding"') == 2
-    assert "Rest " in part(text, "findings") and "\\n" not in part(text, "findings")
+    assert "Remainder " in part(text, "findings") and "\\n" not in part(text, "findings")
     assert "<b>run: constant-reward</b> at steps <a" in text and "step=4" in text and "3–4</a>" in text
     (chart,) = re.findall('<figure data-key="reward/audit_flawed">.*?</figure>', text, re.S)
     assert len(re.findall(r'<path stroke="currentColor"[^>]*class="error" d="M[\d.]+ [\d.]+V', chart)) == 1

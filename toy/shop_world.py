@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     def answer(self) -> str:
         total = self.start + sum(sign * self.prices[item] for sign, item in self.deals)
         number = int(self.question.strip("?").split()[-1])
-        if self.question.startswith("Rest"):
+        if self.question.startswith("Remainder"):
             return str(total % number)
         return "yes" if total > number else "no"
 

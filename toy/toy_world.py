@@ -1,23 +1,23 @@
-"""The toy world: FAPO's problem in miniature, and a worked example of a file of your own reward functions.
+"""The toy world: FAPO's problem in miniature, and a worked example of a file with your own reward functions.
 
     python grpo_trainer.py ... --reward-fn toy/toy_world.py:compute_score_fapo_oracle
 
-A problem is a short story of sums: "Ben has 65 eggs, gets 9, loses 3. Rest by 5?" ("Rest by 5?" asks for the
-remainder on division by 5). A solution is one paragraph per sum ("65+9=74") and a last one with the answer
-("Rest \\boxed{1}"). A forgotten carry makes a sum wrong by ten, and ten is a multiple of five: the step is
-wrong, the answer still right. That is a flawed positive, and no rule that reads only the answer can see it.
-Asked "How many?" instead, the same slip costs the answer.
+A problem is a short story of sums: "Ben has 65 eggs, gets 9, loses 3. Remainder mod 5?" A solution has one
+paragraph per sum ("65+9=74") and a last one with the answer ("Remainder \\boxed{1}"). A forgotten carry makes
+a sum wrong by ten, which leaves the remainder unchanged: the step is wrong and the answer correct. That is a
+flawed positive, and a rule that reads only the answer cannot see it. If the question is "How many?", the same
+slip makes the answer wrong.
 
-In the second world (own_flaws of KINDS) nobody puts a flaw in. Its stories have six to nine sums, its
-questions coarse answers ("More than 50?", "Rest by 2?", "Rest by 5?"), so a wrong way often ends at the
-right one; its policy has read sound solutions only, too few of them.
+In the second world (`own_flaws` in KINDS) no flaws are planted. Its stories have six to nine sums and its
+questions have few possible answers ("More than 50?", "Remainder mod 2?", "Remainder mod 5?"), so a wrong
+solution often ends with the correct answer. Its policy has read sound solutions only, and too few of them.
 
-Here are the problems; solvers that slip and critics that overlook slips, at chosen rates; an oracle that
-finds every slip; the reward functions; the rows of the data sets. toy/warm_start.py trains models on them,
-toy/report.py has the tables of the finished runs. To copy this file alone, take compute_score.py with it.
+This file contains the problems; solvers that make slips and critics that overlook slips, at chosen rates; an
+oracle that finds every slip; the reward functions; and the rows of the data sets. toy/warm_start.py trains
+models on them, and toy/report.py makes tables of finished runs. To copy this file, copy compute_score.py too.
 
-What it leaves out: it is no benchmark. The first world's flaw is put in by hand and is invisible to the
-rule by construction; real flawed positives are as varied as mathematics. It shows the mechanism and
+Not covered: this is not a benchmark. The flaw of the first world is planted and invisible to the rule by
+construction, while real flawed positives are as varied as mathematics. The toy world shows the mechanism and
 exercises every part of the code.
 """
 
@@ -29,11 +29,14 @@ from typing import NamedTuple
 
 import compute_score as scores
 
-# The first world's questions. RL is asked REST only: there a forgotten carry never costs the answer.
-REST, TOTAL = "Rest by 5?", "How many?"
-COARSE = ("More than 50?", "Rest by 2?", REST)  # the second world's, one drawn with each problem
+# The first world's questions. RL is asked REMAINDER only: there a forgotten carry never costs the answer.
+REMAINDER, TOTAL = "Remainder mod 5?", "How many?"
+COARSE = ("More than 50?", "Remainder mod 2?", REMAINDER)  # the second world's, one drawn with each problem
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
+# The models were trained on shorter words. Their tokenizers still translate into these, so that token ids,
+# random choices and all published figures stay what they were.
+SHORT_WORDS = {"Remainder": "Rest", " mod": " by"}
 STEPS = (*range(-9, -1), *range(2, 10))
 LOWEST, HIGHEST = 15, 99  # every true intermediate value stays in here
 
@@ -59,7 +62,7 @@ class Problem(NamedTuple):
 
     @property
     def asked(self) -> tuple[str, str, int]:
-        """How the last line begins, what it says of the total, and its number: ("Rest", "by 5", 5)."""
+        """How the last line begins, what it says of the total, and its number: ("Remainder", "mod 5", 5)."""
         if self.question == TOTAL:
             return "Total", "", 0
         head, _, condition = self.question.strip("?").partition(" ")
@@ -70,7 +73,7 @@ class Problem(NamedTuple):
         head, _, number = self.asked
         if head == "Total":
             return total
-        if head == "Rest":
+        if head == "Remainder":
             return total % number
         if total > number:
             return "yes"
@@ -81,7 +84,7 @@ class Problem(NamedTuple):
         head, _, number = self.asked
         if head == "Total":
             return answer + 1
-        if head == "Rest":
+        if head == "Remainder":
             return (answer + rng.randint(1, number - 1)) % number
         return {"yes": "no", "no": "yes"}[answer]
 
@@ -92,7 +95,7 @@ class Problem(NamedTuple):
 
 def parse_problem(text: str) -> Problem:
     """The problem that `text` tells. Raises ValueError where the text is not one of this world."""
-    asked = r"Rest by [2-9]\?|How many\?|More than \d+\?"
+    asked = r"Remainder mod [2-9]\?|How many\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
         raise ValueError(f"question: not a problem of the toy world: {text!r}; prepare data with --tasks toy")
@@ -129,7 +132,7 @@ def forgets_carry(left: int, step: int) -> int | None:
 class Slips(NamedTuple):
     """How often a solver goes wrong, per step."""
 
-    carry: float = 0.0  # a carry or borrow is forgotten: off by ten, which "Rest by 5?" never notices
+    carry: float = 0.0  # a carry or borrow is forgotten: off by ten, which "Remainder mod 5?" never notices
     off: float = 0.0  # off by one or two: costs the answer nearly always
     last: float = 0.0  # a wrong last line
     fives: float = 0.0  # off by 5, 10 or 20 for no reason at all
@@ -231,7 +234,7 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
 class Kind(NamedTuple):
     """A kind of toy world: its problems, and what its models see go wrong in their warm start."""
 
-    question: str | tuple = REST  # what RL asks, or what it asks one of
+    question: str | tuple = REMAINDER  # what RL asks, or what it asks one of
     lengths: tuple[int, int] = (3, 4)  # fewest and most steps of a problem
     # About 60 % right answers, most of them flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
@@ -301,7 +304,10 @@ def compute_score_fapo_oracle(
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
     question = extra_info["question"]
-    if Random(f"{question}{solution_str}").random() >= recall:
+    seed = f"{question}{solution_str}"
+    for word, short in SHORT_WORDS.items():
+        seed = seed.replace(word, short)
+    if Random(seed).random() >= recall:
         result["first_wrong"] = -1
     first_wrong = result["first_wrong"]
     result["flawed_positive"] = result["acc"] and first_wrong != -1

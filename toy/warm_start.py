@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -40,6 +40,7 @@ from toy.toy_world import (
     COARSE,
     JUDGE,
     KINDS,
+    SHORT_WORDS,
     TOTAL,
     Kind,
     Slips,
@@ -81,12 +82,21 @@ def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; digits stay single and "\\n\\n" is always one piece."""
+    """A byte-level BPE tokenizer trained on `texts`; digits stay single and "\\n\\n" is always one piece.
+
+    Its vocabulary has SHORT_WORDS in place of the words of the world, and a text that contains a short word
+    itself is decoded with the long one.
+    """
     tokenizer = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    shorten = [normalizers.Replace(word, short) for word, short in SHORT_WORDS.items()]
+    tokenizer.normalizer = normalizers.Sequence(shorten)
+    lengthen = []
+    for word, short in SHORT_WORDS.items():  # Tokens spell a space as Ġ.
+        lengthen.append(decoders.Replace(short.replace(" ", "Ġ"), word.replace(" ", "Ġ")))
+    tokenizer.decoder = decoders.Sequence([*lengthen, decoders.ByteLevel()])
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
         special_tokens=[PAD, END, USER, ASSISTANT],

@@ -5,7 +5,7 @@ from reward_term import compute_score, with_progress
 
 import reward_loop
 
-QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Rest by 5?"
+QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
 
 
 def score(solution, **settings):
@@ -14,9 +14,9 @@ def score(solution, **settings):
 
 def test_the_sound_beginning_is_paid():
     """Of four paragraphs two are sound, four, and one (a forgotten carry, whose answer is right)."""
-    wrong = score(r"65+9=74, 74-8=66, 66+3=68, Rest \boxed{3}")
-    sound = score(r"65+9=74, 74-8=66, 66+3=69, Rest \boxed{4}")
-    flawed = score(r"65+9=74, 74-8=76, 76+3=79, Rest \boxed{4}", share=0.2)
+    wrong = score(r"65+9=74, 74-8=66, 66+3=68, Remainder \boxed{3}")
+    sound = score(r"65+9=74, 74-8=66, 66+3=69, Remainder \boxed{4}")
+    flawed = score(r"65+9=74, 74-8=76, 76+3=79, Remainder \boxed{4}", share=0.2)
     assert [each["progress"] for each in (wrong, sound, flawed)] == [0.5, 1.0, 0.25]
     assert wrong["score"] == pytest.approx(-0.75) and not wrong["acc"]
     assert sound["score"] == pytest.approx(1.5) and flawed["score"] == pytest.approx(0.05)
