@@ -401,8 +401,9 @@ def test_the_schedule_of_the_questions_runs(tmp_path):
     (block,) = [block for block in blocks(ROOT / "docs/questions.md", "python") if "schedule" in block]
     (tmp_path / "schedule.py").write_text(block)
     later = reward_worker.load_in_this_process("reward_fn", f"{tmp_path}/schedule.py:later")
-    problem = {"question": "Ben has 65 eggs, gets 9. Rest by 3?"}
-    scores = [later("toy", "65+9=75\n\nRest \\boxed{2}", "2", problem, step)["score"] for step in (19, 20)]
+    problem = {"question": "Ben has 65 eggs, gets 9. Remainder mod 3?"}
+    text = "65+9=75\n\nRemainder \\boxed{2}"
+    scores = [later("toy", text, "2", problem, step)["score"] for step in (19, 20)]
     assert scores == [1.0, 0.0]
 
 

@@ -1038,7 +1038,7 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
         sample = with_servers(policy, function, tokenizer, {1}, groups=groups,
                               addresses={"genrm": judge})  # fmt: skip
         refused = with_servers(
-            plays(tokenizer, "Rest 1"), function, tokenizer, {1}, groups=[[Sample(row, [5, 6])]],
+            plays(tokenizer, "Remainder 1"), function, tokenizer, {1}, groups=[[Sample(row, [5, 6])]],
             addresses={"genrm": "127.0.0.1:9"}, settings={"timeout_s": 0.1},
         )  # fmt: skip
     assert refused.failure == "error" and "no critique: timeout" in str(refused.result)
