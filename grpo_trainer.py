@@ -40,10 +40,10 @@ from tqdm import tqdm
 import genrm_server
 import reward_loop
 from algorithm import length_penalty_of, parse_terms, set_advantages
-from policy import PolicyOptions, Sample, advantages_of
+from policy import PolicyOptions, Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import mean, no_verdict_rate, reward_metrics, rollout_metrics, validation_metrics
+from run_folder import batch_metrics, no_verdict_rate, validation_metrics
 
 
 @dataclass(kw_only=True)
@@ -240,11 +240,17 @@ def train(config: Config) -> Path | None:
         for step in run.steps(evaluate):  # evaluates whenever an evaluation is due
             with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
                 batch = next_batch(run, step, collect)
-                run.log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
 
                 run.hold_interrupts()  # from here on Ctrl-C waits until the step is logged and saved
-                metrics = update_policy(run, batch)
-                metrics |= sync_weights(run)
+                run.log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
+                lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
+                max_logprob_diff = config.max_logprob_diff * (1 + batch.staleness)
+                started = time.perf_counter()
+                metrics = run.policy.update(batch.groups_to_train, lr, max_logprob_diff)
+                metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - started}
+                run.count_step(step, batch.num_prompts_drawn)  # even if something fails from here on
+
+                metrics |= run.sync_weights()
                 run.log_step(batch.metrics | metrics)
                 run.save_if_due()
     return run.result
@@ -264,6 +270,7 @@ class Batch:
     groups_to_train: list[list[Sample]] = field(default_factory=list)
     rounds: int = 0  # how often prompts were drawn; more than once only with --dynamic-sampling
     num_prompts_drawn: int = 0  # by the whole run, up to the newest round of this batch
+    staleness: int = 0  # age of the weights that it was sampled from, in steps
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
     rolled_out: threading.Event = field(default_factory=threading.Event)  # nothing more will be generated
@@ -292,7 +299,7 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     """
     if not run.config.overlap:
         return collect_batch(run, Batch(step, run.config.temperature), collect)
-    staleness = int(run.prefetched is not None)  # prefetched samples come from weights one step old
+    staleness = int(run.prefetched is not None)
     current = run.prefetched or start_prefetch(run, step, collect)
     current.rolled_out.wait()
     if current.batch.done():
@@ -301,7 +308,7 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     if step < run.config.total_steps:
         run.prefetched = start_prefetch(run, step + 1, collect)
     batch = current.batch.result()
-    batch.metrics["rollout/staleness"] = staleness
+    batch.staleness = batch.metrics["rollout/staleness"] = staleness
     return batch
 
 
@@ -315,9 +322,15 @@ def start_prefetch(run: Run, step: int, collect) -> PrefetchedStep:
 
 
 def collect_batch(run: Run, batch: Batch, collect) -> Batch:
+    """Collect a batch, settle which groups the update gets (at least one), and compute metrics."""
     collect(batch)
-    select_groups_to_train(run, batch)
-    batch.metrics = batch_metrics(run, batch)
+    groups = batch.groups_to_train
+    if run.config.dynamic_sampling and groups:  # --advantage terms divides by the deviation within all groups
+        set_advantages(groups, run.config, run.decode)
+    if not groups:  # the update then compares sampler and policy on this group, and trains on nothing
+        groups = batch.groups[-1:]
+    batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
+    batch.metrics = batch_metrics(batch, run.config, run.eos_ids)
     return batch
 
 
@@ -447,16 +460,6 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     return groups
 
 
-def select_groups_to_train(run: Run, batch: Batch) -> None:
-    """Settle which groups the update gets, once all rounds are there. It gets at least one group."""
-    groups = batch.groups_to_train
-    if run.config.dynamic_sampling and groups:  # --advantage terms divides by the deviation within all groups
-        set_advantages(groups, run.config, run.decode)
-    if not groups:  # the update then compares sampler and policy on this group, and trains on nothing
-        groups = batch.groups[-1:]
-    batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
-
-
 def check_verdicts(run: Run, batch: Batch, split: str) -> None:
     """Raise RuntimeError if too many samples have no verdict."""
     samples = list(chain(*batch.groups))
@@ -473,59 +476,6 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
             f"(max_no_verdict_rate {limit:.0%}); {what} First: {first.result['status']}, "
             f"{first.result['reward_extra_info']}"
         )
-
-
-def batch_metrics(run: Run, batch: Batch) -> dict:
-    """Compute the metrics of a step that its samples determine."""
-    num_with_signal = 0
-    for group in batch.groups:
-        num_with_signal += any(any(advantages_of(sample)) for sample in group)
-    samples = list(chain(*batch.groups))
-    lengths = [len(sample.response_ids) for sample in samples]
-    metrics = {"step": batch.step} | reward_metrics(samples) | batch.times
-    if run.config.rollout_fn:
-        metrics |= rollout_metrics(samples)
-    metrics |= {
-        "reward/groups_with_spread": num_with_signal / len(batch.groups),
-        "response_length/mean": mean(lengths),
-        "response_length/max": max(lengths),
-        "response_length/clipped": mean(sample.is_truncated(run.eos_ids) for sample in samples),
-        "perf/tokens": sum(lengths),
-    }
-    if run.config.dynamic_sampling:
-        metrics["dynamic/prompts"] = len(batch.groups)
-        metrics["dynamic/refills"] = batch.rounds - 1
-        metrics["dynamic/kept"] = num_with_signal
-    return metrics
-
-
-def update_policy(run: Run, batch: Batch) -> dict:
-    """Pass once over the groups to train on, one optimizer step per mini-batch. Returns metrics."""
-    config = run.config
-    started = time.perf_counter()
-    lr = config.lr * min(1.0, batch.step / max(config.lr_warmup_steps, 1))
-    staleness = batch.metrics.get("rollout/staleness", 0)
-    metrics = run.policy.update(batch.groups_to_train, lr, config.max_logprob_diff * (1 + staleness))
-    run.step = batch.step  # from here on the step counts, even if something fails
-    run.num_prompts_trained = batch.num_prompts_drawn
-    run.num_updates = run.policy.num_updates
-    return metrics | {"actor/lr": lr, "time/update": time.perf_counter() - started}
-
-
-def sync_weights(run: Run) -> dict:
-    """Send the new weights to the policy's servers once they generate nothing. Returns metrics."""
-    if not run.servers:
-        return {}
-    started = time.perf_counter()
-    while run.prefetched and not run.prefetched.rolled_out.wait(0.2):
-        if run.interrupts.asked:  # a run that is about to end needs no new weights on its servers
-            return {}
-    ended = time.perf_counter()
-    run.servers.sync()
-    times = {"time/sync": time.perf_counter() - ended}
-    if run.config.overlap:
-        times["time/rollout_wait"] = ended - started
-    return times
 
 
 # ---- evaluation

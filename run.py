@@ -276,6 +276,27 @@ class Run:
         """Let Ctrl-C wait until the end of this step."""
         self.until_step_ends.enter_context(self.interrupts.held())
 
+    def count_step(self, step: int, num_prompts_drawn: int):
+        """Note that the policy has learned from a step, which from now on counts."""
+        self.step = step
+        self.num_prompts_trained = num_prompts_drawn
+        self.num_updates = self.policy.num_updates
+
+    def sync_weights(self) -> dict:
+        """Send the new weights to the policy's servers once they generate nothing. Returns metrics."""
+        if not self.servers:
+            return {}
+        started = time.perf_counter()
+        while self.prefetched and not self.prefetched.rolled_out.wait(0.2):
+            if self.interrupts.asked:  # a run that is about to end needs no new weights on its servers
+                return {}
+        ended = time.perf_counter()
+        self.servers.sync()
+        times = {"time/sync": time.perf_counter() - ended}
+        if self.config.overlap:
+            times["time/rollout_wait"] = ended - started
+        return times
+
     def log_step(self, metrics: dict):
         seconds = time.perf_counter() - self.step_started
         metrics |= {"time/step": seconds, "perf/tokens_per_s": metrics["perf/tokens"] / seconds}

@@ -425,6 +425,30 @@ def averages(infos: list[dict]) -> dict:
     return {key: mean(found) for key, found in numbers.items()}
 
 
+def batch_metrics(batch, config, eos_ids) -> dict:
+    """Compute the metrics of a training step that its samples determine (batch: grpo_trainer.Batch)."""
+    samples = list(chain(*batch.groups))
+    metrics = {"step": batch.step} | reward_metrics(samples) | batch.times
+    if config.rollout_fn:
+        metrics |= rollout_metrics(samples)
+    num_with_signal = 0
+    for group in batch.groups:
+        num_with_signal += any(sample.advantage or any(sample.token_advantages) for sample in group)
+    lengths = [len(sample.response_ids) for sample in samples]
+    metrics |= {
+        "reward/groups_with_spread": num_with_signal / len(batch.groups),
+        "response_length/mean": mean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/clipped": mean(sample.is_truncated(eos_ids) for sample in samples),
+        "perf/tokens": sum(lengths),
+    }
+    if config.dynamic_sampling:
+        metrics["dynamic/prompts"] = len(batch.groups)
+        metrics["dynamic/refills"] = batch.rounds - 1
+        metrics["dynamic/kept"] = num_with_signal
+    return metrics
+
+
 def reward_metrics(samples: list) -> dict:
     """Means over the samples of a step; None where no sample has a value."""
     infos = infos_of(samples)
