@@ -1,4 +1,5 @@
-"""Trains a policy with GRPO on the Reward Loop: rollouts, rewards, advantages, policy update.
+"""Train a policy with GRPO and the reward loop: rollouts, rewards, advantages, update.
+
 
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet \\
         --val-file data/toy/toy_test.parquet --reward-fn toy/toy_world.py:compute_score_fapo_oracle \\
@@ -6,16 +7,18 @@
         --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --val-top-p 1 \\
         --num-threads 1
 
-Read `train` first: it is the algorithm from top to bottom. Its parts follow in the order in which a sample
-passes them; run.py holds what a run starts. The formulas are in algorithm.py, how samples come by their
-advantages in algorithm.py, the model and its update in policy.py, sampling in rollout.py, turns and tools in
-trajectory.py, scoring in reward_loop.py, what a run writes in run_folder.py.
+Read `train` first: it is the algorithm. The functions below it follow in the order in which a sample passes
+them. Advantages and losses are in algorithm.py, the model and its update in policy.py, sampling in
+rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything that a run starts and
+saves in run.py, and what it writes in run_folder.py.
 
-On CPU the policy is in this process, unless --policy-ranks splits it. On GPUs Ray places everything: its
-ranks (cluster/), its servers and the judges, each with a share of a GPU. `python -m tools.plan_run` with the
-same flags says what a run will need.
+On a CPU the policy is in this process, unless --policy-ranks shards it. On GPUs Ray places everything: the
+ranks of the policy (cluster/), its servers and the judges, each with a fraction of a GPU. `python -m
+tools.plan_run` with the same flags estimates what a run needs.
+
+Four terms: the score is what the reward function returns, the length penalty is at most 0, the reward is
+their sum, and the advantage is the reward relative to its group.
 Left out: a critic model, prompts with images.
-Four words: score (the function's), penalty (for length), reward (their sum), advantage (in its group).
 """
 
 import inspect
@@ -133,56 +136,49 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
+    # Settings that must be above 0 (all other numbers may be 0), and those that may be negative.
     must_be_positive = (
         *reward_loop.RewardOptions.must_be_positive,
-        "train_batch_size",
-        "mini_batch_size",
-        "max_response_length",
-        "max_grad_norm",
-        "temperature",
-        "tis_cap",
-        "rollout_batch_size",
-        "rollout_timeout",
-        "rollout_servers",
-        "rollout_tensor_parallel",
-        "rollout_gpu_share",
-        "policy_gpu_share",
-        "policy_ranks",
-        "val_n",
-        "val_top_p",
+        *("train_batch_size", "mini_batch_size", "max_response_length", "max_grad_norm", "temperature"),
+        *("tis_cap", "rollout_batch_size", "rollout_timeout", "rollout_servers", "rollout_tensor_parallel"),
+        *("rollout_gpu_share", "policy_gpu_share", "policy_ranks", "val_n", "val_top_p"),
     )
     may_be_negative = ("entropy_coef", "seed")
 
     def check(self) -> None:
-        """Refuses what would go wrong in silence or late. Raises ValueError."""
+        """Raise ValueError for settings that would fail late or do harm silently."""
         if self.group_size < 2:
-            raise ValueError(f"group_size: {self.group_size} must be at least 2; samples are compared")
+            raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are compared")
         if not self.clip_c > 1:
-            raise ValueError(f"clip_c: {self.clip_c} must be above 1, or wrong answers teach nothing")
+            raise ValueError(f"--clip-c {self.clip_c} must be above 1: wrong answers have no gradient below")
         if not (self.total_steps or self.val_file):
-            raise ValueError("total_steps: 0 is an evaluation; give --val-file, too")
-        adapters = self.lora_alpha, self.lora_targets
-        if not self.lora_rank and adapters != (Config.lora_alpha, Config.lora_targets):
-            raise ValueError(f"lora_alpha, lora_targets: {adapters} are of adapters; give --lora-rank, too")
+            raise ValueError("--total-steps 0 only evaluates: pass --val-file")
+        if not self.lora_rank and self.lora_alpha != Config.lora_alpha:
+            raise ValueError(f"--lora-alpha {self.lora_alpha} has no effect without --lora-rank")
+        if not self.lora_rank and self.lora_targets != Config.lora_targets:
+            targets = " ".join(self.lora_targets)
+            raise ValueError(f"--lora-targets {targets} has no effect without --lora-rank")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(f"--{name}: the package is not installed; run: pip install {name}")
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
-            raise ValueError("reward_terms: goes with --advantage terms, as in --reward-terms acc=1 "
-                             "flawed_positive=-0.5")  # fmt: skip
+            raise ValueError("--reward-terms and --advantage terms need each other: pass --advantage terms "
+                             "--reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
         if terms and self.overlong_buffer and "overlong_penalty" not in terms:
-            raise ValueError("reward_terms: the length penalty is a term; add overlong_penalty=1, or "
+            raise ValueError("--reward-terms lacks the length penalty: add overlong_penalty=1, or pass "
                              "--overlong-buffer 0")  # fmt: skip
         length_penalty_of(self)
-        if not self.rollout_fn and (self.rollout_kwargs, self.rollout_timeout) != ("{}", 600.0):
-            raise ValueError("rollout_kwargs, rollout_timeout: are for --rollout-fn; give it, too")
+        if not self.rollout_fn and self.rollout_kwargs != "{}":
+            raise ValueError("--rollout-kwargs has no effect without --rollout-fn")
+        if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
+            raise ValueError("--rollout-timeout has no effect without --rollout-fn")
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
-            raise ValueError("overlap: needs servers and a judge of their own, not hf, not colocate")
+            raise ValueError("--overlap does not work with --rollout hf or --reward-mode colocate")
         self.check_rewards()
 
     def policy_servers(self) -> genrm_server.Config:
-        """Those of --rollout vllm."""
+        """Return the configuration of the servers of --rollout vllm."""
         return genrm_server.Config(
             self.model,
             num_servers=self.rollout_servers,
@@ -196,7 +192,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         )
 
     def resolved(self, gpus: float) -> "Config":
-        """With what depends on the machines; `gpus`: how many Ray has."""
+        """Return this configuration with every "auto" replaced. gpus: how many GPUs Ray has."""
         device = self.device
         if device == "auto":
             device = "cuda" if gpus else "cpu"
@@ -205,7 +201,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if rollout == "auto":
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
-            raise ValueError("rollout: hf needs the policy in this process (CPU, one rank); take vllm")
+            raise ValueError("--rollout hf needs the policy in the trainer's process (CPU, one rank): pass "
+                             "--rollout vllm")  # fmt: skip
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:
             tis_cap = 2.0
@@ -470,10 +467,10 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
         what = "is the reward model up?"
         if first.failure:
-            what = "rollouts failed, which have no reward;"
+            what = "failed rollouts have no reward."
         raise RuntimeError(
             f"step {batch.step}: {rate:.0%} of the samples that needed a verdict have none "
-            f"(max_no_verdict_rate {limit:.0%}); {what} First: {first.result['status']}, "
+            f"(--max-no-verdict-rate {limit:g}); {what} The first one: {first.result['status']}, "
             f"{first.result['reward_extra_info']}"
         )
 
@@ -572,8 +569,8 @@ def main() -> None:
     config = parse_command_line()
     try:
         models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
-        if all(Path(name).is_dir() for name in models):  # no hub name was given, so nothing may ask a hub
-            os.environ["HF_HUB_OFFLINE"] = "1"  # for what this process starts; the library has read it
+        if all(Path(name).is_dir() for name in models):  # without a hub name nothing may ask a hub
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes; this process has read it already
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
         print(f"done: {target or 'dry run'}")
@@ -582,7 +579,7 @@ def main() -> None:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    except (ValueError, OSError) as error:  # the input's or the machine's
+    except (ValueError, OSError) as error:  # wrong input, or a failure of the machine
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

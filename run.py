@@ -1,6 +1,6 @@
-"""One run of the trainer: what it reads, starts and holds, and how it goes on after a stop.
+"""One run of the trainer: what it reads, what it starts, how it is stopped, and how it resumes.
 
-Used by grpo_trainer.py, whose `train` is what happens with it.
+grpo_trainer.py uses it: its `train` shows what happens during a run.
 """
 
 import contextlib
@@ -87,28 +87,29 @@ class Run:
             self.resume_from = str(checkpoints[-1])
             rank = self.config.lora_rank
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
-                raise ValueError(f"lora_rank: {rank} does not go with {self.resume_from}; give the run's own")
+                raise ValueError(f"--lora-rank {rank} does not match checkpoint {self.resume_from}: pass the "
+                                 "rank that the run began with")  # fmt: skip
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
             self.compare_model()
-            print(f"goes on from {self.resume_from}")
+            print(f"resuming from {self.resume_from}")
         self.step = self.saved_step = state["step"]
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by the steps that are done
         self.num_prompts_drawn = state["prompts_drawn"]  # these, and those drawn by the steps under way
         self.prefetched = None  # the step that is collected during the update (--overlap)
 
     def compare_model(self):
-        """Says so if a run that goes on takes another model for what it began from."""
+        """Print a warning if the run is resumed with another --model."""
         config = self.config
         file = Path(config.out_dir, "config.json")
         if not file.is_file() or not (config.kl_coef or config.lora_rank):
-            return  # the checkpoint has all of the model
+            return  # a checkpoint of full weights does not need the model
         before = json.loads(file.read_text()).get("model")
         if before != config.model:
-            use = "what --kl-coef compares with"
+            use = "--kl-coef now compares with"
             if config.lora_rank:
-                use = "what its adapters are added to"
-            print(f"model: the run began from {before}, and {config.model} is now {use}; give --model "
-                  f"{before} unless it is the same model in another place", flush=True)  # fmt: skip
+                use = "the adapters are now added to"
+            print(f"--model: the run began from {before}, but {use} {config.model}; pass --model {before} "
+                  "unless both are the same model", flush=True)  # fmt: skip
 
     def read_tokenizer(self):
         config = self.config
@@ -117,8 +118,8 @@ class Run:
             self.base_model = config.model
         if Path(self.base_model, "adapter_config.json").is_file():
             raise ValueError(
-                f"model: {self.base_model} is a folder of adapters; merge them first with python -m "
-                f"tools.merge_lora {self.base_model} OUT, and give --model OUT"
+                f"--model {self.base_model} is a folder of LoRA adapters; merge them first with python -m "
+                f"tools.merge_lora {self.base_model} OUT, and pass --model OUT"
             )
         replace(config.policy_servers(), model=self.base_model).check()
         trust = config.trust_remote_code
@@ -126,8 +127,8 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"model: {self.base_model} has no chat template; take an instruct model, or "
-                             "add one to its tokenizer")  # fmt: skip
+            raise ValueError(f"--model {self.base_model} has no chat template; use an instruct model, or "
+                             "add a template to its tokenizer")  # fmt: skip
 
     def read_data(self):
         config = self.config
@@ -139,12 +140,13 @@ class Run:
             self.train_rows += load_rows(file, self.tokenizer, config)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
-                f"lr_warmup_steps: {config.lr_warmup_steps} is more than total_steps {config.total_steps}: "
-                f"the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps to reach it"
+                f"--lr-warmup-steps {config.lr_warmup_steps} exceeds --total-steps {config.total_steps}, so "
+                f"that the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps to reach it"
             )
         if len(self.train_rows) < config.train_batch_size:
-            print(f"train_file: {len(self.train_rows)} rows, fewer than train_batch_size: a step has copies")
-        self.val_rows = []  # (row, samples of it)
+            print(f"--train-file has {len(self.train_rows)} rows, fewer than --train-batch-size "
+                  f"{config.train_batch_size}: prompts repeat within a step")  # fmt: skip
+        self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
             rows = load_rows(path, self.tokenizer, config)
@@ -152,26 +154,27 @@ class Run:
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
             if n > 1 and len(rows) >= 2 * len(prompts):
-                print(f"{path}: {len(rows)} rows hold {len(prompts)} prompts, and {n} samples of each row"
-                      f" are taken; {path}:1 takes one")  # fmt: skip
+                print(f"--val-file {path} repeats prompts ({len(rows)} rows, {len(prompts)} prompts), and "
+                      f"each row gets {n} samples; {path}:1 takes one per row")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
         self.check_tokens(rows, getattr(shape, "vocab_size", None) or math.inf)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
-        # Beyond this length such models change every position, so that the log-probabilities of a sample
-        # would depend on the longest sample of its micro-batch.
+        # Beyond this length these models encode every position differently, so that the log-probabilities of
+        # a sample would depend on the longest sample of its micro-batch.
         rope = getattr(shape, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.max_sequence_length > limit:
             raise ValueError(
-                f"max_response_length: with the longest prompt {self.max_sequence_length} tokens, the model "
-                f"takes {limit}; lower it, or max_prompt_length"
+                f"--max-response-length {config.max_response_length} and the longest prompt make "
+                f"{self.max_sequence_length} tokens, but the model takes {limit}; lower it, or "
+                "--max-prompt-length"
             )
 
     def read_rollout_function(self):
-        """The rollout function, loaded once for the whole run. ValueError if it does not fit."""
+        """Load the rollout function, once for the whole run. ValueError if it does not fit."""
         config = self.config
         self.rollouts = None
         if not config.rollout_fn:
@@ -192,23 +195,23 @@ class Run:
                 addresses=models,
             )
         except ValueError as error:
-            raise ValueError(f"rollout_fn: {config.rollout_fn}: {error}; see docs/rollouts.md") from error
+            raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see docs/rollouts.md") from error
 
     def check_tokens(self, rows, size):
-        """ValueError if a prompt has a token that the embedding, of this size, has no row for."""
+        """Raise ValueError if a prompt has a token beyond the size of the embedding."""
         highest = max(max(row["prompt_ids"]) for row in rows)
         if highest >= size:
             token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
-                f"model: the tokenizer of {self.base_model} makes token {highest} ({token!r}) of a prompt, "
-                f"and the embedding has {size} rows; resize the embedding, or take the model's own tokenizer"
+                f"--model {self.base_model}: a prompt has token {highest} ({token!r}), but the embedding has "
+                f"{size} rows; resize the embedding, or use the model's own tokenizer"
             )
 
     def check_weights(self):
-        """ValueError if the model's folder has none; a plan needs no more than its shape."""
+        """Raise ValueError if the model's folder has no weights. (tools/plan_run.py needs none.)"""
         folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
-            raise ValueError(f"model: {folder} has no weights (*.safetensors); was the download complete?")
+            raise ValueError(f"--model {folder} has no weights (*.safetensors); was the download complete?")
 
     # ---- from start to end
 
@@ -220,7 +223,7 @@ class Run:
                 print(json.dumps(asdict(self.config), indent=2))
             else:
                 self.start(stack)
-            self.resources = stack.pop_all()  # all has started; otherwise the stack ends what has
+            self.resources = stack.pop_all()  # kept open until the run ends
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -305,11 +308,11 @@ class Run:
     # ---- what a run starts
 
     def start(self, stack: contextlib.ExitStack) -> None:
-        """Models, reward workers and servers; `stack` ends them in the opposite order."""
+        """Start models, reward workers and servers; `stack` stops them in the opposite order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
-        self.reservation = None  # On CPU the processes reserve room of their own.
+        self.reservation = None  # on a CPU every process reserves its own resources
         if config.device == "cuda":
             from cluster import placement
 
@@ -319,11 +322,11 @@ class Run:
         note_start(config, self.step)
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
-        if find_spec("tools"):  # a copy of the top level has no page
-            print(f"page that follows this run: python -m tools.view_run {folder} --serve", flush=True)
+        if find_spec("tools"):  # a copy of the scripts alone has no page
+            print(f"live page of this run: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
-        if shares_gpus:  # first the judge, which takes its share of the memory and sleeps
+        if shares_gpus:  # the judge comes first: it takes its fraction of the memory, then sleeps
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
         self.start_policy(stack)
@@ -332,7 +335,7 @@ class Run:
         if config.rollout == "vllm":
             self.start_servers(stack)
         stack.callback(self.cancelled.set)
-        self.interrupts = Interrupts()  # only now: Ray has put handlers of its own in place
+        self.interrupts = Interrupts()  # last, because Ray installs signal handlers as well
 
     def start_rewards(self, stack, sleep_mode):
         penalty = length_penalty_of(self.config)
@@ -359,25 +362,25 @@ class Run:
                 self.policy.load_optimizer(Path(self.resume_from))
         except (ValueError, RanksLost):
             raise
-        except (Exception, CheckpointException) as error:  # cut files raise many kinds, one no Exception
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
-                f"model: {self.resume_from} cannot be loaded ({why}); where a file of a checkpoint is cut, "
-                "delete the checkpoint to go on from the one before"
+                f"cannot load {self.resume_from} ({why}); if a file of a checkpoint is truncated, delete the "
+                "checkpoint to resume from the previous one"
             ) from error
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
-            print(f"model: of {self.base_model} ({kinds[0]}) only the language model ({kinds[1]}) is trained "
-                  "and saved; its other parts, such as vision, are in no checkpoint", flush=True)  # fmt: skip
+            print(f"--model {self.base_model} ({kinds[0]}): only its language model ({kinds[1]}) is trained; "
+                  "checkpoints lack all other parts, such as vision", flush=True)  # fmt: skip
         if info["adapters"]:
             print(info["adapters"], flush=True)
-        elif config.total_steps:  # an evaluation writes no checkpoint
+        elif config.total_steps:  # an evaluation writes none
             check_room(config, self.step, 12e-9 * info["numel"])  # adapters are small
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
-            raise ValueError(f"model: neither {self.base_model} nor its tokenizer has an end token; add "
-                             "eos_token")  # fmt: skip
+            raise ValueError(f"--model {self.base_model} has no end token, nor has its tokenizer; add "
+                             "eos_token to the tokenizer")  # fmt: skip
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
@@ -405,22 +408,22 @@ class Run:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
             raise
-        except Exception as error:  # safetensors and torch raise kinds of their own when the disk is full
+        except Exception as error:  # on a full disk, safetensors and torch raise exceptions of their own
             raise RuntimeError(
-                f"checkpoint of step {self.step}: could not be written ({error}); --resume auto goes on "
+                f"the checkpoint of step {self.step} could not be written ({error}); --resume auto resumes "
                 f"after step {self.saved_step}"
             ) from error
         self.saved_step = self.step
-        shutil.rmtree(self.merged_dir, ignore_errors=True)  # it is of an earlier checkpoint
+        shutil.rmtree(self.merged_dir, ignore_errors=True)  # made from an earlier checkpoint
 
     def finish(self):
-        """What is written after the last step: adapters as an ordinary model, and the page."""
+        """Write the page, and adapters as an ordinary model, after the last step."""
         config = self.config
         try:
             from tools.merge_lora import merge
             from tools.view_run import write_page
         except ImportError as error:
-            print(f"page, merged adapters: not written, they need the folders tools and toy ({error})")
+            print(f"no page, no merged adapters: they need the folders tools/ and toy/ ({error})")
             return
         if config.lora_rank and self.step:
             trust = config.trust_remote_code
@@ -435,28 +438,28 @@ class Run:
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
             with contextlib.suppress(RanksLost):  # the error that ends the run says more
                 self.save()
-        print(f"stopped; --resume auto goes on after step {self.saved_step}", flush=True)
+        print(f"stopped; --resume auto resumes after step {self.saved_step}", flush=True)
 
     @contextlib.contextmanager
     def restarting_ranks(self):
-        """Inside, a rank that dies costs the steps since the newest checkpoint, and nothing else."""
+        """Restart ranks that die inside: only the steps since the newest checkpoint are repeated."""
         try:
             yield
         except RanksLost as error:
             self.recover(error)
 
     def recover(self, error: RanksLost):
-        """New ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
-        self.cancelled.set()  # what is ahead is drawn again
+        """Start new ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
+        self.cancelled.set()  # the prefetched step is drawn again
         if self.prefetched:
-            self.prefetched.batch.exception()  # when it has ended
+            self.prefetched.batch.exception()  # waits for its end
         self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
             raise error
         self.find_checkpoint()
-        count = f"{self.num_restarts} of max_restarts {self.config.max_restarts}"
-        print(f"{error}; the ranks are started anew after step {self.saved_step} ({count})", flush=True)
+        count = f"{self.num_restarts} of --max-restarts {self.config.max_restarts}"
+        print(f"{error}; restarting the ranks after step {self.saved_step} ({count})", flush=True)
         try:
             self.policy.restart(self.resume_from)
             if self.step:
@@ -471,7 +474,7 @@ class Run:
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
-    """The rows of a file, each with `prompt_ids`. ValueError naming the file, the row and what is wrong."""
+    """Read the rows of a file and add `prompt_ids`. ValueError names the file, the row and the fault."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
@@ -485,16 +488,16 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
         print(
-            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows with prompts over "
+            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows, whose prompts have more than "
             f"{config.max_prompt_length} tokens"
         )
     if not kept:
-        raise ValueError(f"{path}: no row is left; raise --max-prompt-length or look at the file")
+        raise ValueError(f"{path}: no row is left; raise --max-prompt-length, or check the file")
     return kept
 
 
 def checked_row(row: dict) -> dict:
-    """The row with its prompt as chat templates take it. ValueError says what is wrong with the row."""
+    """Return the row with a prompt that chat templates accept. ValueError says what is wrong."""
     if not isinstance(row["data_source"], str):
         raise ValueError(f"data_source is {row['data_source']!r}; it must be text, the name of the data set")
     if not isinstance(row["extra_info"], dict | None):
@@ -506,7 +509,7 @@ def checked_row(row: dict) -> dict:
 
 
 def checked_message(message) -> dict:
-    """Without keys that are None, which tables write for absent ones, and with its parts joined."""
+    """Drop keys that are None, which tables write for missing ones, and join the parts of the content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"prompt has the message {message!r:.60}; each must be a {{role, content}}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -517,14 +520,14 @@ def checked_message(message) -> dict:
             content = kept["content"] = "".join(texts)
     if not isinstance(content, str):
         raise ValueError(f"prompt has a message of {message['role']} whose content is {content!r:.60}; it "
-                         "must be text, or a list of parts with text alone")  # fmt: skip
+                         "must be text, or a list of text parts")  # fmt: skip
     return kept
 
 
 def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
-    """The tokens that the policy continues. ValueError if the template refuses or leaves out the question.
+    """Return the tokens that the policy continues. ValueError if the template rejects or drops the question.
 
-    A prompt that ends with the assistant's own words is continued there.
+    If the last message is the assistant's, the policy continues that message.
     """
     is_prefilled = messages[-1]["role"] == "assistant"
     ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
@@ -532,13 +535,13 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-    except Exception as error:  # a template is a program that came with the model: it may raise anything
-        raise ValueError(f"the chat template refuses the prompt ({error})") from error
+    except Exception as error:  # a template is a program that comes with the model, and may raise anything
+        raise ValueError(f"the chat template rejected the prompt: {error}") from error
     last = messages[-1]
     text = last["content"].strip()
     if not text or text not in rendered:
-        raise ValueError(f"the chat template leaves the last message out ({last!r:.60}): its content is "
-                         "empty, or the template does not know its role")  # fmt: skip
+        raise ValueError(f"the chat template drops the last message ({last!r:.60}): its content is empty, "
+                         "or the template does not know its role")  # fmt: skip
     return ids
 
 
@@ -558,24 +561,25 @@ def check_progress(log: Log) -> None:
             print(finding, flush=True)
     limit = log.config.max_idle_steps
     last = log.history[-limit:]
-    taught = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 does not say
-    if limit and len(last) == limit and not taught:
-        raise RuntimeError(f"max_idle_steps: in {limit} steps no group taught anything; see samples.jsonl")
+    has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 has none
+    if limit and len(last) == limit and not has_signal:
+        raise RuntimeError(f"no group had a learning signal in {limit} consecutive steps "
+                           "(--max-idle-steps); see samples.jsonl")  # fmt: skip
 
 
 class Interrupts:
-    """Handles Ctrl-C, SIGTERM and a closed terminal: at once, or within `held` at its end."""
+    """Handles Ctrl-C, SIGTERM and a closed terminal: at once, or at the end of a `held` block."""
 
     def __init__(self):
         self.hold = False
         self.asked = False
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to ignore it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number, _):
-        if number == signal.SIGHUP:  # writing to the terminal would fail from here on
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
@@ -586,7 +590,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self):
-        """Inside, the first Ctrl-C waits for the end."""
+        """Let the first Ctrl-C inside wait for the end of the block."""
         self.hold = True
         try:
             yield

@@ -257,7 +257,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("constant-reward, step 3: ") == out.count("no-learning-signal, step 3: ") == 1
     log.metrics({"step": 4} | line)
-    with pytest.raises(RuntimeError, match="max_idle_steps: in 4 steps no group taught anything"):
+    with pytest.raises(RuntimeError, match="no group had a learning signal in 4 consecutive steps"):
         check_progress(log)
     log.metrics({"step": 5} | line | {"reward/groups_with_spread": 0.1})
     check_progress(log)
@@ -268,7 +268,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tools.diagnose", None)
         log.metrics({"step": 9} | line)
-        with pytest.raises(RuntimeError, match="max_idle_steps"):
+        with pytest.raises(RuntimeError, match="--max-idle-steps"):
             check_progress(log)
     config.max_idle_steps = 0
     check_progress(log)
@@ -308,7 +308,7 @@ def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
 
     ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
     assert ran.returncode == 1, ran.stderr
-    assert "error: max_idle_steps: in 5 steps no group taught anything" in ran.stderr
+    assert "error: no group had a learning signal in 5 consecutive steps" in ran.stderr
     assert ran.stdout.count("constant-reward, step 3: reward/groups_with_spread 0, reward/acc") == 1
     assert (tmp_path / "stops/checkpoints/step_5/trainer_state.json").is_file()
     hidden = "import sys, runpy; sys.modules['tools.diagnose'] = None; sys.argv[0] = 'grpo_trainer.py'; "

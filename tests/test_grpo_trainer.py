@@ -670,13 +670,13 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(advantage="terms"), "reward_terms: goes with --advantage terms"),
-        (dict(reward_terms=("acc=1",)), "reward_terms: goes with --advantage terms"),
+        (dict(advantage="terms"), "--reward-terms and --advantage terms need each other"),
+        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms need each other"),
         (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: pass NAME=WEIGHT"),
         (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: pass NAME=WEIGHT"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
-            "reward_terms: the length penalty is a term; add overlong_penalty=1, or --overlong-buffer 0",
+            "--reward-terms lacks the length penalty: add overlong_penalty=1, or pass --overlong-buffer 0",
         ),
     ],
 )
@@ -753,8 +753,8 @@ def test_what_depends_on_the_machines():
         config = config_of(**changes).resolved(gpus)
         assert (config.device, config.rollout) == expected, changes
     for changes, gpus, message in (
-        (dict(rollout="hf"), 1, "rollout: hf needs the policy in this process"),
-        (dict(rollout="hf", policy_ranks=2), 0, "rollout: hf needs the policy in this process"),
+        (dict(rollout="hf"), 1, "--rollout hf needs the policy in the trainer's process"),
+        (dict(rollout="hf", policy_ranks=2), 0, "--rollout hf needs the policy in the trainer's process"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             config_of(**changes).resolved(gpus)
@@ -868,7 +868,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     (saved,) = run_folder.checkpoints_in(workshop / f"stopped_{name}/checkpoints")
     assert saved.name == f"step_{steps[-1]}" and steps == list(range(steps[-1] + 1))
     text = Path(f"{config.out_dir}.log").read_text()
-    assert f"--resume auto goes on after step {steps[-1]}" in text and "Traceback" not in text
+    assert f"--resume auto resumes after step {steps[-1]}" in text and "Traceback" not in text
     assert not psutil.pid_exists(process.pid) and not [
         p
         for p in psutil.process_iter(["cmdline"])
@@ -914,8 +914,8 @@ grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
     last = run.stderr.strip().splitlines()[-1]
     assert (
         run.returncode == 1
-        and "checkpoint of step 2: could not be written" in last
-        and "--resume auto goes on after step 1" in last
+        and "the checkpoint of step 2 could not be written" in last
+        and "--resume auto resumes after step 1" in last
     )
     assert [p.name for p in (workshop / "full/checkpoints").iterdir()] == ["step_1"]
     grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
@@ -968,11 +968,11 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(policy_gpu_share=0.0), "--policy-gpu-share 0.0: must be above 0"),
         (dict(temperature=0.0), "--temperature 0.0: must be above 0"),
-        (dict(clip_c=1.0), "clip_c: 1.0 must be above 1"),
+        (dict(clip_c=1.0), "--clip-c 1.0 must be above 1"),
         (dict(rollout_gpu_share=1.5), "--gpu-share 1.5: must be above 0 and at most 1"),
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--gpu-share 0.5: a server of several GPUs"),
         (dict(model="nowhere"), "--model nowhere: no folder with a config.json"),
-        (dict(total_steps=0), "total_steps: 0 is an evaluation; give --val-file"),
+        (dict(total_steps=0), "--total-steps 0 only evaluates: pass --val-file"),
         (dict(max_grad_norm=0.0), "--max-grad-norm 0.0: must be above 0"),
         (dict(rollout_servers=0), "--rollout-servers 0: must be above 0"),
         (dict(save_every=-1), "--save-every -1: must be at least 0"),
@@ -987,8 +987,8 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
             "--router-address names a running one",
         ),
         (dict(max_prompt_length=1), "no row is left"),
-        (dict(group_size=1), "group_size: 1 must be at least 2"),
-        (dict(max_response_length=1000), "max_response_length: with the longest prompt 10"),
+        (dict(group_size=1), "--group-size 1 must be at least 2"),
+        (dict(max_response_length=1000), "--max-response-length 1000 and the longest prompt make 10"),
         (dict(val_top_p=0.0), "--val-top-p 0.0: must be above 0"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end with .parquet or .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "--reward-fn nowhere.py:x: there is no file"),

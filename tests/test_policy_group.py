@@ -313,9 +313,9 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
         lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
         assert sorted(os.listdir(out / "checkpoints")) == ["step_2", "step_4"]  # nothing half written
     said = capfd.readouterr().out
-    assert "finishing this step, then saving" in said and "--resume auto goes on after step 2" in said
+    assert "finishing this step, then saving" in said and "--resume auto resumes after step 2" in said
     for count in (1, 2, 3):
-        assert f"the ranks are started anew after step 2 ({count} of max_restarts 3)" in said
+        assert f"restarting the ranks after step 2 ({count} of --max-restarts 3)" in said
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2, 3, 4]
     assert lines[0][-1]["actor/restarts"] == 3
     for several, alone in zip(*lines):

@@ -48,7 +48,8 @@ def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys
     file = train_file_of(tmp_path, "a.parquet", range(4))
     for size, said in ((4, 0), (5, 1)):
         prepared(tmp_path, model, tokenizer, train_file=file, train_batch_size=size).lock.close()
-        assert capsys.readouterr().out.count("train_file: 4 rows, fewer than train_batch_size") == said
+        told = "--train-file has 4 rows, fewer than --train-batch-size 5"
+        assert capsys.readouterr().out.count(told) == said
 
 
 def test_the_chat_template_gets_what_the_user_says(tmp_path, model, tokenizer):
@@ -117,8 +118,8 @@ def rows_of(folder, tokenizer, template=CHATML, **columns):
         ([{"role": "user"}], "a message of user whose content is None"),
         ([{"role": "user", "content": None}], "a message of user whose content is None"),
         ([{"role": "user", "content": 5}], "a message of user whose content is 5"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "text, or a list of parts with text alone"),
-        ([{"role": "user", "content": " "}], "the chat template leaves the last message out"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "text, or a list of text parts"),
+        ([{"role": "user", "content": " "}], "the chat template drops the last message"),
     ],
 )
 def test_a_prompt_of_the_wrong_shape_is_refused_by_row(tmp_path, tokenizer, template, prompt, message):
@@ -128,7 +129,7 @@ def test_a_prompt_of_the_wrong_shape_is_refused_by_row(tmp_path, tokenizer, temp
 
 
 def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="row 0: the chat template leaves the last message out"):
+    with pytest.raises(ValueError, match="row 0: the chat template drops the last message"):
         rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[{"role": "human", "content": QUESTION}])
 
 
@@ -196,7 +197,7 @@ def test_cut_weights_of_a_checkpoint_are_named_in_one_line(tmp_path, model, toke
     run = prepared(tmp_path, model, tokenizer, resume="auto", **changes)
     load(run)
     cut(checkpoint / f"{name}.safetensors")
-    with pytest.raises(ValueError, match=r"^model: .*step_1 cannot be loaded \(.*\); where .*$"):
+    with pytest.raises(ValueError, match=r"^cannot load .*step_1 \(.*\); if .*$"):
         load(run)
 
 
@@ -208,8 +209,8 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     cut(checkpoint / "optimizer" / name)
     with pytest.raises(ValueError) as refused:
         load(run)
-    message = r"model: .*step_1 cannot be loaded \(.*\); .* "
-    message += "delete the checkpoint to go on from the one before"
+    message = r"cannot load .*step_1 \(.*\); .* "
+    message += "delete the checkpoint to resume from the previous one"
     assert re.fullmatch(message, str(refused.value))
 
 
@@ -236,7 +237,7 @@ def test_a_run_that_is_refused_lets_go_of_its_folder(tmp_path, model, tokenizer)
 @pytest.mark.parametrize("before, after", [(2, 4), (2, 0), (0, 2)])
 def test_a_run_does_not_go_on_with_other_adapters(tmp_path, model, tokenizer, before, after):
     write_checkpoint(tmp_path, model, tokenizer, lora_rank=before)
-    with pytest.raises(ValueError, match="^lora_rank.*checkpoints/step_1.*; give the run's own$"):
+    with pytest.raises(ValueError, match="^(--)?lora.rank.*checkpoints/step_1"):
         load(prepared(tmp_path, model, tokenizer, resume="auto", lora_rank=after))
 
 
@@ -276,7 +277,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
         config.max_position_embeddings = run.max_sequence_length - 1
     config.save_pretrained(tmp_path / "model")
     length = run.max_sequence_length
-    with pytest.raises(ValueError, match=f"{length} tokens, the model takes {length - 1}; lower"):
+    with pytest.raises(ValueError, match=f"{length} tokens, but the model takes {length - 1}; lower"):
         grpo_trainer.Run(run.config)
     shorter = dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))
     grpo_trainer.Run(shorter).lock.close()
@@ -297,7 +298,7 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, mo
     run = prepared(tmp_path, model, tokenizer, dry_run=True)
     run.lock.close()
     (tmp_path / "model/model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"model: {tmp_path}/model has no weights"):
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/model has no weights"):
         grpo_trainer.train(run.config)
 
 
@@ -311,7 +312,7 @@ def test_a_folder_of_adapters_is_no_model(tmp_path, model, tokenizer, with_confi
     if with_config:
         model.config.save_pretrained(adapters)
     changed = dataclasses.replace(run.config, model=str(adapters), out_dir=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="is a folder of adapters; merge them first with python -m"):
+    with pytest.raises(ValueError, match="is a folder of LoRA adapters; merge them first with python -m"):
         grpo_trainer.Run(changed)
 
 
@@ -332,14 +333,14 @@ def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path,
     file = tmp_path / "asked.jsonl"
     row = {"data_source": "x", "extra_info": {}, "reward_model": {"ground_truth": "5"}}
     file.write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "<|sum|>2+3?"}]}))
-    with pytest.raises(ValueError, match=r"makes token \d+ \('<\|sum\|>'\) of a prompt, and the embedding"):
+    with pytest.raises(ValueError, match=r"a prompt has token \d+ \('<\|sum\|>'\), but the embedding"):
         prepared(tmp_path, model, larger, train_file=str(file))
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
     for steps, said in ((5, 0), (4, 1)):
         prepared(tmp_path, model, tokenizer, total_steps=steps, lr_warmup_steps=5).lock.close()
-        told = "lr_warmup_steps: 5 is more than total_steps 4: the learning rate never reaches"
+        told = "--lr-warmup-steps 5 exceeds --total-steps 4, so that the learning rate never reaches"
         assert capsys.readouterr().out.count(told) == said
 
 
@@ -354,10 +355,11 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
     whole = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
     AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(tmp_path / "model")
     load(run)
-    assert "/model (qwen3_5) only the language model (qwen3_5_text) is trained" not in capsys.readouterr().out
+    told = "/model (qwen3_5): only its language model (qwen3_5_text) is trained"
+    assert told not in capsys.readouterr().out
     run = grpo_trainer.Run(run.config)
     load(run)
-    assert "/model (qwen3_5) only the language model (qwen3_5_text) is trained" in capsys.readouterr().out
+    assert told in capsys.readouterr().out
 
 
 def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, tokenizer):
@@ -374,7 +376,11 @@ def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, t
 
 @pytest.mark.parametrize(
     "changes, use",
-    [(dict(kl_coef=0.1), "kl-coef compares with"), (dict(lora_rank=2), "adapters are added to"), ({}, "")],
+    [
+        (dict(kl_coef=0.1), "--kl-coef now compares with"),
+        (dict(lora_rank=2), "the adapters are now added to"),
+        ({}, ""),
+    ],
 )
 def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
     tmp_path, model, tokenizer, capsys, changes, use
@@ -391,5 +397,5 @@ def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
     other = dataclasses.replace(run.config, model=str(tmp_path / "other"), resume="auto")
     grpo_trainer.Run(other).lock.close()
     said = capsys.readouterr().out
-    told = f"model: the run began from {run.config.model}, and {tmp_path}/other is now what"
+    told = f"--model: the run began from {run.config.model}, but {use} {tmp_path}/other; pass"
     assert said.count(told) == bool(use) and use in said

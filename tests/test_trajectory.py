@@ -1202,4 +1202,4 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
         sent.start()
         said = process.stdout.read()
         assert process.wait(timeout=60) == 130, said
-    assert "goes on after step 0" in said
+    assert "resumes after step 0" in said
