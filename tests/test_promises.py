@@ -80,6 +80,30 @@ KEPT_BY = {
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
     ),
+    "What the policy sampled is never encoded again, and tokens that it did not write have no part in the "
+    "update.": (
+        "test_trajectory.test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it",
+        "test_trajectory.test_a_reply_is_the_tail_of_the_whole_rendering",
+        "test_trajectory.test_observed_tokens_have_no_part_in_the_update",
+        "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
+    ),
+    "A rollout function that fails, hangs or leaves tasks behind costs its own sample and changes no "
+    "other.": (
+        "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
+        "test_trajectory.test_no_way_of_failing_escapes_its_sample",
+        "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
+        "test_trajectory.test_a_failed_rollout_leaves_its_group",
+    ),
+    "With `--rollout hf`, a rollout function's run depends on its seed alone, however long its tools "
+    "take.": (
+        "test_trajectory.test_a_run_depends_on_its_seed_alone_however_long_tools_take",
+        "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",
+        "test_trajectory.test_a_stopped_run_that_goes_on_is_the_same_run",
+    ),
+    "Text from a tool can neither end a message nor write in another role.": (
+        "test_trajectory.test_special_tokens_in_what_a_tool_says_stay_text",
+        "test_trajectory.test_markup_in_a_reply_stays_text",
+    ),
     "No request is lost while at least one server is alive.": (
         "test_router.test_one_bad_server_of_two_loses_nothing_and_leaves",
         "test_router.test_requests_in_flight_survive_the_death_of_their_server",
