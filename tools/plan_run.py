@@ -1,13 +1,13 @@
-"""What a run will need, before it starts: memory on the policy's device, and where Ray would place what.
+"""Estimate what a run will need before it starts: the memory of its processes, and where Ray places them.
 
-    python -m tools.plan_run --model PATH ...                          # the trainer's flags
-    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that is not here
+    python -m tools.plan_run --model PATH ...                          # with the trainer's flags
+    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that this machine lacks
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
-Checks everything that the trainer checks, then prints an estimate from the models' config.json alone. With
-GPUs it also reserves all of the run in Ray, says which node got what, and gives it back (with --gpus: says
-what would share a GPU); and says what a vLLM server's share of a GPU leaves for keys and values.
-benchmarks/simulate.py is about time.
+The plan makes all checks of the trainer, then estimates memory from the models' config.json alone. On GPUs it
+also reserves room for the whole run in Ray, prints which node got what, and releases the room. With --gpus it
+prints instead which processes would share a GPU. For each vLLM server it says how many tokens of keys and
+values fit into its share of a GPU. benchmarks/simulate.py estimates time.
 """
 
 import dataclasses
@@ -29,37 +29,37 @@ import reward_loop
 from cluster.placement import Reservation, layout, process_specs
 from policy import LOGITS_AT_ONCE, TOKENS_PER_PASS, layers_of, set_dtypes
 
-# Of vLLM: what a server takes of a GPU if nobody says otherwise; what it has beside weights, cache and what a
-# pass needs (CUDA itself, graphs), roughly; sequences at once on GPUs from 70 GiB on, and on smaller ones.
-VLLM_SHARE = 0.92
-VLLM_GB = 1.0
-VLLM_SEQUENCES = 1024, 256
-SAMPLER_COPIES = 6  # of the logits, float32, as it sorts them for top-p
+VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
+VLLM_GB = 1.0  # roughly what a server needs for CUDA itself and for graphs
+VLLM_SEQUENCES = 1024, 256  # vLLM's default of --max-num-seqs on GPUs of 70 GiB or more, and on smaller ones
+SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
 @dataclass
 class Config(grpo_trainer.Config):
-    """The run that is planned, by the trainer's flags, and the GPUs for it."""
+    """The run to plan, by the trainer's flags, and the GPUs for it."""
 
-    # GPUs of each planned node: 8, or 4 4 for two nodes. They need not be here; default: the Ray cluster's.
+    # GPUs of each planned node: 8, or 4 4 for two nodes; they need not be here. Default: the Ray cluster's.
     gpus: tuple[int, ...] = ()
-    gpu_gb: float = 0.0  # Memory of a GPU; 0: that of the cluster's, or 80 where it cannot be asked for.
+    gpu_gb: float = 0.0  # Memory of each GPU, in GB. 0: as the cluster's GPUs have, or 80 if that is unknown.
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         configs = super().server_configs(sleep_mode)
-        if self.gpus:  # what is here does not matter
+        if self.gpus:  # the planned GPUs, whatever this machine has
             configs = {name: dataclasses.replace(one, device="cuda") for name, one in configs.items()}
         return configs
 
 
-def shape_of(config, model: str):
+def text_config_of(config, model: str):
     shape = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     return shape.get_text_config()
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
-    """Parameters, in units of 4 bytes: of the model, those that learn, of its largest layer, and outside of
-    layers; NaN: not known."""
+    """Return the sizes of the model, its trained parameters, its largest layer, and the rest, or four NaN.
+
+    The unit is 4 bytes. NaN: this family's code cannot build the model without its weights.
+    """
     remote = dict(trust_remote_code=config.trust_remote_code)
     try:
         with torch.device("meta"):
@@ -69,11 +69,11 @@ def count_parameters(config, device: str = "cpu") -> tuple:
                 lora.add(model, config, "")
             set_dtypes(model, config, device)
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
-        whole = sum_of_sizes(model)
-    except Exception:  # families' own code, which need not be able to build a model without data
+        total = sum_of_sizes(model)
+    except Exception:  # A family's own code may raise anything.
         return math.nan, math.nan, math.nan, math.nan
-    learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return whole, learning, max(layers), whole - sum(layers)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return total, trained, max(layers), total - sum(layers)
 
 
 def sum_of_sizes(module) -> float:
@@ -81,7 +81,7 @@ def sum_of_sizes(module) -> float:
 
 
 def cache_of(text) -> int:
-    """Keys and values of a token, in numbers."""
+    """Return how many numbers the keys and values of a token are."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(text)
 
@@ -91,40 +91,43 @@ def head_size(text) -> int:
 
 
 def activations_of(config, text, tokens: int, device: str) -> int:
-    """What the backward pass of a micro-batch needs, in numbers; on GPUs as benchmarks/fake_gpu.py counts."""
+    """Return how many numbers the backward pass of a micro-batch keeps.
+
+    The formulas for GPUs agree with what benchmarks/fake_gpu.py counts.
+    """
     layers = text.num_hidden_layers
     hidden = text.hidden_size
     intermediate = getattr(text, "intermediate_size", 4 * hidden)
     layer = tokens * (10 * hidden + 4 * intermediate)
-    copies = 6  # of the logits
+    copies = 6  # copies of the logits that exist at the same time
     if device == "cuda":
-        layer = tokens * (6.5 * hidden + 1.75 * intermediate)  # bf16, norms and residuals float32
+        layer = tokens * (6.5 * hidden + 1.75 * intermediate)  # bfloat16; norms and residuals are float32
         copies = 3
         if config.entropy_coef:
             copies = 5
     logits = copies * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size) + 4 * tokens * hidden
-    if config.gradient_checkpointing:  # one layer at a time, when the logits are gone
+    if config.gradient_checkpointing:  # one layer at a time, after the logits were freed
         if device == "cuda":
             queries = text.num_attention_heads * head_size(text)
-            layer = tokens * (6 * hidden + 4 * queries + 3.5 * intermediate)  # with gradients of its own
+            layer = tokens * (6 * hidden + 4 * queries + 3.5 * intermediate)  # includes the layer's gradients
         return tokens * hidden * layers + max(layer, logits)
     return layer * layers + logits
 
 
 def estimate_memory(config, device: str) -> dict[str, float | None]:
-    """Rough GB by use on the policy's device, or each of its ranks', from config.json alone; None: unknown.
+    """Return rough GB by purpose on the policy's device, or on that of each rank. None: unknown.
 
-    A step holds the update's part or the rollout's, not both.
+    Entries named "update: ..." and "rollout: ..." do not exist at the same time.
     """
-    text = shape_of(config, config.model)
-    weights, learning, of_layer, outside = count_parameters(config, device)
+    text = text_config_of(config, config.model)
+    weights, trained, largest_layer, rest = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
     sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
     try:
         activations = activations_of(config, text, tokens, device)
         cache = cache_of(text) * longest * sequences
-    except Exception:  # other names, or one number a layer: configurations raise errors of their own kinds
+    except Exception:  # A family's configuration may have other names, or one number per layer.
         activations = math.nan
         cache = math.nan
     where = ""
@@ -132,8 +135,8 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
         where = "in the host's memory, of each rank: "
     numbers = {
         f"{where}weights": weights / config.policy_ranks,
-        f"{where}gradients": learning / config.policy_ranks,
-        f"{where}Adam": 2 * learning / config.policy_ranks,
+        f"{where}gradients": trained / config.policy_ranks,
+        f"{where}Adam": 2 * trained / config.policy_ranks,
     }
     if config.kl_coef and not config.lora_rank:
         numbers[f"{where}reference model"] = weights / config.policy_ranks
@@ -141,13 +144,13 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     if config.rollout == "hf":
         numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1 or config.policy_offload:
-        # embedding, head and its gradient; a layer in float32, its gradient or itself, and others in bf16
-        gathered = outside + 2.25 * of_layer
+        # Embedding, head and its gradient; a layer in float32 with its gradient, and layers in bfloat16.
+        gathered = rest + 2.25 * largest_layer
         if not config.lora_rank:
             gathered += text.vocab_size * text.hidden_size
         numbers["update: gathered weights"] = gathered
     elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
-        numbers["update: weights in bf16"] = weights / 2  # kept for the backward pass
+        numbers["update: weights in bf16"] = weights / 2  # the casts that the backward pass needs
     gigabytes = {}
     for name, number in numbers.items():
         gigabytes[name] = None if math.isnan(number) else 4e-9 * number  # float32
@@ -155,19 +158,19 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
 
 
 def report(config, num_rows: int) -> str:
-    """The plan as text. config: `resolved`."""
+    """Return the plan of a resolved configuration as text."""
     prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows}"
     lines = [f"{config.total_steps} steps take {prompts} prompts, {epochs}"]
-    where = config.device
-    have = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = config.device
+    available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.device == "cuda" or config.policy_ranks > 1:
-        where = f"each of {config.policy_ranks} ranks, {config.device}"
+        device = f"each of {config.policy_ranks} ranks, {config.device}"
         for node, held in placement(config).items():
             lines.append(f"{node}: {', '.join(held)}")
     if config.device == "cuda":
         gpu = gpu_memory(config)
-        have = gpu * config.policy_gpu_share
+        available = gpu * config.policy_gpu_share
         for name, server in servers_of(config).items():
             lines.append(server_memory(config, name, server, gpu))
     estimate = estimate_memory(config, config.device)
@@ -184,9 +187,9 @@ def report(config, num_rows: int) -> str:
         elif phase in phases:
             phases[phase] += gb
     peak = always + max(phases.values())
-    if peak <= have:
+    if peak <= available:
         fits = "it fits"
-    elif always > have and not config.lora_rank:
+    elif always > available and not config.lora_rank:
         fits = "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"
     else:
         fits = (
@@ -194,7 +197,7 @@ def report(config, num_rows: int) -> str:
             "--gradient-checkpointing or more --policy-ranks"
         )
     what = "of what is known, at the peak" if None in estimate.values() else "at the peak, roughly"
-    lines.append(f"{peak:9.2f} GB  {what}, of {have:.1f} GB on {where}: {fits}")
+    lines.append(f"{peak:9.2f} GB  {what}, of {available:.1f} GB on {device}: {fits}")
     return "\n".join(lines)
 
 
@@ -206,26 +209,26 @@ def servers_of(config) -> dict:
 
 
 def server_memory(config, name: str, server, gpu: float) -> str:
-    """What such a server does with its share of GPUs of so many GB, in bf16."""
+    """Return what a vLLM server does with its share of GPUs of `gpu` GB, with weights in bfloat16."""
     gpus = server.tensor_parallel_size
     share = server.gpu_share
     if share == 1:
         share = VLLM_SHARE
-    share = told(server, "--gpu-memory-utilization", share)
+    share = vllm_argument(server, "--gpu-memory-utilization", share)
     have = gpus * gpu * share
     try:
-        text = shape_of(config, server.model)
+        text = text_config_of(config, server.model)
         served = dataclasses.replace(config, model=server.model, lora_rank=0)
         weights = 2e-9 * count_parameters(served)[0]
-        if name == "policy server" and text.tie_word_embeddings:  # it is served untied
+        if name == "policy server" and text.tie_word_embeddings:  # The policy is served untied.
             weights += 2e-9 * text.vocab_size * text.hidden_size
-        sequences = told(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
-        logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # of each GPU: all gather them
+        sequences = vllm_argument(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
+        logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # on each GPU: all gather them
         cache = max(have - weights - (VLLM_GB + logits) * gpus, 0)
-        tokens = round(cache / (2e-9 * cache_of(text)))  # of weights that are not known there is none
+        tokens = round(cache / (2e-9 * cache_of(text)))  # ValueError if the weights are unknown
         longest = server.max_model_len or text.max_position_embeddings
-        longest = told(server, "--max-model-len", longest)
-    except Exception:  # no such file here, or a family of another kind
+        longest = vllm_argument(server, "--max-model-len", longest)
+    except Exception:  # The model's files are not here, or its family is of another kind.
         return f"{have:9.2f} GB  {name}: what it takes is unknown"
     room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
@@ -235,18 +238,18 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     line = f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
     if server.gpu_share < 1:
         fixed = f"{1000 * cache:.0f}000000"
-        line += f"\n              vLLM measures no neighbour with --kv-cache-memory-bytes {fixed}"
+        line += f"\n              with --kv-cache-memory-bytes {fixed} vLLM need not measure free memory"
     return line
 
 
 def splits_heads(text, gpus: int) -> bool:
-    """Whether vLLM takes so many GPUs: each has the same number of heads, and of grouped keys or copies."""
+    """Return whether vLLM can split the attention heads, and the grouped keys or copies of them, evenly."""
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return text.num_attention_heads % gpus == 0 and (groups % gpus == 0 or gpus % groups == 0)
 
 
-def told(server, flag: str, default: float) -> float:
-    """The number that goes with a flag in the server's vLLM arguments."""
+def vllm_argument(server, flag: str, default: float) -> float:
+    """Return the number after a flag in the server's vLLM arguments."""
     found = re.search(rf"{flag}[ =]([\d.]+)", " ".join(server.vllm_args))
     if found:
         return float(found[1])
@@ -254,32 +257,35 @@ def told(server, flag: str, default: float) -> float:
 
 
 def placement(config) -> dict[str, list[str]]:
-    """What would be on which node; "a + b" share a GPU. In Ray it is reserved, and given back at once."""
+    """Return what would run on which node; "a + b" share a GPU.
+
+    Without --gpus the room is reserved in Ray, and released at once.
+    """
     specs = process_specs(config)
-    bundles = defaultdict(list)  # (node, number) -> who is in it
+    bundles = defaultdict(list)  # (node, number) -> labels of its processes
     if config.gpus:
         needed, where = layout(specs, sum(config.gpus))
         nodes = nodes_of([bundle.get("GPU", 0) for bundle in needed], config.gpus)
         for (name, number), (bundle, share) in where.items():
-            bundles[nodes[bundle], bundle].append(described(name, number, share))
+            bundles[nodes[bundle], bundle].append(label(name, number, share))
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         reservation = Reservation(specs)
         for name in specs:
             for number, node in enumerate(reservation.nodes(name)):
                 bundle, share = reservation.placed[name, number]
-                bundles[addresses[node], bundle].append(described(name, number, share))
+                bundles[addresses[node], bundle].append(label(name, number, share))
         reservation.close()
-    held = defaultdict(list)
+    on_node = defaultdict(list)
     for node, bundle in sorted(bundles):
-        held[node].append(" + ".join(bundles[node, bundle]))
-    return held
+        on_node[node].append(" + ".join(bundles[node, bundle]))
+    return on_node
 
 
 def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
-    """The node of each bundle, which needs this many whole GPUs: the first node that has them left.
+    """Return the node of each bundle: the first one with enough whole GPUs left.
 
-    ValueError if a bundle fits on no node: a server or a rank cannot have GPUs of several nodes.
+    Raises ValueError if a bundle fits on no node: a server or a rank cannot have GPUs of several nodes.
     """
     free = list(gpus)
     nodes = []
@@ -300,16 +306,16 @@ def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
     return nodes
 
 
-def described(name: str, number: int, gpus: float) -> str:
+def label(name: str, number: int, gpus: float) -> str:
     if gpus in (0, 1):
         return f"{name} {number}"
     return f"{name} {number} ({gpus:g} GPUs)"
 
 
 def gpu_memory(config) -> float:
-    """GB of a GPU, of the cluster or as the config has it."""
+    """Return the GB of a GPU: --gpu-gb, or as the cluster's GPUs have."""
 
-    def ask():
+    def total_memory():
         if torch.cuda.is_available():
             return torch.cuda.get_device_properties(0).total_memory
 
@@ -317,9 +323,9 @@ def gpu_memory(config) -> float:
         return config.gpu_gb
     found = None
     if not config.gpus:
-        found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(ask).remote())
+        found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(total_memory).remote())
     if not found:
-        print("the memory of the GPUs cannot be asked for: taken as 80 GB; --gpu-gb says another")
+        print("the memory of the GPUs is unknown, the plan takes 80 GB; pass --gpu-gb for another size")
     return 1e-9 * (found or 80e9)
 
 
