@@ -1,11 +1,10 @@
-"""A checkpoint of adapters (LoRA) as an ordinary model.
+"""Merges a checkpoint of LoRA adapters into an ordinary model.
 
     python -m tools.merge_lora outputs/run/checkpoints/step_60 outputs/run/merged
 
-OUT is a Hugging Face folder that every server and script here takes, in the numbers (bf16, say) of the base
-model, whose folder is named in CHECKPOINT/adapter_config.json; --model names it where it has moved. It needs
-4 bytes of memory for each weight. A run that trains adapters merges its last checkpoint by itself.
-Needs run_folder.py.
+OUT is a Hugging Face folder that every server and script here can load, in the dtype of the base model.
+CHECKPOINT/adapter_config.json names the base model; pass --model if it has moved. Merging takes 4 bytes of
+memory per weight. A LoRA run merges its last checkpoint itself. Needs run_folder.py.
 """
 
 import json
@@ -22,13 +21,15 @@ from run_folder import add_end_tokens
 
 @dataclass
 class Config:
-    """What is merged."""
+    """Settings of a merge."""
 
-    checkpoint: tyro.conf.Positional[Path]  # Folder of a checkpoint with adapters.
-    out: tyro.conf.Positional[Path]  # Folder to be written.
-    model: str = ""  # Folder or hub name of the base model; default: the one that the checkpoint names.
-    max_positions: int = 0  # Sets max_position_embeddings, as the run did; 0: as the base model has it.
-    trust_remote_code: bool = False  # Run code that comes with the model's folder.
+    # Checkpoint with LoRA adapters, such as outputs/run/checkpoints/step_60.
+    checkpoint: tyro.conf.Positional[Path]
+    out: tyro.conf.Positional[Path]  # Output directory of the merged model.
+    model: str = ""  # Base model, a folder or a hub name; default: the one that the checkpoint names.
+    # Value of max_position_embeddings, as in --max-positions of the run; 0: the base model's own.
+    max_positions: int = 0
+    trust_remote_code: bool = False  # Run the Python code that comes with the base model.
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:

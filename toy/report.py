@@ -1,12 +1,12 @@
-"""The tables of finished runs in the toy worlds.
+"""Prints tables of finished runs in the toy worlds.
 
-    python -m toy.report --runs outputs/demo_seed0                    # a demo's; writes report.md there
-    python -m toy.report --runs outputs/demo_seed0 --so-far           # while the runs go on
-    python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from one start, side by side
+    python -m toy.report --runs outputs/demo_seed0                    # a demo; also writes report.md there
+    python -m toy.report --runs outputs/demo_seed0 --so-far           # while its runs are not finished
+    python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from one checkpoint
 
-A demo's folder holds the runs baseline/ and fapo/, and judge/ if there was one. docs/make_evidence.py sums up
-many such folders. It needs run_folder.py, and leaves out what tools/view_run.py shows: every metric and
-sample.
+The folder of a demo holds the runs baseline/ and fapo/, and judge/ if a judge was trained.
+docs/make_evidence.py sums up many runs, and tools/view_run.py shows every metric and sample. Needs
+run_folder.py.
 """
 
 import sys
@@ -29,10 +29,11 @@ COLUMNS = {
 
 @dataclass
 class Config:
-    """The tables of finished runs."""
+    """Settings of the report."""
 
-    runs: tuple[Path, ...]  # A demo's folder with baseline/, fapo/, perhaps judge/; or runs from one start.
-    so_far: bool = False  # Take runs up to their newest evaluation, and do without those to come
+    # Folders of demos (with baseline/, fapo/ and perhaps judge/), or runs from one checkpoint.
+    runs: tuple[Path, ...]
+    so_far: bool = False  # Use unfinished runs up to their newest evaluation, and skip missing ones.
 
 
 def read_metrics(run: Path, so_far: bool = False) -> list[dict]:

@@ -295,17 +295,18 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 
 @dataclass
 class Config:
-    """Writes a toy world: the rows of its data sets, and models that are trained from nothing."""
+    """Settings of a toy world: the rows of its data sets, and models that are trained from scratch."""
 
-    out_dir: Path  # Folder of the parquet files and of the models.
-    seed: int = 0  # Of problems, tokenizer and training.
-    # narrow_judge: it is shown forgotten carries only; weak_policy: wrong more often than right; own_flaws:
-    # the second world, in which nobody shows the policy anything wrong; shop: the world with a tool, which
-    # has a policy only.
+    out_dir: Path  # Output directory for the parquet files and the models.
+    seed: int = 0  # Seed of the problems, the tokenizer and the training.
+    # Kind of world. narrow_judge: its judge sees only forgotten carries. weak_policy: its policy is wrong
+    # more often than correct. own_flaws: the second world, whose policy sees only correct solutions. shop:
+    # the world with a tool, which has no judge.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
-    # They take 2 and 4 minutes; --models with no name after it: the rows alone.
+    # Models to train, in about 2 and 4 minutes; --models without a name writes only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    stop_at: float = 0.25  # own_flaws, shop: the policy's ends when so many solutions are sound.
+    # With own_flaws and shop: stop training the policy when this fraction of its solutions is sound.
+    stop_at: float = 0.25
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
