@@ -7,9 +7,9 @@
 
 Both functions fill in `response_ids` and `rollout_logprobs` of the samples they get (policy.Sample). They
 report each sample as soon as it ends, so that its reward is computed while the others continue.
-trajectory.py samples the turns of multi-turn rollouts with the parts below. Needs policy.py and algorithm.py;
-for vLLM servers genrm_server.py and router.py. Not covered: speculative decoding, new weights in the middle
-of a response. Shapes: B sequences, V vocabulary.
+trajectory.py samples the turns of multi-turn rollouts with the parts below. Needs policy.py, causal_lm.py and
+algorithm.py; for vLLM servers genrm_server.py and router.py. Not covered: speculative decoding, new weights
+in the middle of a response. Shapes: B sequences, V vocabulary.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import TopPLogitsWarper
 
-from policy import Policy, Sample, left_padded, next_logits, precision
+from causal_lm import left_padded, next_logits, precision
+from policy import Policy, Sample
 
 # ---- in this process
 
@@ -171,7 +172,7 @@ def check_sampling(policy: Policy):
         rollout_batch_size=4,
     )
     apart = 0.0
-    for sample, logprobs in policy.score(samples):
+    for sample, logprobs in policy.logprobs_of(samples):
         apart += (logprobs - torch.tensor(sample.rollout_logprobs)).abs().mean().item() / len(samples)
     if not apart <= 0.01:  # also true if the difference is NaN
         name = type(policy.model).__name__

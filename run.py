@@ -27,7 +27,8 @@ from transformers.utils import logging as transformers_logging
 import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
-from policy import Policy, RanksLost, config_of
+from causal_lm import read_config
+from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
@@ -123,7 +124,7 @@ class Run:
             )
         replace(config.policy_servers(), model=self.base_model).check()
         trust = config.trust_remote_code
-        self.model_config = config_of(self.base_model, trust)
+        self.model_config = read_config(self.base_model, trust)
         self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:

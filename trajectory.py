@@ -12,8 +12,8 @@ gets a failure status and no reward. docs/rollouts.md has the rules and four exa
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
 unfinished trajectories get their next turn together and in a fixed order, so that a run depends on its seed
 alone, however long tools take. On servers, each trajectory proceeds at its own pace.
-Needs rollout.py, policy.py, algorithm.py and reward_worker.py. Left out: images, histories that are
-rewritten, functions in other processes.
+Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Left out: images, histories that
+are rewritten, functions in other processes.
 """
 
 import asyncio

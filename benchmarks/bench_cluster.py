@@ -40,7 +40,7 @@ from bench_hand_over import cpu_of, made_up
 from bench_router import machine
 from cluster import policy_group, weights
 from cluster.ranks import Ranks
-from cluster.samples import split
+from cluster.policy_group import split
 from hosts import address_of, limit_links, played_hosts
 from policy import MiniBatch, Policy, Sample
 from rollout import WeightFolder
@@ -270,7 +270,7 @@ def update_alone(config: Config, folder: Path, rank: int) -> None:
     seconds = []
     for _ in range(ROUNDS):
         begun = time.monotonic()
-        policy.learn(batches, 1e-6, 1e9)
+        policy.update_mini_batches(batches, 1e-6, 1e9)
         seconds.append(time.monotonic() - begun)
     print(total / statistics.median(seconds))
 

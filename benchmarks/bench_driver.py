@@ -28,7 +28,7 @@ import algorithm
 import policy
 from bench_hand_over import cpu_of
 from bench_router import machine
-from cluster.samples import split
+from cluster.policy_group import split
 from run_folder import reward_metrics
 from rollout import rollout_vllm
 

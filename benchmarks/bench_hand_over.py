@@ -23,7 +23,7 @@ import tyro
 from bench_router import machine  # first: with it Python finds the scripts
 
 import reward_loop
-from cluster.samples import split
+from cluster.policy_group import split
 from cluster.weights import packs, portions, send
 from policy import MiniBatch, Sample
 from rollout import WeightFolder

@@ -48,6 +48,7 @@ sys.path.insert(0, str(ROOT))
 import compute_score
 import genrm_server
 import grpo_trainer
+import causal_lm
 import policy
 from tools import plan_run
 import reward_loop
@@ -154,7 +155,7 @@ def roll_out(learner, samples, length: int):
 
 def logprobs_of(learner, samples):
     """Log-probabilities of all response tokens, one after the other, and the entropy as estimated by them."""
-    found = {id(sample): logprobs for sample, logprobs in learner.score(samples)}
+    found = {id(sample): logprobs for sample, logprobs in learner.logprobs_of(samples)}
     logprobs = torch.cat([found[id(sample)] for sample in samples]).cpu()
     return logprobs, -logprobs.mean().item()
 
@@ -255,7 +256,7 @@ def check_precision(work: Path, device=GPU, length=256):
     learner.config.gradient_checkpointing = False
     learner.model.shares_prompts = shares
     torch.set_float32_matmul_precision("highest")
-    with patch.object(policy, "precision", lambda device: contextlib.nullcontext()):
+    with patch.object(causal_lm, "precision", lambda device: contextlib.nullcontext()):
         (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)
 
     off = (logprobs - exact_logprobs).abs().mean().item()
@@ -301,7 +302,7 @@ def check_rollouts(work: Path, device=GPU, length=256):
         logprobs_of(learner, samples),
     )
     with patch.object(
-        policy, "logits_of", lambda model, output, hidden: (hidden.bfloat16() @ head.T).float()
+        causal_lm, "logits_of", lambda model, output, hidden: (hidden.bfloat16() @ head.T).float()
     ):
         off = (logprobs_of(learner, samples)[0] - logprobs).abs().mean().item()
     yield (

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Con
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 import grpo_trainer
+import causal_lm
 import policy
 import speedups
 from cluster import ranks
@@ -233,7 +234,7 @@ def kind_of_policy(config):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.policy_ranks)
     mesh = ranks.init_device_mesh("cuda", (config.policy_ranks,))
     ranks.Ranks.join = lambda self, device: setattr(self, "mesh", mesh)
-    ranks.Ranks.most = lambda self, number: number
+    ranks.Ranks.max = lambda self, number: number
     ranks.Ranks.sum = lambda self, sums: sums
     one = ranks.Ranks(0, config.policy_ranks)
     return lambda: ranks.RankedPolicy(config, config.model, device, one)
@@ -252,7 +253,7 @@ def run_case(flags: list[str]) -> dict:
         memory.resized(storage)
         return storage
 
-    real_mask_of = policy.mask_of
+    real_mask_of = causal_lm.mask_of
     real_states = speedups.shared_states
 
     def shared_states(model, body, sequences, counts, *rest):  # asked first in each pass
@@ -264,7 +265,7 @@ def run_case(flags: list[str]) -> dict:
         return real_mask_of(lengths, device)
 
     torch.UntypedStorage.resize_ = resize
-    policy.mask_of = mask_of
+    causal_lm.mask_of = mask_of
     speedups.shared_states = shared_states
     make = kind_of_policy(config)
     with mode, memory:
@@ -273,10 +274,10 @@ def run_case(flags: list[str]) -> dict:
         batches = policy.mini_batches(groups, config)
         for batch in batches:
             batch.samples = batch.samples[:: config.policy_ranks]
-        learner.learn(batches, 1e-6, math.inf)  # makes Adam's moments
+        learner.update_mini_batches(batches, 1e-6, math.inf)  # makes Adam's moments
         held = dict(memory.now)
         memory.peak = dict(memory.now)
-        learner.learn(batches, 1e-6, math.inf)
+        learner.update_mini_batches(batches, 1e-6, math.inf)
         peak = dict(memory.peak)
         kinds = set()
         for parameter in learner.model.parameters():
@@ -289,7 +290,7 @@ def run_case(flags: list[str]) -> dict:
         for _, tensor in learner.weights(torch.bfloat16):
             kinds.add(f"sent {tensor.dtype} {tensor.device.type}")
     torch.UntypedStorage.resize_ = real_resize
-    policy.mask_of = real_mask_of
+    causal_lm.mask_of = real_mask_of
     speedups.shared_states = real_states
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""The policy on the GPUs of one or many machines: RankedPolicy actors behind one Policy's methods.
+"""The policy on the GPUs of one or many machines: RankedPolicy actors behind the methods of a Policy.
 
-    group = PolicyGroup(config, "PATH")            # config: the trainer's; --policy-ranks 8
+    group = PolicyGroup(config, "PATH")            # config: the trainer's, with --policy-ranks 8
     metrics = group.update(groups, lr=1e-6)        # all ranks at once, each with its share of the samples
 
-The trainer keeps everything else in its own process: data, servers, rewards, logs, Ctrl-C. So it may run on a
-machine without a GPU, and a rank that dies takes nothing along: RanksLost is raised at once (for a node that
-is cut off: when Ray has declared it dead), and `restart` starts all ranks anew.
+The trainer's own process keeps everything else: data, servers, rewards, logs, Ctrl-C. So it may run on a
+machine without a GPU, and it survives a rank that dies: RanksLost is raised at once (for a node that is cut
+off, when Ray has declared it dead), and `restart` starts all ranks again.
 
-Left out: ranks that join or leave while others go on, groups of different devices.
+Not covered: ranks that join or leave while others continue, groups of different devices.
 """
 
 import contextlib
@@ -26,20 +26,27 @@ import torch.distributed as dist
 
 from cluster.placement import RESERVE_TIMEOUT, Reservation, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
-from cluster.samples import split
-from policy import RanksLost, Sample, entropy_of, mini_batches
+from policy import MiniBatch, RanksLost, Sample, entropy_of, mini_batches
 
-# seconds in which the cluster must have room after a rank has died: it may be a node to come
+# After a rank has died, the cluster gets this long (seconds) to have room again: a new node may be coming.
 RESTART_TIMEOUT = 900.0
-# when a rank fails in a collective, Ray says within this time whether another one has died
+# If a rank fails in a collective operation, Ray reports within this time whether another rank has died.
 AFTERMATH_S = 10.0
 
 
 class PolicyGroup:
-    """A policy on `config.policy_ranks` devices. The methods are those of Policy.
+    """A policy on `config.policy_ranks` devices, with the methods of a Policy.
 
-    `reservation` has room for each "rank"; by default the group reserves its own. Raises what Policy and
-    Reservation raise, and RanksLost from every method if a rank died.
+    Every method raises RanksLost if a rank died.
+
+    Args:
+        config: The trainer's configuration.
+        source: A folder or hub name.
+        reservation: Has room for each "rank". By default the group makes its own.
+
+    Raises:
+        ValueError: As in Policy.
+        RuntimeError: As in Policy and Reservation.
     """
 
     def __init__(self, config, source: str, reservation: Reservation | None = None):
@@ -49,6 +56,8 @@ class PolicyGroup:
         self.own_reservation = None
         self.actors = []
         self.starts = 0
+        # The number of updates behind the weights. None: an update failed, and how far it got is unknown.
+        self.num_updates = 0
         self.lock = threading.RLock()
         try:
             self.start(source, RESERVE_TIMEOUT)
@@ -57,11 +66,11 @@ class PolicyGroup:
             raise
 
     def start(self, source: str, timeout_s: float) -> None:
-        """All ranks, from the weights in the folder `source`."""
+        """Start all ranks with the weights in the folder `source`."""
         self.starts += 1
         self.num_updates = 0
-        config = SimpleNamespace(**dataclasses.asdict(self.config))  # the ranks need not import its class
-        config.model = absolute(config.model)  # they work in another folder
+        config = SimpleNamespace(**dataclasses.asdict(self.config))  # The ranks need not import its class.
+        config.model = absolute(config.model)  # The ranks have another working directory.
         reservation = self.reservation
         if not reservation:
             reservation = self.own_reservation = Reservation({"rank": rank_spec(config)}, timeout_s)
@@ -70,7 +79,7 @@ class PolicyGroup:
         per_node = Counter(nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         host = ray.util.get_node_ip_address()
-        # The ranks meet at a store in this process, which listens on this one address.
+        # The ranks meet at a store in this process, which listens on this one address only.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
@@ -84,7 +93,7 @@ class PolicyGroup:
                 address=addresses[node],
                 per_node=max(per_node.values()),
             )
-            # Ray shows an actor its own GPU only
+            # Ray shows each actor only its own GPU.
             device = torch.device("cuda:0") if self.device.type == "cuda" else self.device
             actor = ray.remote(RankedPolicy).options(max_restarts=0, **reservation.options("rank", rank))
             self.actors.append(actor.remote(config, absolute(source), device, ranks))
@@ -95,14 +104,14 @@ class PolicyGroup:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
-        """New ranks in place of all, from the weights in the folder `source`."""
+        """Replace all ranks by new ones with the weights in the folder `source`."""
         with self.lock:
             self.shutdown()
             self.start(source, RESTART_TIMEOUT)
 
     def shutdown(self) -> None:
-        """Ends all ranks; those that wait in a collective, too."""
-        if ray.is_initialized():  # else they went with it, and ray.kill would start another Ray
+        """End all ranks, even those that wait in a collective operation."""
+        if ray.is_initialized():  # If not, they have ended with it, and ray.kill would start another Ray.
             with contextlib.suppress(ray.exceptions.RayError):
                 for actor in self.actors:
                     ray.kill(actor)
@@ -111,32 +120,35 @@ class PolicyGroup:
         self.actors = []
         self.own_reservation = None
 
-    def call(self, method: str, *arguments, own: list = ()) -> list:
-        """A method of all ranks at once -> their answers. A death or a failure is noticed at once.
+    def call(self, method: str, *arguments, shares: list = ()) -> list:
+        """Call a method of all ranks at once, and return their answers.
 
-        own: what each rank has as its first argument, if that is another one for each.
+        A rank that fails or dies is noticed at once.
+
+        shares: If given, each rank gets its own element as its first argument.
         """
         with self.lock:
             if not self.actors:
                 raise RanksLost("the policy has no ranks: they were ended")
             calls = []
             for rank, actor in enumerate(self.actors):
-                calls.append(getattr(actor, method).remote(*own[rank : rank + 1], *arguments))
+                calls.append(getattr(actor, method).remote(*shares[rank : rank + 1], *arguments))
             waiting = calls
             while waiting:
                 (done,), waiting = ray.wait(waiting)
                 try:
                     ray.get(done)
                 except ray.exceptions.RayError as error:
-                    raise self.verdict(error, waiting) from None
+                    raise self.cause_of(error, waiting) from None
             return ray.get(calls)
 
-    def verdict(self, error, waiting: list) -> BaseException:
-        """What has happened: a rank's own error, or a death that the error is a consequence of."""
+    def cause_of(self, error, waiting: list) -> BaseException:
+        """Return what to raise: a rank's own error, or RanksLost if another rank's death caused it."""
         found = [error]
         if waiting:
             late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S)
-            # in a collective with the one that failed: they would take the next call's tensors for its
+            # These wait in a collective operation with the rank that failed, and cannot be used again: they
+            # would take the tensors of the next call for those of this one.
             if hanging:
                 self.shutdown()
             found += map(exception_of, late)
@@ -148,7 +160,7 @@ class PolicyGroup:
             return error.cause
         if not isinstance(error, ray.exceptions.RayActorError):
             return error
-        # In its constructor, of which Ray keeps the text only: the last line that names an error.
+        # The constructor failed. Ray keeps only the text of its error, whose last line with a name says what.
         named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
         kind, text = named[-1] if named else ("", str(error))
         if kind == "ValueError":
@@ -156,13 +168,13 @@ class PolicyGroup:
         return RuntimeError(text)
 
     def check_shared_folder(self) -> None:
-        """RuntimeError where a rank's node does not see the run's folder, to which all of them write."""
-        path = Path(self.config.out_dir, "config.json").absolute()  # the trainer has just written it
+        """Raise RuntimeError if a rank's node does not see the output directory, to which all ranks write."""
+        path = Path(self.config.out_dir, "config.json").absolute()  # The trainer has just written it.
         text = path.read_text()
         seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
         if not all(seen):
-            what = "put it, and the model, on a shared file system"
-            raise RuntimeError(f"out_dir: another node does not see {path.parent}; {what}")
+            raise RuntimeError(f"--out-dir {path.parent} is not visible on another node; put it and the "
+                               "model on a shared file system")  # fmt: skip
 
     # ---- the methods of a Policy
 
@@ -170,13 +182,16 @@ class PolicyGroup:
         return self.info
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        parts = split(mini_batches(groups, self.config), len(self.actors) or 1)
-        self.num_updates = math.nan  # until the ranks have said how many: the weights may be no step's
+        shares = split(mini_batches(groups, self.config), len(self.actors) or 1)
+        before = self.num_updates
+        self.num_updates = None
         try:
-            metrics = self.call("learn", lr, max_logprob_diff, own=parts)[0]
-        finally:
+            metrics = self.call("update_mini_batches", lr, max_logprob_diff, shares=shares)[0]
+        except BaseException:
             with contextlib.suppress(RanksLost):
                 self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]
+            raise
+        self.num_updates = before + metrics["actor/updates"]
         return metrics | {"actor/entropy": entropy_of(groups)}
 
     def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
@@ -192,15 +207,30 @@ class PolicyGroup:
         self.call("load_optimizer", folder.absolute())
 
 
+def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
+    """Split each mini-batch into `count` shares, one per rank, whose lengths are as equal as possible.
+
+    The samples of a share are copies with only what an update needs: rows, texts and results stay behind.
+    """
+    shares = [[] for _ in range(count)]
+    for batch in batches:
+        bare = []
+        for sample in sorted(batch.samples, key=lambda sample: sample.length, reverse=True):
+            bare.append(dataclasses.replace(sample, row={}, text="", result={}, turns=[], info={}))
+        for rank, share in enumerate(shares):
+            share.append(dataclasses.replace(batch, samples=bare[rank::count]))
+    return shares
+
+
 def absolute(source: str) -> str:
-    """A folder's full path; a hub name stays as it is."""
+    """Return the full path of a folder; a hub name is returned as it is."""
     if Path(source).exists():
         return str(Path(source).absolute())
     return source
 
 
 def exception_of(call) -> Exception | None:
-    """What a call that has ended raised; None: nothing."""
+    """Return what a finished call raised, or None."""
     try:
         ray.get(call)
     except ray.exceptions.RayError as error:

@@ -1,14 +1,14 @@
-"""One rank of a policy over many devices: policy.Policy, its weights split (FSDP2), its samples dealt out.
+"""One rank of a policy on many devices: a policy.Policy whose weights and samples are sharded (FSDP2).
 
     ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
     policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
 
-policy_group.py starts one such process per device. All ranks do the same calls, each with its own samples of
-the same mini-batches, so that each decision is the same everywhere. Only tensors travel between them: weights
-are gathered layer by layer, gradients are summed. Everything else is policy.py's.
+policy_group.py starts one such process per device. All ranks make the same calls, each with its own samples
+of the same mini-batches, so every decision is the same on all ranks. Only tensors travel between them:
+weights are gathered layer by layer, and gradients are summed. Everything else is in policy.py.
 
-Left out: tensor, pipeline, sequence and expert parallelism, replicas of groups (HSDP), compilation. Prompts
-are not shared (speedups.py), as ranks would have to agree on it for each pass.
+Not covered: tensor, pipeline, sequence and expert parallelism, replicas of sharded groups (HSDP),
+compilation. Ranks do not share prompts (speedups.py), because they would have to agree on it in every pass.
 """
 
 import os
@@ -24,100 +24,117 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from policy import Policy, Sample, layers_of, logprobs_and_entropy, micro_batches, set_dtypes
+from causal_lm import layers_of, logprobs_and_entropy, set_dtypes
 from cluster.weights import send
+from policy import Policy, Sample, micro_batches
 from rollout import served_weights
 
-# of a collective; whoever started the ranks sees a dead one at once, and ends the others
-PATIENCE = timedelta(hours=4)
+# Time limit of a collective operation. It is long because it need not detect dead ranks: whoever started the
+# ranks notices a dead one at once and ends the others.
+COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 class RankedPolicy(Policy):
-    """A rank of many, or the only one; a Ray actor. All ranks have the same results."""
+    """One of several ranks, or the only one; a Ray actor. All ranks return the same results.
+
+    Args:
+        config: The trainer's configuration.
+        source: A folder or hub name.
+        device: This rank's device.
+        ranks: This rank's place among the others.
+    """
 
     def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
         self.ranks = ranks
-        self.is_first = ranks.rank == 0
+        self.is_main_rank = ranks.rank == 0
         if device.type == "cuda" and config.policy_gpu_share < 1:
             torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
         if ranks.count > 1:
             threads = config.num_threads
-            if not threads and config.policy_offload:  # Adam is on the CPU
+            if not threads and config.policy_offload:  # The optimizer runs on the CPU.
                 threads = len(os.sched_getaffinity(0)) // ranks.per_node
             torch.set_num_threads(threads or 1)
         ranks.join(device)
-        self.is_split = ranks.count > 1 or config.policy_offload
-        if self.is_split:
-            # As they are stored: on a CPU that only maps the files into memory, which ranks of a node share.
-            self.read_as = "auto"
+        self.is_sharded = ranks.count > 1 or config.policy_offload
+        if self.is_sharded:
+            # Read as stored, weights are only mapped into memory, and the ranks of a node share the mapping.
+            self.load_dtype = "auto"
         super().__init__(config, source, device)
 
     def load(self, source: str):
         model = super().load(source)
-        if self.is_split:
-            model.reshard()  # after the check
+        if self.is_sharded:
+            model.reshard()  # The check of log-probabilities has gathered the weights.
         return model
 
-    def place(self, model) -> None:
-        """Split, each rank holds its rows alone, as the files lie in memory that nobody has copied yet."""
-        if self.is_split:
+    def setup_model(self, model) -> None:
+        """Shard the model before anything is copied, so that each rank reads only its rows of the files."""
+        if self.is_sharded:
             model.shares_prompts = False
             shard(model, self.ranks, self.config.policy_offload)
-            set_dtypes(model, self.config, self.device.type)
+            set_dtypes(model, self.config.lora_rank, self.device.type)
         else:
-            super().place(model)
-        # As a method of the model: its weights are whole only within a method that FSDP knows of.
+            super().setup_model(model)
+        # FSDP gathers a model's weights only inside methods of the model that it knows of.
         model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
         register_fsdp_forward_method(model, "logprobs_and_entropy")
 
-    def compute(self, model, *arguments):
+    def model_logprobs(self, model, *arguments):
         return model.logprobs_and_entropy(*arguments)
 
-    def total(self, sums: Counter) -> Counter:
+    def all_reduce(self, sums: Counter) -> Counter:
         return self.ranks.sum(sums)
 
     def forward(self, samples: list[Sample], model=None):
-        """All ranks make equally many passes, or one would wait for ever for the others to gather a layer."""
-        limit = self.max_tokens
-        own = len(micro_batches([sample.length for sample in samples], limit))
-        most = self.ranks.most(own)  # agreed on before the first pass
+        """Compute log-probabilities as Policy does, with the same number of passes on all ranks.
+
+        A pass gathers layers, for which all ranks are needed. So a rank with fewer micro-batches than others
+        makes further passes on two tokens, whose gradient is 0.
+        """
+        num_passes = len(micro_batches([sample.length for sample in samples], self.max_tokens))
+        most_passes = self.ranks.max(num_passes)  # The ranks agree on it before the first pass.
         yield from super().forward(samples, model)
-        for _ in range(most - own):
-            logprobs, _ = self.compute(model or self.model, [[0, 0]], [1], self.config.temperature, False)
+        for _ in range(most_passes - num_passes):
+            temperature = self.config.temperature
+            logprobs, _ = self.model_logprobs(model or self.model, [[0, 0]], [1], temperature, False)
             if torch.is_grad_enabled():
                 (logprobs.sum() * 0.0).backward()
 
-    def score(self, samples: list[Sample], model=None):
-        yield from super().score(samples, model)
-        if self.is_split:  # without a backward pass it would go on holding its embedding and head
+    def logprobs_of(self, samples: list[Sample], model=None):
+        yield from super().logprobs_of(samples, model)
+        if self.is_sharded:  # Without a backward pass, FSDP keeps the embedding and the head gathered.
             (model or self.model).reshard()
 
     def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
-        """From rank 0 to WeightFolders, {node: its actor}. Returns the nodes that are gone."""
-        if self.is_first:
+        """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}).
+
+        Returns:
+            The nodes that no longer exist.
+        """
+        if self.is_main_rank:
             return send(served_weights(self, dtype), folders)
-        for _ in self.weights(dtype):  # gathered by all ranks together
+        for _ in self.weights(dtype):  # All ranks gather together.
             pass
         return set()
 
 
 @dataclass
 class Ranks:
-    """This process among the ranks that hold the policy together; by default it is alone."""
+    """The place of this process among the ranks. By default it is the only one."""
 
     rank: int = 0
     count: int = 1
     store: str = ""
-    """host:port of the TCPStore where they meet."""
+    """host:port of the TCPStore where the ranks meet."""
     address: str = "127.0.0.1"
-    """This node's, where the others reach it."""
+    """Address of this node, at which the other ranks reach it."""
     per_node: int = 1
     """The largest number of ranks on a node."""
 
     def join(self, device: torch.device) -> None:
-        """Returns when all ranks have joined."""
-        # Groups that device meshes make know no other time limit.
-        dist.distributed_c10d.default_pg_timeout = PATIENCE
+        """Connect this rank to the others, and return when all have joined."""
+        # The groups that a device mesh creates use this default; no argument sets their time limit.
+        dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self.address)
         host, port = self.store.rsplit(":", 1)
@@ -127,18 +144,18 @@ class Ranks:
             store=store,
             rank=self.rank,
             world_size=self.count,
-            timeout=PATIENCE,
+            timeout=COLLECTIVE_TIMEOUT,
         )
         self.mesh = init_device_mesh(device.type, (self.count,))
 
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
+    def max(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
     def sum(self, sums: Counter) -> Counter:
-        """These sums over all ranks."""
+        """Return the totals of these sums over all ranks."""
         of_ranks = [None] * self.count
         dist.all_gather_object(of_ranks, sums)
         total = Counter()
@@ -148,20 +165,27 @@ class Ranks:
 
 
 def interface_of(address: str) -> str:
-    """The interface with this address: gloo would take that of the host's name, often the loopback."""
+    """Return the network interface with this address.
+
+    By default, gloo takes the interface to which the host name resolves, which is often the loopback.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if address in [one.address for one in addresses]:
             return name
-    raise RuntimeError(f"no network interface has the address {address}; name one in GLOO_SOCKET_IFNAME")
+    raise RuntimeError(f"no network interface has the address {address}; set GLOO_SOCKET_IFNAME to one")
 
 
 def shard(model, ranks: Ranks, offload: bool = False) -> None:
-    """Splits the weights over the ranks, layer by layer; embedding, final norm and head are one part.
+    """Shard the weights over the ranks, layer by layer; embedding, final norm and head form one group.
 
-    What stays between two passes is 1/count of everything, in float32. On a GPU the layers are gathered in
-    bf16, embedding and head in float32, as one device alone computes them. The gradients of the ranks are
-    summed, not averaged: the loss divides by the tokens of all of them already. offload: the shards live in
-    the host's memory.
+    Between two passes, each rank keeps 1/count of everything, in float32. On a GPU, layers are gathered in
+    bf16, and embedding and head in float32, which is how a single device computes them. Gradients are summed
+    over ranks, not averaged, because the loss already divides by the tokens of all ranks.
+
+    Args:
+        model: The model, whose weights may still be mapped files.
+        ranks: The ranks.
+        offload: Keep the shards in the host's memory.
     """
     options = dict(mesh=ranks.mesh, offload_policy=OffloadPolicy())
     precision = MixedPrecisionPolicy()
@@ -169,10 +193,10 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
-    for layer in reversed(layers_of(model, "policy_ranks")):  # the inner ones first
+    for layer in reversed(layers_of(model, "--policy-ranks")):  # FSDP needs inner layers before outer ones.
         fully_shard(layer, mp_policy=precision, **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has nothing else
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction.

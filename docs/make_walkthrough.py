@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 import compute_score as scores
 import grpo_trainer
 from algorithm import compute_advantages, compute_policy_loss, count_tokens_before, set_advantages
-from policy import Policy, Sample, deal
+from policy import Policy, Sample, split_mini_batches
 from rollout import rollout_hf
 from run import load_rows
 from run_folder import read_lines
@@ -73,12 +73,12 @@ def record(run: Path, step: int, group: int) -> dict:
                 f"record: step {step} of {run} was sampled otherwise, on another kind of machine?"
             )
     set_advantages(groups, config, tokenizer.decode)
-    chosen, batches = groups[group], deal(groups, config.mini_batch_size)
+    chosen, batches = groups[group], split_mini_batches(groups, config.mini_batch_size)
     own = next(number for number, batch in enumerate(batches) if any(sample is chosen[0] for sample in batch))
     seen, update = [], policy.optimizer.step
 
     def look():
-        by_sample = {id(sample): logprobs.tolist() for sample, logprobs in policy.score(chosen)}
+        by_sample = {id(sample): logprobs.tolist() for sample, logprobs in policy.logprobs_of(chosen)}
         seen.append([by_sample[id(sample)] for sample in chosen])
 
     def update_and_look():

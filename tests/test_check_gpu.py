@@ -19,6 +19,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
 import grpo_trainer
+import causal_lm
 import policy
 from cluster.placement import layout, process_specs
 
@@ -39,7 +40,7 @@ def in_bf16(device):
 
 def test_the_update_in_bf16_beside_float32(work, monkeypatch):
     monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)  # a CPU's bound is float32's
-    monkeypatch.setattr(policy, "precision", in_bf16)
+    monkeypatch.setattr(causal_lm, "precision", in_bf16)
     rows = list(check_gpu.check_precision(work, CPU, length=8))
     assert len(rows) == 5 and all(holds for _, holds, _ in rows), rows
     assert " 0.0000 nats" not in rows[0][2] and "cosine 1.00000" != rows[3][2]  # the two are not the same
@@ -47,14 +48,14 @@ def test_the_update_in_bf16_beside_float32(work, monkeypatch):
 
 def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
     """What a check is for: a model that computes something else in bf16 is seen."""
-    right = policy.logits_of
+    right = causal_lm.logits_of
 
     def wrong(model, output, hidden):
-        return right(model, output, hidden) * (1.5 if policy.precision is in_bf16 else 1.0)
+        return right(model, output, hidden) * (1.5 if causal_lm.precision is in_bf16 else 1.0)
 
     monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)
-    monkeypatch.setattr(policy, "precision", in_bf16)
-    monkeypatch.setattr(policy, "logits_of", wrong)
+    monkeypatch.setattr(causal_lm, "precision", in_bf16)
+    monkeypatch.setattr(causal_lm, "logits_of", wrong)
     failed = [what for what, holds, _ in check_gpu.check_precision(work, CPU, length=4) if not holds]
     assert "bf16 and float32: log-probabilities" in failed and "bf16 and float32: actor/grad_norm" in failed
 

@@ -376,7 +376,7 @@ def test_baseline_calls_the_function_that_only_measures(workshop):
 @pytest.mark.slow
 def test_stale_weights_stop_the_run(workshop):
     with pytest.raises(
-        RuntimeError, match="logprob_diff .* is over max_logprob_diff 1e-12: the sampler does not use"
+        RuntimeError, match="logprob_diff .* is over --max-logprob-diff 1e-12: the sampler does not use"
     ):
         grpo_trainer.train(run_config(workshop, "stale", max_logprob_diff=1e-12))
 
@@ -1060,7 +1060,7 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     source += inspect.getsource(PolicyOptions).replace("self.", "config.")
     for name in ("policy.py", "algorithm.py"):
         source += Path(name).read_text().replace("options.", "config.")
-    for name in ("run.py", "run_folder.py", "lora.py", "cluster/ranks.py"):
+    for name in ("run.py", "run_folder.py", "causal_lm.py", "cluster/ranks.py"):
         source += Path(name).read_text()
     shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):

@@ -72,7 +72,7 @@ def test_the_reference_is_the_model_without_adapters(model):
     policies = [with_sgd(policy_of(model, lora_rank=4, kl_coef=0.5)) for _ in range(2)]
     assert policies[0].reference is policies[0].model
     policies[1].reference = copy.deepcopy(model)
-    policies[1].place(policies[1].reference)
+    policies[1].setup_model(policies[1].reference)
     samples, found = a_step(model), []
     for policy in policies:
         policy.update(groups_of(samples), lr=1.0)  # the adapters leave zero
@@ -140,7 +140,7 @@ PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
 def test_families_learn_with_adapters_or_their_experts_are_named(tmp_path, name):
     family_model = of_family(name, **FAMILIES[name])
     if name in PARTIAL:
-        with pytest.raises(ValueError, match=rf"lora_targets: [\w.]+ is a {PARTIAL[name]}, no plain linear"):
+        with pytest.raises(ValueError, match=rf"--lora-targets: [\w.]+ is a {PARTIAL[name]}, not a plain"):
             policy_of(family_model, lora_rank=4)
     targets = ("q_proj", "v_proj") if name in PARTIAL else ("all-linear",)
     policy, _ = learnt(family_model, lora_targets=targets)
@@ -159,7 +159,7 @@ def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-    with pytest.raises(ValueError, match="lm_head is a Linear, no plain linear layer of its own"):
+    with pytest.raises(ValueError, match="lm_head is a Linear, not a plain linear layer of its own"):
         # merged it would change the embedding
         policy_of(tied, lora_rank=4, lora_targets=("q_proj", "lm_head"))
 
@@ -192,7 +192,7 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
-    with pytest.raises(ValueError, match=r"lora_targets: .* has adapters of other layers, as .*v_proj"):
+    with pytest.raises(ValueError, match=r"--lora-targets differs from .* on other layers .*v_proj"):
         Policy(config, str(tmp_path), CPU)
 
 
@@ -201,12 +201,12 @@ def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_pat
     policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
-    with pytest.raises(ValueError, match="lora_rank, lora_alpha: .* has 4 and 64; give the run's own"):
+    with pytest.raises(ValueError, match="--lora-alpha differs from .* has 4 and 64; pass the same"):
         Policy(config, str(tmp_path), CPU)
     config.lora_alpha = 64
     Policy(config, str(tmp_path), CPU)
     config.lora_rank = 2
-    with pytest.raises(ValueError, match="lora_rank, lora_alpha: .* has 4 and 64; give the run's own"):
+    with pytest.raises(ValueError, match="--lora-alpha differs from .* has 4 and 64; pass the same"):
         Policy(config, str(tmp_path), CPU)
 
 

@@ -166,7 +166,8 @@ def test_policy_with_algorithm(alone, model, tokenizer):
     (folder / "config.json").write_text(json.dumps(config))
     code = """
 import json, types, torch
-from policy import Policy, Sample, logprobs_and_entropy, speedups
+from causal_lm import logprobs_and_entropy, speedups
+from policy import Policy, Sample
 config = types.SimpleNamespace(**json.load(open("config.json")))
 policy = Policy(config, config.model, torch.device("cpu"))
 answers = (([8, 9, 1], 1.0), ([10, 1], -1.0))
@@ -186,12 +187,13 @@ print(speedups, logprobs() > before)
 
 @pytest.mark.slow
 def test_rollout_and_speedups_with_policy_and_algorithm(alone, model, tokenizer):
-    assert not needs("speedups.py")[0] and "speedups.py" in needs("policy.py")[1]
+    assert not needs("speedups.py")[0] and "speedups.py" in needs("causal_lm.py")[1]
     folder = alone("rollout.py", "speedups.py")
     write_model(folder / "model", model, tokenizer)
     code = """
 from transformers import AutoModelForCausalLM
-from policy import Sample, logprobs_and_entropy, speedups
+from causal_lm import speedups
+from policy import Sample
 from rollout import rollout_hf
 model, ended = AutoModelForCausalLM.from_pretrained("model"), []
 samples = [Sample({}, [5, 6, 7]) for _ in range(2)]
@@ -278,16 +280,16 @@ print(reward_metrics(samples))
 @pytest.mark.slow
 def test_lora_alone(alone, model):
     """Adapters are all that learns, and change nothing yet."""
-    model.save_pretrained(alone("lora.py") / "model")
+    model.save_pretrained(alone("causal_lm.py") / "model")
     code = """
 from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
-import lora
+from causal_lm import add_adapters
 model, ids = AutoModelForCausalLM.from_pretrained("model"), torch.arange(5)[None]
 before = model(ids).logits
 config = SimpleNamespace(model="model", lora_rank=2, lora_alpha=0, lora_targets=("q_proj",), seed=0)
-lora.add(model, config, "model")
+add_adapters(model, config, "model")
 learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 same = torch.equal(model(ids).logits, before)
 print(len(learning), all(".q_proj.lora_" in name for name in learning), same)

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import causal_lm
 import policy as policy_file
 from toy import warm_start
 import speedups
-from policy import Policy, Sample, deal
+from policy import Policy, Sample, split_mini_batches
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_out, weights_of, with_sgd
 
@@ -184,7 +185,7 @@ def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypa
     samples = a_step(model)
     policies = [with_sgd(policy_of(model)) for _ in range(2)]
     policies[0].update(groups_of(samples), lr=1e-2)
-    monkeypatch.setitem(policy_file.LOGITS_AT_ONCE, "cpu", 5 * model.config.vocab_size)
+    monkeypatch.setitem(causal_lm.LOGITS_AT_ONCE, "cpu", 5 * model.config.vocab_size)
     policies[1].update(groups_of(samples), lr=1e-2)
     assert torch.allclose(weights_of(policies[0]), weights_of(policies[1]), atol=2e-8)
 
@@ -215,7 +216,7 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
-    monkeypatch.setattr(policy_file, "speedups", None)
+    monkeypatch.setattr(causal_lm, "speedups", None)
     seen.clear()
     alone = policy.update(groups_of(samples), lr=0.0)
     assert seen == [(8, 29)] and hook.remove() is None
@@ -250,7 +251,7 @@ def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
     """Rollouts, update and metrics with speedups.py and without it."""
     found = []
     for module in (speedups, None):
-        monkeypatch.setattr(policy_file, "speedups", module)
+        monkeypatch.setattr(causal_lm, "speedups", module)
         samples = a_step(model)
         found.append((samples, *updated(model, samples)))
     (samples, weights, metrics), (same_samples, same_weights, same_metrics) = found
@@ -340,7 +341,7 @@ def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
     short, long = (
-        logprobs for _, logprobs in sorted(policy_of(model).score(samples), key=lambda s: len(s[1]))
+        logprobs for _, logprobs in sorted(policy_of(model).logprobs_of(samples), key=lambda s: len(s[1]))
     )
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6]])).logits[0, 1].log_softmax(-1)[0]
@@ -364,7 +365,7 @@ def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step
     )
     before = weights_of(policy)
     with pytest.raises(
-        RuntimeError, match="logprob_diff .* is over max_logprob_diff 0.01: the sampler does not use"
+        RuntimeError, match="logprob_diff .* is over --max-logprob-diff 0.01: the sampler does not use"
     ):
         policy.update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
     assert policy.num_updates == 0 and torch.equal(weights_of(policy), before)
@@ -462,7 +463,7 @@ def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradien
     policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
     check_sampling(policies[0])
     samples = a_step(policies[0].model)
-    for sample, logprobs in policies[0].score(samples):
+    for sample, logprobs in policies[0].logprobs_of(samples):
         with torch.no_grad():
             logits = family_model(input_ids=torch.tensor([sample.prompt_ids + sample.response_ids])).logits
         own = logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -511,7 +512,7 @@ def test_a_cap_in_the_attention_is_computed(name):
     own = family_model(ids).logits
     assert (own - without).abs().mean() > 0.01
     samples = a_step(policy.model)
-    for sample, logprobs in policy.score(samples):
+    for sample, logprobs in policy.logprobs_of(samples):
         ids = torch.tensor([sample.prompt_ids + sample.response_ids])
         expected = family_model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
@@ -525,7 +526,7 @@ def test_quantised_weights_are_refused_by_name(model, tmp_path):
     file = tmp_path / "config.json"
     about = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}))
-    message = rf"model: {tmp_path} is quantised \(fp8\); its weights cannot be trained: take"
+    message = rf"--model {tmp_path} is quantised \(fp8\), and quantised weights cannot be trained; pass"
     with pytest.raises(ValueError, match=message):
         Policy(config_of(), str(tmp_path), CPU)
 
@@ -566,7 +567,7 @@ def test_a_loss_term_made_from_an_entropy_that_was_not_computed_stops_the_run(mo
     assert math.isfinite(policy.update(samples, lr=1e-3)["actor/loss"])
     policy.forward = seen
     monkeypatch.setattr(policy_file, "compute_policy_loss", with_a_term)
-    with pytest.raises(RuntimeError, match="loss nan, gradient .* not finite"):
+    with pytest.raises(RuntimeError, match="loss nan or gradient .* not finite"):
         policy.update(samples, lr=1e-3)
 
 
@@ -591,14 +592,14 @@ def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
     """Mamba takes its state by another name and ignores the key-value cache: responses would not see their
     prompts."""
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="rollout: hf samples wrongly from a MambaForCausalLM .*take vllm"):
+    with pytest.raises(ValueError, match="samples wrongly from a MambaForCausalLM .*; pass --rollout vllm"):
         check_sampling(policy)
     # with vLLM it trains
     assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1
 
 
 def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):
-    """A head that looks at more than the hidden states which policy.logits_of hands it."""
+    """A head that looks at more than the hidden states which causal_lm.logits_of hands it."""
     original = type(model).forward
 
     def strange(self, *args, input_ids=None, **kwargs):
@@ -607,7 +608,7 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
         return out
 
     monkeypatch.setattr(type(model), "forward", strange)
-    with pytest.raises(ValueError, match=r"model: \S+ \(LlamaForCausalLM\) cannot be trained here"):
+    with pytest.raises(ValueError, match=r"--model \S+ \(LlamaForCausalLM\) cannot be trained: "):
         policy_of(model)
 
 
@@ -629,12 +630,12 @@ def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, 
 def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
     """Nine groups in mini-batches of at most four: three of three, not four, four and one."""
     samples = [Sample({}, [i]) for i in range(18)]
-    batches = deal(groups_of(samples, 2), mini_batch_size=4)
+    batches = split_mini_batches(groups_of(samples, 2), mini_batch_size=4)
     assert [len(batch) for batch in batches] == [6, 6, 6] and [
         s for batch in batches for s in batch
     ] == samples
-    assert [len(batch) // 2 for batch in deal(groups_of(samples[:10], 2), 4)] == [2, 3]
-    assert deal([samples[:2]], 4) == [samples[:2]]
+    assert [len(batch) // 2 for batch in split_mini_batches(groups_of(samples[:10], 2), 4)] == [2, 3]
+    assert split_mini_batches([samples[:2]], 4) == [samples[:2]]
 
 
 def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
@@ -722,13 +723,13 @@ def test_entropy_is_a_mean_over_tokens(model):
 
 def count_passes(policy):
     """The responses that the model reads in an update, pass by pass."""
-    seen, compute = [], policy.compute
+    seen, compute = [], policy.model_logprobs
 
     def counting(model, sequences, counts, *options):
         seen.append((len(counts), torch.is_grad_enabled()))
         return compute(model, sequences, counts, *options)
 
-    policy.compute = counting
+    policy.model_logprobs = counting
     return seen
 
 

@@ -73,7 +73,7 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             rollout_batch_size=6,
         )
         policy = policy_of(model, temperature=temperature, entropy_coef=1.0)
-        for sample, logprobs in policy.score(samples):
+        for sample, logprobs in policy.logprobs_of(samples):
             assert torch.allclose(logprobs, torch.tensor(sample.rollout_logprobs), atol=1e-5)
             assert len(logprobs) == len(sample.response_ids)
         for _, _, entropy, mask in policy.forward(samples):
@@ -291,7 +291,7 @@ def served_difference(servers, policy, temperature=1.0):
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
     policy.config.temperature = temperature
     differences = [
-        logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs in policy.score(samples)
+        logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs in policy.logprobs_of(samples)
     ]
     return torch.cat(differences).abs().mean().item()
 

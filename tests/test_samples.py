@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.samples import split
+from cluster.policy_group import split
 from policy import MiniBatch, Sample, mini_batches
 from tiny import config_of
 

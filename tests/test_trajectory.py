@@ -105,7 +105,7 @@ def test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it(mode
 
 def test_log_probabilities_of_all_turns_are_the_trainers(model, tokenizer):
     samples = rolled_out(three_turns, model, tokenizer, eos_ids=())
-    for sample, logprobs in policy_of(model).score(samples):
+    for sample, logprobs in policy_of(model).logprobs_of(samples):
         own = torch.tensor(sample.loss_mask)
         assert torch.allclose(logprobs[own], torch.tensor(sample.rollout_logprobs)[own], atol=1e-5)
 

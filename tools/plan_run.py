@@ -23,11 +23,11 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import lora
 import grpo_trainer
 import reward_loop
 from cluster.placement import Reservation, layout, process_specs
-from policy import LOGITS_AT_ONCE, TOKENS_PER_PASS, layers_of, set_dtypes
+from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
+from policy import TOKENS_PER_PASS
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
 VLLM_GB = 1.0  # roughly what a server needs for CUDA itself and for graphs
@@ -66,8 +66,8 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             shape = AutoConfig.from_pretrained(config.model, **remote)
             model = AutoModelForCausalLM.from_config(shape, **remote)
             if config.lora_rank:
-                lora.add(model, config, "")
-            set_dtypes(model, config, device)
+                add_adapters(model, config, "")
+            set_dtypes(model, config.lora_rank, device)
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
     except Exception:  # A family's own code may raise anything.

@@ -1,0 +1,403 @@
+"""A causal language model in training: loading, log-probabilities, gradient checkpointing, LoRA adapters.
+
+    model = load_causal_lm("PATH")
+    logprobs_B_T, entropy_B_T = logprobs_and_entropy(model, sequences, counts, temperature=1.0)
+
+policy.py trains such a model, and rollout.py samples from it. Every family that transformers can load works:
+its layers give hidden states, and its own forward turns these into logits. LoRA is peft's.
+Needs none of our other files; speedups.py if it is there.
+Not covered: images, packed sequences, quantised weights, adapters on the experts of a mixture of experts.
+Names end in the shape of a tensor: B sequences of a micro-batch, T tokens of the longest response, N tokens
+in a row, n of them in a chunk, H hidden size, V vocabulary.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+try:
+    import speedups
+except ImportError:  # Everything is slower without this file, but the results are the same.
+    speedups = None
+
+# Number of float32 logits that exist at a time. A forward and backward pass holds five or six copies of them.
+LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
+
+
+# ---- loading
+
+
+def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_positions=0):
+    """Load a model in evaluation mode.
+
+    Args:
+        source: A Hugging Face folder or hub name.
+        dtype: The type in which the weights are read; "auto" reads them as they are stored.
+        trust_remote_code: Run code that comes with the model.
+        max_positions: Replaces the model's max_position_embeddings. 0 keeps it.
+
+    Raises:
+        ValueError: The model is quantised.
+    """
+    options = dict(dtype=dtype, trust_remote_code=trust_remote_code)
+    config = read_config(source, trust_remote_code).get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # Other implementations ignore the cap.
+    if max_positions:
+        options["max_position_embeddings"] = max_positions
+    model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    model.generation_config.do_sample = True  # Otherwise transformers rejects a saved temperature.
+    return model
+
+
+def read_config(source: str, trust_remote_code=False):
+    """Read a model's config.json. Raises ValueError if the model is quantised and so cannot be trained."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised:
+            method = dict(quantised).get("quant_method", "quantization_config")
+            raise ValueError(f"--model {source} is quantised ({method}), and quantised weights cannot be "
+                             "trained; pass the bf16 or float32 model that it was made from")  # fmt: skip
+    return config
+
+
+def set_dtypes(model, lora_rank: int, device_type: str) -> None:
+    """Make all weights float32, except that on a GPU the layers that LoRA freezes become bf16."""
+    dtypes = dict.fromkeys(model.parameters(), torch.float32)
+    if lora_rank and device_type == "cuda":
+        for layer in layers_of(model, "--lora-rank"):
+            for parameter in layer.parameters():
+                if not parameter.requires_grad:
+                    dtypes[parameter] = torch.bfloat16
+    model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))  # also works on sharded weights
+
+
+def can_share_prompts(model) -> bool:
+    """Return whether a prompt that several sequences begin with can be computed once (speedups.py)."""
+    return speedups is not None and speedups.can_share_prompts(model)
+
+
+@torch.no_grad()
+def check_logprobs(logprobs_function, model, name: str, device: torch.device) -> None:
+    """Compare log-probabilities from `logprobs_function` with those of the model's own forward.
+
+    Some of the texts share a prompt. If the result is wrong only because of that, prompts are not shared from
+    then on.
+
+    Args:
+        logprobs_function: logprobs_and_entropy, or a function with the same arguments.
+        model: The model.
+        name: The model's name in the error message.
+        device: Where the model is computed. Its weights may be in the host's memory.
+
+    Raises:
+        ValueError: The log-probabilities differ.
+    """
+    ids = list(range(1, 20))
+    sequences = [ids[:11], ids[:8] + ids[12:], ids[:10], ids[4:9]]
+    counts = [3, 7, 2, 1]
+    expected = []
+    for sequence, count in zip(sequences, counts):
+        with precision(device):
+            logits = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits
+        logprobs = logits[0, -count - 1 : -1].float().log_softmax(-1)
+        expected.append(logprobs[range(count), sequence[-count:]])
+    allowed = {"cpu": 1e-3, "cuda": 0.1}[device.type]
+    for _ in range(2):
+        logprobs, _ = logprobs_function(model, sequences, counts, 1.0)
+        difference = (logprobs[mask_of(counts, device)] - torch.cat(expected)).abs().mean().item()
+        if difference < allowed:
+            return
+        model.shares_prompts = False
+    raise ValueError(f"--model {name} ({type(model).__name__}) cannot be trained: log-probabilities differ "
+                     f"from the model's own by {difference:.2g}; see causal_lm.logits_of")  # fmt: skip
+
+
+# ---- log-probabilities
+
+
+def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
+    """Return log-probabilities of the response tokens and entropies, stacked: 2 x B x T, 0 in the padding.
+
+    At most LOGITS_AT_ONCE logits exist at a time: for a large vocabulary, they and not the layers are what
+    limits the length of a sequence.
+
+    Args:
+        model: The model.
+        sequences: The token ids of each prompt and its response.
+        counts: The number of response tokens of each sequence.
+        temperature: Divides the logits.
+        with_entropy: Compute entropies. Otherwise they are NaN, so that using them by mistake is noticed.
+    """
+    device = model.device
+    states = None
+    with precision(device):
+        if speedups:
+            states = speedups.shared_states(model, backbone(model), sequences, counts, left_padded)
+        if states is None:
+            states = response_states(model, sequences, counts, device)
+    output, hidden_N_H, targets_N = states
+
+    def of_chunk(hidden_n_H, targets_n):
+        logits_n_V = logits_of(model, output, hidden_n_H)
+        if temperature != 1:  # A division by 1 would cost a copy.
+            logits_n_V = logits_n_V / temperature
+        logp_n_V = logits_n_V.log_softmax(-1)
+        logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
+        entropy_n = torch.full_like(logprobs_n, math.nan)
+        if with_entropy:  # The clamp makes an impossible token (-inf) add 0.
+            entropy_n = -(logp_n_V.exp() * logp_n_V.clamp(min=torch.finfo(logp_n_V.dtype).min)).sum(-1)
+        return torch.stack([logprobs_n, entropy_n])
+
+    chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
+    compute_chunk = of_chunk
+    if torch.is_grad_enabled() and len(targets_N) > chunk:  # The backward pass computes the logits again.
+        compute_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    parts = []
+    for hidden_n_H, targets_n in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
+        parts.append(compute_chunk(hidden_n_H, targets_n))
+    mask = mask_of(counts, device)
+    return torch.zeros(2, *mask.shape, device=device).masked_scatter(mask, torch.cat(parts, 1))
+
+
+def response_states(model, sequences, counts, device):
+    """Compute the layers on whole sequences.
+
+    Returns:
+        The backbone's output, the hidden states that predict each response token (N x H), and these tokens
+        (N).
+    """
+    # The padding is on the right, where a causal model does not see it, so no attention mask is needed.
+    ids = padded(sequences, device, torch.long)
+    output = backbone(model)(input_ids=ids, use_cache=False)
+    ends = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)[:, None]
+    starts = ends - torch.tensor(counts, device=device)[:, None]
+    columns = torch.arange(ids.shape[1] - 1, device=device)  # Each column predicts the token after it.
+    chosen = (starts <= columns) & (columns < ends)
+    return output, output.last_hidden_state[:, :-1][chosen], ids[:, 1:][chosen]
+
+
+def next_logits(model, ids, attended, positions, cache=None):
+    """Return the logits of the token that follows these tokens (B x V), and the cache with them added.
+
+    Args:
+        model: The model.
+        ids: New tokens of each sequence, left-padded.
+        attended: Attention mask over the cached and the new tokens.
+        positions: Positions of the new tokens.
+        cache: The key-value cache of the tokens before. None starts a new one.
+    """
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+        if speedups:
+            speedups.make_roomy(cache)
+    inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
+    output = backbone(model)(input_ids=ids, **inputs)
+    return logits_of(model, output, output.last_hidden_state[:, -1]), cache
+
+
+def precision(device, keep_casts=False):
+    """Run matrix products in bf16 on a GPU, from weights that stay float32. On a CPU all is float32.
+
+    keep_casts: Cast each weight once and keep the copy (2 bytes per parameter) until the context ends.
+    """
+    return torch.autocast(device.type, torch.bfloat16, device.type == "cuda", keep_casts)
+
+
+def backbone(model):
+    """Return the module from which the model's forward gets hidden states: all layers, without the head."""
+    body = getattr(model, "model", model.base_model)  # Llama-4 gives base_model another meaning.
+    return getattr(body, "decoder", body)  # OPT has a decoder inside its backbone.
+
+
+def logits_of(model, output, hidden_N_H):
+    """Return the logits (N x V, float32) of hidden states that were selected from the backbone's `output`.
+
+    Families differ in what follows the layers: soft caps, scales, one more layer. So the model's own forward
+    computes the logits. While it runs, its backbone is replaced by a function that returns these hidden
+    states.
+    """
+    body = backbone(model)
+    output.last_hidden_state = hidden_N_H[None].float()
+    body.forward = lambda *args, **kwargs: output
+    try:
+        with torch.autocast(hidden_N_H.device.type, enabled=False):
+            ids = torch.zeros(1, len(hidden_N_H), dtype=torch.long, device=hidden_N_H.device)
+            return model.forward(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        del body.forward
+
+
+# ---- layers
+
+
+@contextlib.contextmanager
+def checkpointed_layers(model):
+    """Inside this context, the backward pass recomputes the activations of layers, which saves memory.
+
+    This does not use transformers' own switch, which needs training mode: some models then turn on dropout.
+    """
+    layers = layers_of(model, "--gradient-checkpointing")
+    shares = model.shares_prompts
+    model.shares_prompts = False  # The second computation would add the keys to the cache again.
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        model.shares_prompts = shares
+        for layer in layers:
+            del layer.forward
+
+
+def layers_of(model, flag: str) -> list:
+    """Return the model's repeated layers, as transformers marks them.
+
+    Raises:
+        ValueError: The model has none; the message names the `flag` that needs them.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{flag} does not work with {type(model).__name__}: transformers marks no layers in "
+                         f"it; leave out {flag}")  # fmt: skip
+    return layers
+
+
+# ---- LoRA adapters (peft is imported late, because only some runs need it)
+
+
+def add_adapters(model, options, source: str) -> None:
+    """Freeze the model and add float32 adapters to its layers.
+
+    The adapters are those of the checkpoint `source` if it has any. New ones change nothing at first, because
+    their matrix B is 0, and are the same for the same seed.
+
+    Args:
+        model: The model.
+        options: Has lora_rank, lora_alpha, lora_targets and seed (policy.PolicyOptions).
+        source: A folder or hub name.
+
+    Raises:
+        ValueError: A target is not a plain linear layer, or the checkpoint's adapters do not fit the options.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    targets = list(options.lora_targets)
+    if "all-linear" in targets:
+        targets = "all-linear"
+    settings = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha or 2 * options.lora_rank,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    model.add_adapter(settings)
+    cast_adapter_dtype(model, "default")
+    torch.manual_seed(options.seed)
+    for name, layer in adapter_layers(model).items():
+        kind = type(layer.get_base_layer())
+        # Experts are not linear layers, a router returns more than a product, and a tied head is also the
+        # embedding.
+        is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
+        if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
+            raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer of its "
+                             "own; name the layers to train, such as q_proj v_proj")  # fmt: skip
+        layer.reset_lora_parameters("default", True)
+    saved = Path(source, "adapter_model.safetensors")
+    if saved.is_file():
+        before = LoraConfig.from_pretrained(source)
+        if (before.r, before.lora_alpha) != (settings.r, settings.lora_alpha):
+            raise ValueError(f"--lora-rank or --lora-alpha differs from {source}, which has {before.r} and "
+                             f"{before.lora_alpha}; pass the same values")  # fmt: skip
+        found = set_peft_model_state_dict(model, load_file(saved))
+        wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
+        if wrong:
+            raise ValueError(f"--lora-targets differs from {source}, whose adapters are on other layers "
+                             f"(see {wrong[0]}); pass the same targets")  # fmt: skip
+
+
+def adapter_layers(model) -> dict:
+    """Return the layers that have an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def count_adapters(model) -> str:
+    """Return a line that says how many layers of each kind have an adapter."""
+    kinds = Counter(name.rpartition(".")[2] for name in adapter_layers(model))
+    return f"layers with adapters: {dict(kinds)}"
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """Inside this context, the model computes what it did before it got adapters.
+
+    The adapters are scaled by 0. peft's own switch would also freeze them, which FSDP does not support.
+    """
+    layers = adapter_layers(model).values()
+    try:
+        for layer in layers:
+            layer.set_scale("default", 0.0)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale("default", 1.0)
+
+
+@torch.no_grad()
+def merged_weights(model):
+    """Yield name and tensor of each weight with the adapter merged in, under the names of the base model.
+
+    The weight of a layer with an adapter is W + alpha / rank * B @ A, in float32. If W is sharded over ranks,
+    the sum is sharded the same way.
+    """
+    layers = adapter_layers(model)
+    for name, tensor in model.state_dict().items():
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None:
+            tensor = tensor + layer.get_delta_weight("default")
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+# ---- padding
+
+
+def left_padded(prompts, device):
+    """Pad the distinct prompts on the left, so that all of them end in the same column.
+
+    Returns:
+        For each prompt its row among the distinct ones, and of these the token ids, the attention mask and
+        the positions.
+    """
+    rows = {}
+    row_of_prompt = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
+    ids = padded(rows, device, torch.long, "left")
+    attended = mask_of(list(map(len, rows)), device).flip(1).long()
+    return torch.tensor(row_of_prompt, device=device), ids, attended, (attended.cumsum(1) - 1).clamp(min=0)
+
+
+def mask_of(lengths, device):
+    """Return a mask (B x T) that is true on tokens.
+
+    It is made from lengths and never from tokens, because the padding token may be the end token.
+    """
+    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+
+
+def padded(rows, device, dtype=torch.float32, side="right"):
+    """Return rows of different lengths (lists or 1-d tensors) as one tensor, with zeros on one side."""
+    rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_side=side).to(device)
