@@ -572,11 +572,12 @@ def test_keys_do_not_move_the_sample_while_the_user_types(everything):
       const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
       const seen = [];
       const steps = [
-        () => { press($("q"), "j"); press(document.body, "x"); seen.push(current.chosen);
-                press(document.body, "j"); },
+        () => { const before = location.hash;
+                press($("q"), "j"); press(document.body, "x");
+                seen.push(location.hash === before, current.chosen); press(document.body, "j"); },
         () => { seen.push(current.chosen); document.querySelector("[aria-keyshortcuts=j]").click(); },
         () => { seen.push(current.chosen); document.title = JSON.stringify(seen); }];
       addEventListener("hashchange", () => steps.shift()());
       location.hash = "view=groups";
     """
-    assert played(everything, plays) == [0, 1, 2]
+    assert played(everything, plays) == [True, 0, 1, 2]
