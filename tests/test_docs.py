@@ -282,6 +282,31 @@ def test_the_tables_of_the_evidence_are_what_its_runs_say():
             assert sorted(run["seed"] for run in module.of(runs, algorithm, world)) == [0, 1, 2]
 
 
+def test_the_first_screens_numbers_are_what_the_runs_say():
+    """The README's first paragraph, in percent: medians of nine runs each."""
+    first = " ".join((ROOT / "README.md").read_text().split("\n- ")[0].split())
+    evidence, shop = load("docs/make_evidence"), load("docs/make_shop")
+
+    def percent(runs, key, when="after"):
+        assert len(runs) == 9
+        return f"{statistics.median(run[when][f'{key}/mean@1'] for run in runs):.0%}".replace("%", " %")
+
+    runs = evidence.read()
+    rule, fapo = evidence.of(runs, "rule"), evidence.of(runs, "fapo_judge")
+    assert f"GRPO and FAPO both reach {percent(rule, 'toy')} accuracy" in first
+    assert percent(rule, "toy") == percent(fapo, "toy")
+    flawed = "toy/oracle_flawed_positive_rate"
+    assert f"**{percent(rule, flawed)} of GRPO's correct answers contain a wrong step" in first
+    assert f"against {percent(fapo, flawed)} of FAPO's**" in first
+    runs = shop.read()
+    outcome, fapo = shop.some_of(runs, "outcome"), shop.some_of(runs, "fapo")
+    correct = "shop/truly_correct"
+    before, after = percent(outcome, correct, "before"), percent(outcome, correct)
+    assert f"fully correct answers fall from {before} to {after} while accuracy stays at" in first
+    assert percent(outcome, "shop", "before") == percent(outcome, "shop")
+    assert f"stays at {percent(outcome, 'shop')}, and FAPO raises them to {percent(fapo, correct)}." in first
+
+
 def test_kinds_of_flaws_by_hand():
     kind_of_flaw = load("docs/make_evidence").kind_of_flaw
     question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
