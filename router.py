@@ -427,8 +427,7 @@ class Router:
                 timed_out = isinstance(error, TimeoutError)
                 broken = not timed_out
             ended = time.monotonic()
-            # The request's time is over, which says nothing about the server: health checks find one that
-            # hangs. The tolerance is for asyncio's clock, which differs a little.
+            # No server is to blame: health checks find one that hangs. The clocks differ a little.
             if ended >= deadline - 0.01:
                 return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
             attempts += 1
@@ -450,8 +449,11 @@ class Router:
                     self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
         if answer:
             return answer
+        return self.unavailable(problem)
+
+    def unavailable(self, problem: str) -> web.Response:
         response = error_response(503, f"no server could answer: {problem}")
-        response.headers["Retry-After"] = str(math.ceil(config.health_interval))
+        response.headers["Retry-After"] = str(math.ceil(self.config.health_interval))
         return response
 
     async def send(self, worker: Worker, request, headers, body: bytes, deadline: float):
