@@ -1,22 +1,23 @@
 """Reward functions of FAPO (arXiv:2510.22543): one sample in, one score out.
 
-    compute_score                 the rule: is the last \\boxed{} the right answer?  +1 / -1
+    compute_score                 the rule: is the last \\boxed{} the correct answer?  +1 / -1
     compute_score_gsm8k           the rule for GSM8K, which also accepts "#### N"
-    compute_score_baseline        the rule; a generative reward model (GenRM), if there is one, only measures
-    compute_score_fapo            the rule minus `penalty` if the GenRM finds a wrong step in a right answer
+    compute_score_baseline        the rule; a generative reward model (GenRM), if one runs, only measures
+    compute_score_fapo            the rule, minus `penalty` if the GenRM finds a wrong step of a right answer
     compute_score_fapo_genrm      trains the GenRM itself
-    compute_score_discriminative  the score of a discriminative reward model, beside it the rule's accuracy
+    compute_score_discriminative  the score of a discriminative reward model, with the rule's accuracy
 
 Use: grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward function.
-Needs none of our other files. Python 3.11 or newer. Settings come after the "*"; a misspelt one is refused. A
-failure is a status, never a number: a judge that is down or says nothing usable gives `score: None` ("no
-verdict"), not +1 or 0.
-Left out: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
+Standalone: imports nothing from this repository. Requires Python 3.11 or newer. Settings are keyword-only, so
+that a misspelt one is rejected. A failure is a status, never a number: if the judge is down or its critique
+is unusable, the sample gets `score: None` ("no verdict"), not +1 or 0.
+Not covered: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import multiprocessing
@@ -32,11 +33,11 @@ from typing import Literal
 import aiohttp
 
 # --- 1. The answer in the box -------------------------------------------------------------------------------
-TAIL_CHARS = 300  # only the end of a solution is searched, as in DAPO; the longest MATH-500 answer has 159
+TAIL_CHARS = 300  # Only the end of a solution is searched, as in DAPO. MATH-500 answers have at most 159.
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    """The last `\\boxed{...}` in `text` with its wrapper; None if there is none or it is never closed."""
+    """Return the last `\\boxed{...}` in `text`, or None if there is none or it is never closed."""
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         return None
@@ -49,15 +50,16 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(boxed: str) -> str:
-    """The content of `\\boxed{...}`. Raises ValueError if `boxed` is not such a string."""
+    """Return the content of `\\boxed{...}`. Raises ValueError if `boxed` is not such a string."""
     match = re.fullmatch(r"(?s)\\boxed\{(.*)\}", boxed)
     if not match:
         raise ValueError(f"not a \\boxed{{...}} string: {boxed[:50]!r}")
     return match[1]
 
 
-# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, wider, stricter (docs/answers.md).
-# LaTeX consists of tokens. The tokens of a line mean the same, and the first one stands for all of them.
+# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, extended and made stricter: see
+# docs/answers.md. An answer is split into LaTeX tokens. The tokens of a line below mean the same, and the
+# first one replaces the others.
 _SAME = r"""
 - − –
 \pi π
@@ -145,11 +147,11 @@ _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\bino
 
 
 def _tokens(answer):
-    """The tokens of `answer`, without white space and type, each in its first spelling."""
+    """Return the tokens of `answer` in their first spelling, without white space and font commands."""
     found = []
     for match in _TOKEN.finditer(answer):
         token = re.sub(r"\s", "", match[0])
-        if match["thousands"] and re.search(r"[{\\]", token):  # not so in "1,234", which may be a list
+        if match["thousands"] and re.search(r"[{\\]", token):  # Only "1,234" stays, since it may be a list.
             token = re.sub(r"[^\d.]+", "", token)
         if not match["space"]:
             found.append(_SAME.get(token, token))
@@ -157,9 +159,10 @@ def _tokens(answer):
 
 
 def _members(answer):
-    """The normal forms of the members of a list, which top-level commas separate; mostly there is one.
+    """Return the normal form of each member of a list, which top-level commas separate. Most have one member.
 
-    Every argument is in braces, there are no other braces, and white space is left between words or numbers.
+    In a normal form every argument of a command is in braces, there are no other braces, and white space
+    remains only between words or numbers.
     """
     todo, found, wanted, groups, depth = _tokens(answer)[::-1], [], 0, [], 0
     while todo:
@@ -172,7 +175,7 @@ def _members(answer):
             wanted = groups.pop() if groups else 0
             token = token if wanted else ""
             wanted = max(0, wanted - 1)
-        elif wanted:  # an argument without braces: one character or one command
+        elif wanted:  # An argument without braces is one character or one command.
             size = len(token) if token[0] == "\\" else 1
             todo += [token[size:]] * (size < len(token)) + ["}", token[:size], "{"]
             continue
@@ -190,8 +193,8 @@ def _members(answer):
 
 
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-# Spellings that concern several tokens: a regular expression a line, and after the arrow what takes the place
-# of what it finds, in this order. A member of the list is a line of the text; ~ is white space that counts.
+# Spellings that concern several tokens, applied in this order: each line has a regular expression and, after
+# the arrow, its replacement. A member of the list is a line of the text; ~ is white space that must remain.
 _SPELLINGS = r"""
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
@@ -228,7 +231,7 @@ for _short, _long in {
     _SPELLINGS = _SPELLINGS.replace(_short, _long)
 _SPELLINGS = re.findall(r"^(\S+) +→ ?(\S*)$", _SPELLINGS, re.MULTILINE)
 
-# A name of a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx; and m+n, which AIME asks for
+# What may name a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx, and m+n, which AIME asks for.
 _TRIG = "sin|cos|tan|cot|sec|csc"
 _GREEK = (
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
@@ -249,7 +252,7 @@ _UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT}|m/s)((?: ?per |/)\w+)?(\^[23])?")
 
 
 def _name_value_unit(text):
-    """The parts of one member; an equation that is more than a name with a value is a value as a whole."""
+    """Split one member into name, value and unit. An equation that is not "name = value" is all value."""
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
     value, unit, rate, power = (_UNIT.fullmatch(value) or re.fullmatch("(.*)()()()", value)).groups("")
     names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
@@ -262,26 +265,26 @@ def _name_value_unit(text):
     return name, value, _UNITS.get(unit, unit) + rate.replace(" ", "") + power
 
 
-@functools.lru_cache(4096)  # a truth is asked for by all samples of its group
+@functools.lru_cache(4096)  # All samples of a group share a ground truth.
 def _parts(answer):
-    """(name, normalised value, unit) of each member of the list that the answer is; mostly there is one."""
+    """Return (name, normalised value, unit) of each member of an answer. Most answers have one member."""
     return [_name_value_unit(member) for member in _members(answer)]
 
 
 def normalize_final_answer(answer: str) -> str:
-    """`answer` (the content of a box, or the ground truth) in normal form, without "x =" and unit."""
+    """Return `answer` (the content of a box, or the ground truth) in normal form, without "x =" and unit."""
     return ",".join(value for _, value, _ in _parts(answer))
 
 
 def _values(parts):
-    """The values of a list; if names differ, their order counts. "East" is "east", but A is not a."""
+    """Join the values. Their order matters if names differ. "East" equals "east", but "A" is not "a"."""
     values = ", ".join(value for _, value, _ in parts)
     values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
     return f"({values})" if len({name for name, _, _ in parts if name}) > 1 else values
 
 
 def _agree(parts, true_parts):
-    """Whether names and units are the same; either may be missing on one side."""
+    """Say whether names and units are equal. Either may be missing on one side."""
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
         if name and true_name and name != true_name or unit and true_unit and unit != true_unit:
             return False
@@ -289,33 +292,37 @@ def _agree(parts, true_parts):
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Whether their normal forms are one; name or unit may be missing: 5 cm is 5, and x=5 is 5, not y=5."""
+    """Say whether two answers have the same normal form. 5 cm equals 5, and x=5 equals 5 but not y=5."""
     parts, true_parts = _parts(answer), _parts(truth)
     return _agree(parts, true_parts) and _values(parts) == _values(true_parts) != ""
 
 
 # --- 2. The rule (paper eq. 4: +1 if the answer is right, else -1) ------------------------------------------
-_SCORES = {True: 1.0, False: -1.0, None: None}  # None: nobody knows
+_SCORES = {True: 1.0, False: -1.0, None: None}  # None: correctness is unknown
 
 
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
-    """Score of one solution by the answer in its last box, or in GSM8K without a box after "####".
+    """Score one solution by the answer in its last box, or in GSM8K without a box after "####".
 
-    verifier: "rule" compares normal forms; "math_verify" lets that library compare the values. The library
-    blocks, and acc is None if it did not finish.
-    Returns score, acc, pred. Raises ValueError for an unknown verifier, and where there is no usable truth.
+    Args:
+        verifier: "rule" compares normal forms; "math_verify" lets that library compare the values. The
+            library blocks, and acc is None if it did not finish.
+    Returns:
+        score, acc and pred.
+    Raises:
+        ValueError: for an unknown verifier, or if the ground truth is not one answer.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
         raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
-                         "this data source needs a reward function of its own")  # fmt: skip
+                         "this data source needs its own reward function")  # fmt: skip
     answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
     if answer is None:
-        pred, acc = "[INVALID]", False  # the original's word
+        pred, acc = "[INVALID]", False  # as in the original
     elif verifier == "math_verify":
         pred, acc = answer, _math_verify(answer, truth)
     else:
@@ -324,7 +331,7 @@ def compute_score(
 
 
 def _find_answer(data_source, text):
-    """What is in the last box of the text, or after "####"; None if there is no such thing."""
+    """Return the content of the last box of the text, or what follows "####"; None without either."""
     if "\\boxed{" in text:
         boxed = last_boxed_only_string(text)
         return boxed and remove_boxed(boxed)
@@ -332,32 +339,34 @@ def _find_answer(data_source, text):
         _, mark, rest = text.rpartition("####")
         line = rest.strip().partition("\n")[0]
         number = re.fullmatch(r"[\\$* ]*+(-?)[\\$]*([0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*", line)
-        if mark and number:  # the only one of its line: 18 or 20 is no answer
+        if mark and number:  # "18 or 20" is not an answer.
             return number[1] + number[2].replace(",", "")
     return None
 
 
-@functools.wraps(compute_score, assigned=())  # so that callers see what it takes
-def compute_score_gsm8k(data_source, *sample, **named) -> dict:
-    """compute_score's rule for GSM8K, whatever the data source is called."""
-    return compute_score("gsm8k", *sample, **named)
+def compute_score_gsm8k(
+    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
+    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
+    """Apply compute_score's rule for GSM8K, whatever the data source is called."""
+    return compute_score("gsm8k", solution_str, ground_truth, verifier=verifier)
 
 
-# math-verify limits its time with signal.alarm, which only main threads may use. So child processes grade: an
-# answer that hangs or kills its child costs no other one. A spawned child would run the main script again.
-GRADE_TIMEOUT_S = 4  # for one answer; an honest one takes milliseconds
-GRADE_MEMORY = 2 << 30  # bytes; an answer such as 9^{9^{9^9}} must not eat the machine
-_grader_threads = ThreadPoolExecutor(4)  # for callers in event loops: with them at most 4 children
+# math-verify limits its time with signal.alarm, which works in main threads only. Therefore child processes
+# do the comparison, and an answer that hangs or kills its child affects no other answer. The children are
+# forked, because a spawned child would run the main script again.
+GRADE_TIMEOUT_S = 4  # Seconds per answer; ordinary answers take milliseconds.
+GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine.
+_grader_threads = ThreadPoolExecutor(4)  # Callers in event loops therefore have at most 4 children.
 
 
 @functools.cache
 def _graders(process):
-    """(pipes to child processes that wait for an answer, a lock to start others); a fork has its own."""
+    """Return (pipes to idle child processes, the lock for starting more). A forked process has its own."""
     return [], threading.Lock()
 
 
 def _start_grader():
-    """The pipe to a new child process."""
+    """Start a child process and return the pipe to it."""
     fork = multiprocessing.get_context("fork")
     ours, its = fork.Pipe()
     fork.Process(target=_grade, args=(its, ours), daemon=True).start()
@@ -366,31 +375,31 @@ def _start_grader():
 
 
 def _grade(pipe, parents_end):
-    """A child process: (truth, answer) comes in, out goes whether they are equal; None: no memory for it."""
+    """Run a child process: read (truth, answer) and answer whether they are equal; None if memory ran out."""
     from math_verify import parse, verify
     parents_end.close()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not what the parent does then
-    logging.disable()  # math-verify warns of calls without a time limit of its own
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The parent may have set a handler.
+    logging.disable()  # math-verify warns about calls without its own time limit.
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended, or wants it no more
+    with contextlib.suppress(EOFError, ConnectionError):  # The parent has ended or closed the pipe.
         while True:
             sides = pipe.recv()
-            signal.alarm(GRADE_TIMEOUT_S)  # ends this process, also where it computes in C
+            signal.alarm(GRADE_TIMEOUT_S)  # The signal ends this process even inside C code.
             try:
                 boxes = [f"\\boxed{{{side}}}" for side in sides]
                 parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
                 verdict = verify(*parsed, timeout_seconds=None, raise_on_error=True)
             except MemoryError:
                 verdict = None
-            except Exception:  # what cannot be compared is not equal
+            except Exception:  # What cannot be compared counts as not equal.
                 verdict = False
             signal.alarm(0)
             pipe.send(verdict)
 
 
-# What the library does not read, so that it takes 52_8 for 52, 1.4\ldots for 1.4, and an equation for a value
+# The library ignores these, so it would take 52_8 for 52, 1.4\ldots for 1.4, and an equation for a value.
 _NOT_READ = re.compile(
     r"=|_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
     r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
@@ -398,8 +407,8 @@ _NOT_READ = re.compile(
 
 
 def _math_verify(answer, truth):
-    """Whether math-verify calls the two equal; None if it did not finish. Blocks; safe in any thread."""
-    import math_verify  # noqa: F401  (before the fork, so that the children have it)
+    """Ask math-verify whether the two are equal; None if it did not finish. Blocks; safe in any thread."""
+    import math_verify  # noqa: F401  (imported before the fork, so that the children share it)
     if answer == truth or is_equal(answer, truth):
         return True
     parts, true_parts = _parts(answer), _parts(truth)
@@ -409,19 +418,19 @@ def _math_verify(answer, truth):
     if not _agree(parts, true_parts):
         return False
     free, lock = _graders(os.getpid())
-    with lock:  # a child with a copy of its sister's end would hide the sister's death
+    with lock:  # A child that inherited another child's pipe would hide the death of that child.
         grader = free.pop() if free else _start_grader()
     try:
         grader.send((truth, answer))
         verdict = grader.recv()
-    except (EOFError, ConnectionError):  # it died
+    except (EOFError, ConnectionError):  # The child died.
         return None
-    free.append(grader)  # but not where the caller was interrupted, and an answer is to come yet
+    free.append(grader)  # After an interrupt this is skipped, since the child's answer is still to come.
     return verdict
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
-# What FAPO-GenRM was trained on (paper appendix F and all FAPO-Critic data), letter by letter.
+# The prompt that FAPO-GenRM was trained on (paper appendix F and all FAPO-Critic data), verbatim.
 _TAGGED = (
     "The following is a math problem with its ground truth answer, along with an AI solution (split into "
     "paragraphs, enclosed with tags and indexed from 0):\n\n"
@@ -431,26 +440,26 @@ _TAGGED = (
     "index of -1 (which typically denotes 'not found').\n\n"
     "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
 )
-# What the original recipe asks at RL time although its judge never saw it in training; for comparisons.
+# The prompt of the original recipe at RL time, which its judge never saw in training; for comparisons.
 _RAW = _TAGGED.replace(", enclosed with tags and indexed from 0", "").replace("paragraph", "step")
-# The first one for benchmarks that do not tell the true answer.
+# The tagged prompt for benchmarks without a ground truth.
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# style -> (template, format of one paragraph; "": the solution goes in unsplit). Add your own.
+# style -> (template, format of one paragraph; "" leaves the solution unsplit). Add your own styles here.
 PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "raw": (_RAW, "")}
 
 
 def split_paragraphs(solution: str) -> list[str]:
-    """The judge's paragraphs: split at empty lines (as in FAPO-Critic not at a line of spaces), stripped."""
+    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces is not an empty line."""
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
 def _break_frame(solution: str, template: str, paragraph: str) -> str:
-    """The solution with round brackets in the place of the prompt's own headings and paragraph tags.
+    """Replace the brackets of the prompt's own headings and tags by round ones inside the solution.
 
-    A policy that learns to write `</paragraph_0>` or `[Ground Truth]` could otherwise speak to its judge in
-    the voice of the prompt. Solutions without such markers stay as they are, byte for byte.
+    Otherwise a policy that learns to write `</paragraph_0>` or `[Ground Truth]` could pass its own text off
+    as part of the prompt. Solutions without such markers are returned unchanged.
     """
     markers = re.findall(r"\[[^\[\]]+\]|<[^<>]+>", _TAGGED + _TAGS + template + paragraph)
     pattern = "|".join(map(re.escape, markers)).replace(r"\{index\}", r"\d+")
@@ -458,9 +467,9 @@ def _break_frame(solution: str, template: str, paragraph: str) -> str:
 
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
-    """The judge's prompt. `solution` is a text, or a list of paragraphs if the caller has split it.
+    """Return the judge's prompt. `solution` is a text, or a list of paragraphs.
 
-    Markers of the prompt's own frame are broken inside the solution (see `_break_frame`).
+    Headings and tags of the prompt are defused inside the solution (see `_break_frame`).
     """
     if prompt_style not in PROMPT_STYLES:
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
@@ -480,7 +489,7 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
 
 
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
-    """The last box's index: -1 no error, None unparsable or not in -1 .. num_paragraphs - 1 (None: any)."""
+    """Return the index in the last box: -1 for no error, None if unparsable or not below num_paragraphs."""
     try:
         index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
@@ -491,52 +500,54 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
-KILLS_SERVERS = 422  # router.py's word for a request of which servers died
-GENRM_MAX_TOKENS = 16384  # the recipe's reward_fn_reasoning.py
-GENRM_TIMEOUT_S = 500.0  # waiting and all attempts; below the reward loop's 600 s, so that it is named here
-SHARED_ANSWERS = 1024  # at temperature 0, the last ones: equal requests come close together, from one group
+KILLS_SERVERS = 422  # router.py rejects a request that crashed servers with this status.
+GENRM_MAX_TOKENS = 16384  # as in the recipe's reward_fn_reasoning.py
+GENRM_TIMEOUT_S = 500.0  # For all attempts. Below the reward loop's 600 s, so that the status says "timeout".
+SHARED_ANSWERS = 1024  # Equal requests at temperature 0 come from one group, so a few recent answers suffice.
 
 
-class _Once(asyncio.Lock):
-    """For something that is asked once: who comes later waits here, and finds the answer."""
+class _SharedAnswer(asyncio.Lock):
+    """The answer to equal requests: the first caller holds the lock and asks, the others find the answer."""
     answer = None
 
 
 @functools.lru_cache(SHARED_ANSWERS)
-def _asked_once(loop, thing):
-    return _Once()
+def _shared_answer(loop, request):
+    return _SharedAnswer()
 
 
-_sessions = {}  # one for each event loop
+_sessions = {}  # event loop -> aiohttp session
 
 
 async def _session():
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         headers = {}
-        key = os.environ.get("ROUTER_API_KEY", "").strip()  # a secret's file may end with a newline
-        if key:  # for a judge on another machine; never in a config or log
+        # The key is for a judge on another machine. It never appears in a config or log, and may come from a
+        # file that ends with a newline.
+        key = os.environ.get("ROUTER_API_KEY", "").strip()
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         _sessions[loop] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=1024),  # the default of 100 is too small for judges
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # the total is chat's timeout_s
+            connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too small for judges.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` limits the total.
             headers=headers,
         )
         for other in list(_sessions):
-            if other.is_closed():  # such as those of asyncio.run per sample
+            if other.is_closed():  # such as the loops of functions that call asyncio.run per sample
                 await close_session(other)
     return _sessions[loop]
 
 
 async def close_session(loop=None) -> None:
-    """Closes this event loop's session; for scripts and tests that end their loop."""
+    """Close this event loop's session. Scripts and tests call it before their loop ends."""
     session = _sessions.pop(loop or asyncio.get_running_loop(), None)
     if session:
         await session.close()
 
 
 class ReplyError(Exception):
-    """A reply that reports a failure although its HTTP status is 200. `status` is what the reply carries."""
+    """A reply with HTTP status 200 that reports a failure. `status` is the one inside the reply."""
 
     def __init__(self, status, message):
         super().__init__(f"{status}, inside a reply with HTTP status 200: {message}")
@@ -544,12 +555,12 @@ class ReplyError(Exception):
 
 
 def _raise_if_failed(reply):
-    """Raises ReplyError if a reply, or one choice of a reply, has an `error`, as gateways send them."""
+    """Raise ReplyError if a reply, or one choice of a reply, has an `error`, as gateways send them."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
     code = str(error.get("code")) if isinstance(error, dict) else ""
-    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502  # a gateway's word for: its server failed
+    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502  # 502: the gateway's server failed
     raise ReplyError(status, f"{error!s:.200}")
 
 
@@ -558,7 +569,7 @@ async def _json_request(method, url, **kwargs):
     async with session.request(method, url, **kwargs) as response:
         if not response.ok:
             text = await response.text(errors="replace")
-            response.reason = text[:200]  # the error's message
+            response.reason = text[:200]  # raise_for_status puts it into the error's message.
             response.raise_for_status()
         reply = await response.json(content_type=None)
     _raise_if_failed(reply)
@@ -566,35 +577,38 @@ async def _json_request(method, url, **kwargs):
 
 
 async def served_model(address: str, outdated=None) -> dict:
-    """The first model of GET /v1/models: id, max_model_len ...; asked once per address, others wait.
+    """Return the first model of GET /v1/models: id, max_model_len and more. It asks once per address.
 
-    outdated: an earlier answer that turned out to be wrong. It is replaced, unless it has been already.
+    outdated: an earlier answer that turned out to be wrong; ask again, unless another caller has done so.
     """
-    once = _asked_once(asyncio.get_running_loop(), address)
-    async with once:
-        if once.answer is outdated:
-            once.answer = None
+    shared = _shared_answer(asyncio.get_running_loop(), address)
+    async with shared:
+        if shared.answer is outdated:
+            shared.answer = None
             limit = aiohttp.ClientTimeout(total=60)
             models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
             if not isinstance(models, dict) or not models.get("data"):
                 raise ValueError(f"http://{address}/v1/models names no model: {models!s:.200}")
-            once.answer = models["data"][0]
-        return once.answer
+            shared.answer = models["data"][0]
+        return shared.answer
 
 
 async def chat(
     prompt: str, address: str, *, model=None, temperature=None, top_p=None, max_tokens=GENRM_MAX_TOKENS,
     timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None) -> tuple[str, str, int | None]:  # fmt: skip
-    """One user message to `http://address/v1/chat/completions`. What is None is not sent.
+    """Send one user message to `http://address/v1/chat/completions`; settings that are None are not sent.
 
-    Returns (status, text, completion tokens). status: "ok"; "truncated" (cut at the limit, or aborted: vLLM
-    does when put to sleep); "http_error" or "timeout" (then the text says what went wrong). Cut connections,
-    HTTP 408, 425, 429 and 5xx are tried again until `timeout_s` has passed, after growing random pauses, also
-    if a reply of status 200 reports such an error.
-    Never raises for a bad server. At temperature 0 equal requests wait for the first and share its answer
-    (tokens: None), not its failure, unless that is the death of servers; while it hangs all wait.
+    Cut connections, HTTP 408, 425, 429 and 5xx, also inside a reply with HTTP status 200, are retried after
+    growing random pauses until `timeout_s` has passed. A failing server never makes it raise.
+    At temperature 0, equal requests wait for the first one and share its answer. A failure is not shared,
+    unless the request crashed servers. While the first one hangs, the others wait.
+
+    Returns:
+        (status, text, completion tokens). The status is "ok", "truncated" (cut at the limit, or aborted
+        because vLLM was put to sleep), "http_error" or "timeout" (the text then says what went wrong). The
+        tokens are None if the answer was shared.
     """
-    # Half of a surrogate pair, such as a cut emoji leaves, is not UTF-8, and servers fail at it.
+    # Half of a surrogate pair, such as a cut emoji leaves, is not valid UTF-8 and makes servers fail.
     prompt = prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -605,74 +619,74 @@ async def chat(
         "chat_template_kwargs": chat_kwargs,
     }
     body = {key: value for key, value in body.items() if value is not None}
-    once = _Once()
+    shared = _SharedAnswer()
     if temperature == 0:
-        once = _asked_once(asyncio.get_running_loop(), f"{address} {body}")
-    failure = "no answer came to it, or to an equal request"
+        shared = _shared_answer(asyncio.get_running_loop(), f"{address} {body}")
+    failure = "neither this request nor an equal one was answered"
     pause = 0.5
     try:
-        async with asyncio.timeout(timeout_s), once:
-            while not once.answer:
+        async with asyncio.timeout(timeout_s), shared:
+            while not shared.answer:
                 try:
-                    return await _ask(address, body, once)
-                except Exception as error:  # a bad address or reply, too
+                    return await _ask(address, body, shared)
+                except Exception as error:  # includes a bad address or reply
                     failure = f"{type(error).__name__}: {error}"
-                    if getattr(error, "status", 0) == KILLS_SERVERS:  # no equal request shall kill more
-                        once.answer = "http_error", failure
-                    if not _may_pass(error):
+                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Equal ones would crash more.
+                        shared.answer = "http_error", failure
+                    if not _is_retryable(error):
                         return "http_error", failure, 0
                 await asyncio.sleep(random.uniform(pause / 2, pause))
                 pause = min(8.0, 2 * pause)
-            return *once.answer, None
+            return *shared.answer, None
     except TimeoutError:
         return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {failure}", 0
 
 
-def _may_pass(error):
-    """Whether another try may go well."""
+def _is_retryable(error):
+    """Say whether another attempt may succeed."""
     status = getattr(error, "status", None)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
     return isinstance(error, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError))
 
 
-async def _ask(address, body, once):
-    """One attempt: what `chat` returns; `once` gets what others may share."""
+async def _ask(address, body, shared):
+    """Make one attempt and return what `chat` returns. `shared` gets the answer, unless it was aborted."""
     reply = await _complete_chat(address, body)
     status, text, tokens, is_aborted = _read_reply(reply)
     if not is_aborted:
-        once.answer = status, text
+        shared.answer = status, text
     return status, text, tokens
 
 
 async def _complete_chat(address, body):
-    """The reply to one request, whose model's name and whose max_tokens are what the server accepts."""
+    """Send one request, with a model name and max_tokens that the server accepts, and return the reply."""
     url = f"http://{address}/v1/chat/completions"
     if "model" in body:
         return await _json_request("POST", url, json=body)
     served = await served_model(address)
     body = body | {"model": served["id"]}
-    context = served.get("max_model_len") or math.inf  # for the prompt and the answer together
-    # Without max_tokens the server takes what the prompt leaves of the context.
+    context = served.get("max_model_len") or math.inf  # for prompt and answer together
+    # Without max_tokens the server uses what the prompt leaves of the context.
     if body.get("max_tokens", 0) >= context:
         del body["max_tokens"]
     try:
         return await _json_request("POST", url, json=body)
     except (aiohttp.ClientResponseError, ReplyError) as error:
-        if error.status == 404:  # another model may have been started at this address
+        if error.status == 404:  # Another model may have been started at this address.
             renamed = await served_model(address, outdated=served)
             if renamed["id"] == served["id"]:
                 raise
             body["model"] = renamed["id"]
         elif error.status == 400 and "max_tokens" in body and context < math.inf:
-            del body["max_tokens"]  # the prompt may leave less than that
+            del body["max_tokens"]  # The prompt may leave less room than that.
         else:
             raise
     return await _json_request("POST", url, json=body)
 
 
 def _read_reply(reply):
-    """(status, text, completion tokens, whether the server aborted) of a chat completion.
+    """Return (status, text, completion tokens, whether the server aborted) of a chat completion.
 
     Raises ReplyError for a reply without choices, or with an error in its choice, and ValueError for a
     completion without text.
@@ -682,12 +696,12 @@ def _read_reply(reply):
     try:
         choice = reply["choices"][0]
         _raise_if_failed(choice)
-        text = choice["message"]["content"] or ""  # null: a reasoning parser found no final part
+        text = choice["message"]["content"] or ""  # null: the reasoning parser found no final part
         if isinstance(text, list):  # content in parts
             text = [part.get("text") or "" for part in text]
-        text = "".join(text)  # a TypeError if the content is no text
+        text = "".join(text)  # raises TypeError if the content is not text
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"the reply is no chat completion: {reply!s:.200}") from error
+        raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
     end = choice.get("finish_reason")
     status = "truncated" if end in ("length", "abort") else "ok"
     usage = reply.get("usage") or {}
@@ -699,10 +713,11 @@ NOT_ASKED = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", 
 
 
 async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:
-    """The GenRM's verdict on one (right) solution; settings: see `chat`.
+    """Ask the GenRM for its verdict on one solution. settings: see `chat`.
 
-    Returns first_wrong (0-based paragraph, -1 none, None unknown), critique, genrm_error, genrm_shared (with
-    an equal request), genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout", "skipped").
+    Returns first_wrong (0-based paragraph, -1 if none, None if unknown), critique, genrm_error, genrm_shared
+    (whether an equal request got the answer) and genrm_status ("ok", "truncated", "unparsable", "http_error",
+    "timeout" or "skipped").
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, tokens = await chat(prompt, address, **settings)
@@ -710,7 +725,7 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
     if status in ("http_error", "timeout"):
         verdict |= {"genrm_error": text, "critique": ""}
     elif status == "ok":
-        # In a raw prompt the judge counts steps of its own, so that no index is too large.
+        # With a raw prompt the judge numbers the steps itself, so any index is valid.
         paragraphs = split_paragraphs(solution) if isinstance(solution, str) else solution
         count = None if prompt_style == "raw" else len(paragraphs)
         verdict["first_wrong"] = parse_critique(text, count)
@@ -722,11 +737,11 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
 async def compute_score_discriminative(
     data_source, solution_str, ground_truth, extra_info=None, *, prompt, reward_router_address,
     reward_model_tokenizer) -> dict:  # fmt: skip
-    """Score of a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
+    """Score with a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
 
-    prompt: the row's messages; the chat template of the model's own tokenizer makes the text, BOS included.
-    Returns score, and the rule's acc and pred (None where ground_truth is "").
-    Raises aiohttp.ClientError where the server fails, ValueError for a model with more than one label.
+    prompt: the row's messages. The chat template of the model's own tokenizer renders them, with BOS.
+    Returns score, and the rule's acc and pred (None if ground_truth is "").
+    Raises aiohttp.ClientError if the server fails, ValueError for a model with more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -746,23 +761,31 @@ async def compute_score_fapo(
     judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
     verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
     genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
-    """FAPO's score: 1 fully correct, 1 - penalty right answer with a wrong step, -1 wrong (paper eq. 8).
+    """Score with FAPO: 1 if fully correct, 1 - penalty for a correct answer with a wrong step, -1 if wrong.
 
-    turns: of a rollout function, if there are several: the judge reads them, each with who wrote it, instead
-    of paragraphs, and first_wrong counts them.
-    penalty: lambda; 1.0 is the paper's majority-guided default (appendix A). None: the judge only measures,
-    and may be missing. judge_test: ask about the test split, too; its score is the rule's all the same.
-    judge_wrong: ask about wrong answers, too, for first_wrong; their score is the rule's, verdict or not.
-    on_no_verdict: without a verdict "none" scores None; "rule" scores as if the solution were sound, as the
-    original does, and returns no None at all, because verl takes the mean of every value.
-    genrm_*: see `chat`; chat_kwargs: {"enable_thinking": false} for judges with such a switch.
-    Returns for every sample score, acc, pred, flawed_positive (None = unknown), and what `judge_solution`
-    does, critique only if keep_critique. Raises ValueError for a judge that is needed and has no address.
+    See equation 8 of the paper.
+
+    Args:
+        turns: the turns of a rollout function. If there are several, the judge reads them, each with its
+            author, instead of paragraphs, and first_wrong counts turns.
+        penalty: lambda. 1.0 is the paper's majority-guided default (appendix A). With None the judge only
+            measures, and may be missing.
+        on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores it as
+            if the solution were sound, as the original does, and returns no None: verl averages all values.
+        judge_test: also query the judge on the test split, only to measure; the score stays the rule's.
+        judge_wrong: also query it on wrong answers, for first_wrong; their score stays the rule's.
+        keep_critique: return the text of the critique.
+        genrm_chat_kwargs: for the judge's chat template, such as {"enable_thinking": false}.
+        genrm_*: all others: see `chat`.
+    Returns:
+        For every sample score, acc, pred, flawed_positive (None: unknown) and the values of `judge_solution`.
+    Raises:
+        ValueError: if the judge is needed and has no address.
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
     result = compute_score(data_source, solution_str, ground_truth)
-    if verifier != "rule":  # blocks: in threads of its own, as asyncio.to_thread's also look up host names
+    if verifier != "rule":  # It blocks, and asyncio.to_thread's threads must be free for host names.
         grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
         if graded["acc"] is not None or on_no_verdict == "none":
@@ -776,11 +799,11 @@ async def compute_score_fapo(
     verdict = dict(NOT_ASKED)
     if is_asked:
         if reward_router_address is None:
-            raise ValueError("reward_router_address: missing; start a GenRM (--genrm or --router-address)")
+            raise ValueError("reward_router_address: missing; pass --genrm or --router-address")
         if extra_info.get("question") is None:
-            raise ValueError("extra_info['question']: missing; the judge needs the problem's text")
+            raise ValueError("extra_info['question']: missing; the judge needs the text of the problem")
         solution = solution_str
-        if len(turns) > 1:  # the writer comes first, so that nobody can speak in another one's name
+        if len(turns) > 1:  # The author comes first, so that no text can claim another author.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
@@ -790,7 +813,7 @@ async def compute_score_fapo(
     if first_wrong is None and on_no_verdict == "rule":
         first_wrong = verdict["first_wrong"] = -1
     flawed = None if first_wrong is None else first_wrong != -1
-    if result["acc"] is False:  # a wrong answer is no flawed positive, wherever it went wrong
+    if result["acc"] is False:  # A wrong answer is not a flawed positive, whatever the judge says.
         flawed = False
     if flawed is None and not only_measures:
         result["score"] = None
@@ -801,23 +824,27 @@ async def compute_score_fapo(
     return result | {"flawed_positive": flawed} | verdict
 
 
-@functools.wraps(compute_score_fapo, assigned=())
 async def compute_score_baseline(*sample, **settings) -> dict:
-    """The rule's score, never touched; a GenRM, if there is one, only measures. Settings as above."""
+    """Score with the rule alone. A GenRM, if one runs, only measures. Takes what compute_score_fapo takes."""
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
+
+
+# Callers check arguments against this signature before the run starts.
+compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) -----------------------------------
 def compute_score_fapo_genrm(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
     reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
-    """Score of one critique: R = R_outcome + R_process.
+    """Score one critique: R = R_outcome + R_process.
 
-    R_outcome: +1 if it is right about flawed or not (acc), else -1, also without an index in the last 300
-    characters; R_process: -|pred - true| / total_steps where both say flawed.
-    Returns score, acc, exact (right index), gt; unless on_no_verdict is "rule", for verl, also pred (or None)
-    and three whose means are rates: recall and location (of flawed solutions), sound_kept (of sound ones).
-    Raises ValueError where ground_truth or extra_info["total_steps"] is missing or does not fit.
+    R_outcome is +1 if the critique is right about whether the solution is flawed (acc), else -1, also if the
+    last 300 characters contain no index. R_process is -|pred - true| / total_steps if both say flawed.
+    Returns score, acc, exact (the right index) and gt. Unless on_no_verdict is "rule", for verl, it also
+    returns pred (or None) and three values whose means are rates: recall and location, over flawed solutions,
+    and sound_kept, over sound ones.
+    Raises ValueError if ground_truth or extra_info["total_steps"] is missing or out of range.
     """
     try:
         truth, total_steps = int(ground_truth), int(extra_info["total_steps"])

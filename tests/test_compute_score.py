@@ -1195,8 +1195,8 @@ def test_the_end_of_the_first_asker_is_not_that_of_the_others():
 
 
 def test_only_the_last_answers_are_kept(monkeypatch):
-    four = functools.lru_cache(4)(scores._asked_once.__wrapped__)
-    monkeypatch.setattr(scores, "_asked_once", four)
+    four = functools.lru_cache(4)(scores._shared_answer.__wrapped__)
+    monkeypatch.setattr(scores, "_shared_answer", four)
     judge = Judge("fine")
 
     async def main():
