@@ -1,12 +1,12 @@
-"""Only makes it faster: delete this file, and every result is the same.
+"""Optimizations only: without this file, every result is the same.
 
-    shared_states   in the update: equal prompts of a micro-batch once (20-25 % less time with short answers)
-    make_roomy      in rollouts: a key-value cache that is written into, not copied (8-40 % of a rollout)
-    use_gqa         on CPU: keys that several query heads share are not copied for each of these heads
+    shared_states   the update computes equal prompts once (20-25 % less time if answers are short)
+    make_roomy      rollouts write into a key-value cache with room, not copying it (8-40 % less time)
+    use_gqa         on a CPU, keys that several query heads share are not copied for each of these heads
 
-policy.py imports it where the file is there, and gives it what it needs. Whether a model can share prompts
-is tried when it is loaded. Left out: compilation, attention kernels of our own, packing instead of padding
-(slower on CPU). Needs none of our other files. Shapes as in policy.py.
+causal_lm.py imports this file if it is there. When a model is loaded, check_logprobs tries whether it can
+share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (slower on CPU).
+Needs none of our other files. Names end in the shape of a tensor, as in causal_lm.py.
 """
 
 import torch
@@ -16,17 +16,18 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
-# Prompts are shared where at least this share of the tokens repeats others: sharing needs an attention mask,
-# which costs as much as it saves when answers are long.
+# Prompts are shared if they repeat at least this fraction of all tokens. Sharing needs an attention mask,
+# which costs as much as it saves if answers are long.
 SHARE_FROM = 0.25
 
 # ---- in the update
 
 
 def shared_states(model, body, sequences, counts, left_padded):
-    """As policy.response_states, each distinct prompt computed once; None where it is not worth it.
+    """Return what causal_lm.response_states does, but compute each distinct prompt only once.
 
-    Keys and values of a prompt, and so their gradients, are shared by its responses.
+    The responses share the keys and values of their prompt, and so their gradients. Returns None if the model
+    cannot share prompts, or if sharing would not be faster.
     """
     prompts = []
     responses = []
@@ -40,7 +41,7 @@ def shared_states(model, body, sequences, counts, left_padded):
 
     prompt_of_row, ids, attended, positions = left_padded(prompts, device)
     output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **cached)
-    first = output.last_hidden_state[prompt_of_row, -1:]  # predicts the first token
+    first = output.last_hidden_state[prompt_of_row, -1:]  # This state predicts the first token.
     cached["past_key_values"].reorder_cache(prompt_of_row)
 
     ids = pad_sequence(responses, batch_first=True).to(device)
@@ -54,7 +55,7 @@ def shared_states(model, body, sequences, counts, left_padded):
 
 
 def worth_sharing(prompts, counts):
-    """Whether enough tokens repeat other samples' prompts, and there is something behind the first token."""
+    """Return whether enough tokens repeat the prompts of other samples, and some response has two tokens."""
     if max(counts) == 1:
         return False
     in_prompts = sum(map(len, prompts))
@@ -63,7 +64,7 @@ def worth_sharing(prompts, counts):
 
 
 def can_share_prompts(model):
-    """Whether all of a model's layers keep keys and values of every token. policy.py tries it, too."""
+    """Return whether all layers of a model cache the keys and values of every token."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
@@ -71,23 +72,23 @@ def can_share_prompts(model):
 
 
 def make_roomy(cache):
-    """An empty cache: its layers of full attention get room."""
+    """Give room to the full-attention layers of an empty cache."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer()
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer in buffers with room: new ones are written there, nothing is copied."""
+    """Keys and values of one layer, in buffers with room for new ones, which saves copying the old ones."""
 
     room = 32
-    front = False  # of the buffer of keys: `self.keys` as `update` left it
+    front = False  # The used part of the key buffer: `self.keys` as `update` set it.
 
     def update(self, keys, values, *args, **kwargs):
-        keys = keys.to(values.dtype)  # on a GPU rotary positions leave them in float32
+        keys = keys.to(values.dtype)  # On a GPU, rotary embeddings return float32.
         start = self.get_seq_length()
         end = start + keys.shape[-2]
-        # After a selection of rows `self.keys` is a tensor of its own.
+        # If rows were selected since, `self.keys` is another tensor than the front of the buffer.
         if self.keys is not self.front or end > self.key_buffer.shape[-2]:
             super().update(keys, values)
             self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
@@ -106,10 +107,10 @@ THEIR_USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
 def use_gqa(mask, key, *value):
-    """Whether attention gets keys as they are: as transformers says, on CPU as if there were no mask."""
+    """Return whether attention takes shared keys as they are. On a CPU, decide as if there were no mask."""
     if key.device.type == "cpu":
         mask = None
     return THEIR_USE_GQA(mask, key, *value)
 
 
-sdpa_attention.use_gqa_in_sdpa = use_gqa  # for every model of this process
+sdpa_attention.use_gqa_in_sdpa = use_gqa  # This holds for every model of this process.

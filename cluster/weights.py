@@ -1,8 +1,8 @@
-"""The policy's new weights on their way to vLLM servers: files in a folder on each of their nodes.
+"""Send the policy's new weights to the nodes with vLLM servers, as files in a folder on each node.
 
-    gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # actors of WeightFolder
+    gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # WeightFolder actors (rollout.py)
 
-Left out: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
+Not covered: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
 """
 
 import json
@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 import torch
 
-PACK = 2**29  # bytes of weights that travel together
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in a safetensors header
+PACK = 2**29  # Bytes of weights that are sent as one object.
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # Their names in the header of a safetensors file.
 
 
 def packs(weights):
-    """Named tensors of one dtype -> the contents of safetensors files, as arrays of bytes.
+    """Yield named tensors of one dtype as the contents of safetensors files, which are arrays of bytes.
 
-    Each tensor is copied once, to its place in a buffer; that is written anew for the next file, so who takes
-    one has to be done with it by then.
+    Each tensor is copied only once, to its place in a buffer. The next file overwrites this buffer, so the
+    caller must have finished with a file before it asks for the next one. (safetensors.torch.save returns new
+    bytes, for which every tensor is copied twice.)
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     for tensors in portions(weights):
@@ -37,7 +38,7 @@ def packs(weights):
 
 
 def portions(weights):
-    """Named tensors -> dictionaries with at most PACK bytes of them each (one that is larger alone)."""
+    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor is alone in one."""
     tensors = {}
     size = 0
     for name, tensor in weights:
@@ -51,7 +52,7 @@ def portions(weights):
 
 
 def header_of(tensors: dict) -> bytearray:
-    """What a safetensors file begins with: eight bytes with the length of what follows, what lies where."""
+    """Return the start of a safetensors file: the length of the header in eight bytes, and the header."""
     entries = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -60,12 +61,20 @@ def header_of(tensors: dict) -> bytearray:
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of their size
+    text += b" " * (-len(text) % 8)  # The tensors must start at a multiple of the size of their elements.
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 
 def send(weights, folders: dict) -> set:
-    """Named tensors to these folders, {node: WeightFolder's actor}. Returns the nodes that are gone."""
+    """Send named tensors to folders on several nodes, while the next ones are being packed.
+
+    Args:
+        weights: Names and tensors.
+        folders: {node: WeightFolder actor}.
+
+    Returns:
+        The nodes that no longer exist.
+    """
     there = dict(folders)
     with ThreadPoolExecutor(1) as pool:
         sending = None
@@ -73,17 +82,18 @@ def send(weights, folders: dict) -> set:
             pack = ray.put(pack)
             if sending:
                 sending.result()
-            sending = pool.submit(to_all, there, "add", number, pack)  # while the next one is packed
+            sending = pool.submit(to_all, there, "add", number, pack)
         sending.result()
     to_all(there, "finish")
     return set(folders) - set(there)
 
 
 def to_all(folders: dict, method: str, *arguments) -> None:
-    """A method of all folders; those whose node is gone are taken out of them.
+    """Call a method of all folders, and remove those from `folders` whose node no longer exists.
 
-    First of one, then of two, four, ...: Ray fetches an object from any node that has it, and so a pack
-    leaves rank 0's node about as often as every other's.
+    The calls are made in waves of one, two, four ... folders, which broadcasts an object along a tree: Ray
+    fetches it from any node that has it already. So no node sends it more often than the others, and the time
+    grows with the logarithm of the number of nodes.
     """
     keys = list(folders)
     done = 0
