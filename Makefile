@@ -54,8 +54,7 @@ demo: setup
 demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
-# Two toy worlds, three starts and three seeds each, the algorithms and more: five to seven hours on two cores;
-# stopped, it goes on where it was.
+# Runs all experiments of docs/evidence.md, in seven to nine hours on two cores. If it was stopped, it resumes.
 evidence: setup
 	bash recipes/evidence.sh
 

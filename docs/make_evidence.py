@@ -1,6 +1,6 @@
 """Writes docs/evidence/runs.jsonl from finished runs, and from that the figures, tables and second_world.csv.
 
-    make evidence                                         # five to seven hours: the runs, then this
+    make evidence                                         # seven to nine hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
 
