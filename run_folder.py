@@ -25,71 +25,79 @@ from importlib import metadata
 from itertools import chain, groupby
 from pathlib import Path
 
-ON_SCREEN = (
-    "reward/mean",
-    "reward/acc",
-    "reward/flawed_positive_rate",
-    "reward/no_verdict",
-    "response_length/mean",
-    "response_length/clipped",
-    "actor/entropy",
-    "rollout/logprob_diff",
-    "time/step",
-)
+ON_SCREEN = {  # metrics of a step's line on the terminal, and their labels there
+    "reward/mean": "reward",
+    "reward/acc": "acc",
+    "reward/flawed_positive_rate": "flawed",
+    "reward/no_verdict": "no_verdict",
+    "response_length/mean": "length",
+    "response_length/clipped": "clipped",
+    "actor/entropy": "entropy",
+    "rollout/logprob_diff": "logprob_diff",
+}
+ONLY_IF_NOT_0 = ("reward/no_verdict", "response_length/clipped")
 PANELS = {
     "reward": ["reward/mean", "reward/score"],
-    "accuracy": ["reward/acc"],  # and that of each evaluation
-    "flawed positives among right answers": ["reward/flawed_positive_rate"],
+    "accuracy": ["reward/acc"],  # draw_curves adds the accuracies of evaluations
+    "flawed positives among correct answers": ["reward/flawed_positive_rate"],
     "response length (tokens)": ["response_length/mean", "response_length/max"],
     "entropy": ["actor/entropy"],
     "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
 }
 # Answers and indices, whose means say nothing; genrm_shared has a metric of its own.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
-AS_JSON = "backslashreplace"  # half a surrogate pair, as a model may write it, is no UTF-8; \ud83d is JSON
+# How files encode half a surrogate pair, which a model may write: not possible in UTF-8, but \ud83d is JSON.
+AS_JSON = "backslashreplace"
 
 
 def check_folder(config):
-    """Makes the folder and holds it for this run. Returns the lock, an open file: closing it lets go.
+    """Make the output directory and lock it for this run.
 
-    ValueError, with nothing deleted, where a run is not to be resumed or is going on; OSError where the
-    folder cannot be written.
+    Returns:
+        The lock, an open file. Closing it unlocks the directory.
+    Raises:
+        ValueError: The directory has a run that may not be resumed, or one in progress. Nothing is deleted.
+        OSError: The directory cannot be written.
     """
     out_dir = Path(config.out_dir)
     if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
-        raise ValueError(f"out_dir: {out_dir} holds a run; give another one or --resume auto")
+        raise ValueError(f"--out-dir {out_dir} contains a run: pass --resume auto, or another directory")
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"out_dir: {out_dir} is in use by another run; wait or give another one") from None
-    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # of a run that was killed while it wrote
+        raise ValueError(
+            f"--out-dir {out_dir} is in use by another run: wait, or pass another directory"
+        ) from None
+    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by a run that was killed while it wrote
         shutil.rmtree(rest, ignore_errors=True)
     return lock
 
 
 def check_room(config, step: int, checkpoint: float) -> None:
-    """ValueError where the disk has no room for the checkpoints after this step, of so many GB each."""
+    """Raise ValueError if the disk has no room for the checkpoints to come, of `checkpoint` GB each."""
     to_come = 1
     if config.save_every:
         to_come += (config.total_steps - 1) // config.save_every - step // config.save_every
     if config.keep_checkpoints:
         kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-        # The newest is written before the oldest goes.
+        # The newest one is written before the oldest one is deleted.
         to_come = min(to_come, max(1, config.keep_checkpoints + 1 - kept))
     needed = checkpoint * to_come
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(
-            f"out_dir: {free:.1f} GB are free, checkpoints need {needed:.1f}; make room, keep fewer "
-            "(--keep-checkpoints, 0 keeps all), or raise --save-every"
+            f"--out-dir {config.out_dir}: {free:.1f} GB are free, but checkpoints need {needed:.1f}; make "
+            "room, keep fewer (--keep-checkpoints, 0 keeps all), or raise --save-every"
         )
 
 
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
-    """Writes checkpoints/step_N: a Hugging Face folder, the optimizer, `state` (with `step`) as JSON.
-    It appears whole or not at all, also after a power cut; then older ones go. What goes wrong is raised."""
+    """Write checkpoints/step_N: a Hugging Face folder, the optimizer, and `state` (with `step`) as JSON.
+
+    The checkpoint appears whole or not at all, even after a power cut. Only then are older ones deleted.
+    """
     folder = Path(config.out_dir, "checkpoints")
     name = f"step_{state['step']}"
     target = folder / name
@@ -102,7 +110,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         for path in temporary.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # on the disk before older ones go
+                    os.fsync(file.fileno())  # on the disk before older ones are deleted
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -114,22 +122,22 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
 
 
 def add_end_tokens(file: Path, tokenizer) -> None:
-    """What generates from the checkpoint stops where the run's responses do. Adapters have no such file."""
+    """Let programs that generate from the checkpoint stop at the same tokens. Adapters have no such file."""
     if file.is_file():
         settings = json.loads(file.read_text())
         ids = sorted(end_tokens(settings.get("eos_token_id"), tokenizer))
         file.write_text(json.dumps(settings | {"eos_token_id": ids}, indent=2) + "\n")
 
 
-def end_tokens(of_model: int | list[int] | None, tokenizer) -> set[int]:
-    """The tokens that end a response: the model's, one or several, and the tokenizer's."""
-    if not isinstance(of_model, list):
-        of_model = [of_model]
-    return {*of_model, tokenizer.eos_token_id} - {None}
+def end_tokens(model_eos: int | list[int] | None, tokenizer) -> set[int]:
+    """Return the tokens that end a response: those of the model and that of the tokenizer."""
+    if not isinstance(model_eos, list):
+        model_eos = [model_eos]
+    return {*model_eos, tokenizer.eos_token_id} - {None}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first; a copy by another name, such as step_20_best, is none."""
+    """Return the complete checkpoints of a run, oldest first, without copies such as step_20_best."""
     found = {}
     for path in folder.glob("step_*/trainer_state.json"):
         step = path.parent.name.removeprefix("step_")
@@ -139,12 +147,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
-    """The objects of a JSONL file, and how many lines are none: a run in progress may end in half of one."""
+    """Return the objects of a JSONL file, and the number of lines that are incomplete.
+
+    The file of a run in progress may end in the middle of a line, and even of a character.
+    """
     lines = []
     torn = 0
     if not path.is_file():
         return lines, torn
-    # Not splitlines(), which splits at U+2028 and the like, too. Half a character at the end is half a line.
+    # Not splitlines(), which also splits at characters such as U+2028.
     for line in path.read_text(errors="replace").split("\n"):
         if not line:
             continue
@@ -156,7 +167,7 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:
-    """Writes a JSONL file that exists in its old or in its new form at any moment."""
+    """Write a JSONL file; at any moment either its old or its new content exists."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", errors=AS_JSON) as file:
         for line in lines:
@@ -165,7 +176,7 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 
 
 def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]:
-    """The valid lines of a JSONL file up to this step. All other lines are dropped from the file, too."""
+    """Return the valid lines of a JSONL file up to this step, and drop all others from the file."""
     lines, _ = read_lines(path)
     kept = [line for line in lines if line["step"] <= step and is_valid(line)]
     write_lines(path, kept)
@@ -173,13 +184,15 @@ def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]
 
 
 def has_evaluation(line: dict) -> bool:
-    """Whether a step's line of metrics has those of its evaluation."""
+    """Whether a step's line of metrics includes those of an evaluation."""
     return any(key.startswith("val/") for key in line)
 
 
 class Log:
-    """metrics.jsonl (one line a step), samples.jsonl and curves.png; TensorBoard and W&B where asked for.
-    Lines of steps after `first_step` are dropped: they will be done again."""
+    """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png, and to TensorBoard and W&B.
+
+    A run resumes after `first_step`: lines of later steps are dropped, because these steps are repeated.
+    """
 
     def __init__(self, config, first_step: int):
         self.config = config
@@ -195,18 +208,20 @@ class Log:
             self.wandb = start_wandb(config, first_step)
 
     def rewind(self, step: int):
-        """Drops the lines of later steps."""
+        """Drop the lines of later steps."""
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 
-        def is_valid(line):  # an evaluation without metrics was cut short, and is repeated
+        def is_valid(line):  # an evaluation without metrics was interrupted, and is repeated
             return line["split"] != "val" or line["step"] in evaluated
 
-        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # soon the last steps only
+        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # of the last steps
 
     def metrics(self, values: dict) -> None:
-        """Writes a step's line, without what is None, and prints a part of it. What comes later for that
-        step, such as its evaluation, is added to it."""
+        """Write the metrics of a step that are not None, and print some of them.
+
+        Metrics that come later for the same step, such as those of its evaluation, join its line.
+        """
         line = {}
         for key, value in values.items():
             if isinstance(value, float):
@@ -226,12 +241,22 @@ class Log:
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
             self.wandb.log(line, step=step)
-        print_line(line, self.config.total_steps)
+        terms = [term.partition("=")[0] for term in self.config.reward_terms]
+        print_line(line, self.config.total_steps, terms, self.seconds_left(step))
+
+    def seconds_left(self, step: int) -> float:
+        """Estimate the time until the last step from the last ten steps; 0 if no step is known."""
+        seconds = [line["time/step"] for line in self.history[-10:] if "time/step" in line]
+        if not seconds:
+            return 0.0
+        return (self.config.total_steps - step) * sum(seconds) / len(seconds)
 
     def samples(self, step: int, split: str, groups: list[list], eos_ids, decode) -> None:
-        """Writes a step's first groups to samples.jsonl, about `samples_per_step` samples of a data source:
-        whole groups of training, of an evaluation the first sample of each.
-        decode: of token ids, for the advantages of paragraphs."""
+        """Write about `samples_per_step` samples of each data source to samples.jsonl.
+
+        Training writes whole groups, an evaluation the first sample of each group. decode: turns token ids
+        into text, to find the advantages of paragraphs.
+        """
         written = Counter()
         self.recent = [line for line in self.recent if line["step"] > step - 13]
         with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
@@ -249,11 +274,11 @@ class Log:
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def plot(self):
-        """Redraws curves.png from all metrics so far."""
+        """Draw curves.png from all metrics so far."""
         draw_curves(self.history, self.folder / "curves.png")
 
     def close(self):
-        """Draws the curves a last time and ends TensorBoard and W&B."""
+        """Draw the curves a last time and close TensorBoard and W&B."""
         self.plot()
         if self.tensorboard:
             self.tensorboard.close()
@@ -262,7 +287,7 @@ class Log:
 
 
 def start_wandb(config, first_step: int):
-    """A run of Weights & Biases. One that goes on is the same run there: its id stays in the folder."""
+    """Start a run of Weights & Biases. A resumed run is the same run there: the directory keeps its id."""
     import wandb
 
     folder = Path(config.out_dir)
@@ -280,7 +305,7 @@ def start_wandb(config, first_step: int):
 
 
 def line_of(sample, eos_ids, decode) -> dict:
-    """What samples.jsonl has of a sample."""
+    """Return the line of a sample in samples.jsonl."""
     line = {
         "prompt": sample.row["prompt"][-1]["content"],
         "ground_truth": sample.row["reward_model"]["ground_truth"],
@@ -302,7 +327,7 @@ def line_of(sample, eos_ids, decode) -> dict:
 
 
 def paragraph_advantages(sample, decode) -> list[float]:
-    """That of each paragraph's first token."""
+    """Return the advantage of each paragraph's first token."""
     from algorithm import paragraph_starts, tokens_before
 
     places = paragraph_starts(sample.text)
@@ -311,7 +336,7 @@ def paragraph_advantages(sample, decode) -> list[float]:
 
 
 def accuracies(line: dict) -> list[str]:
-    """The keys of an evaluation's accuracies, one for each data source, whose name may have slashes."""
+    """Return the keys of an evaluation's accuracies, one per data source (its name may have slashes)."""
     keys = []
     for key in line:
         if "/no_verdict/" in key:  # each source has this one as well
@@ -319,19 +344,36 @@ def accuracies(line: dict) -> list[str]:
     return keys
 
 
-def print_line(line: dict, total_steps: int) -> None:
-    """Prints the most important of a step's metrics, or of an evaluation's."""
+def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
+    """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
+
+    terms: names of reward components, which are shown as well.
+    """
+    labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
     parts = [f"step {line['step']}/{total_steps}"]
-    for key in [*ON_SCREEN, *accuracies(line)]:
-        if key in line:
-            parts.append(f"{key} {line[key]:.4g}")
-    if len(parts) > 1:
-        print("  ".join(parts), flush=True)
+    for key in [*labels, *accuracies(line)]:
+        if key in line and (line[key] or key not in ONLY_IF_NOT_0):
+            parts.append(f"{labels.get(key, key)} {line[key]:.3g}")
+    if len(parts) == 1:
+        return
+    if "time/step" in line:
+        parts.append(f"{line['time/step']:.3g} s")
+    if "time/step" in line and seconds_left:
+        minutes = math.ceil(seconds_left / 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02} h left")
+    text = ""
+    for part in parts:
+        start = text.rfind("\n") + 1
+        if len(text) - start + len(part) > 118:
+            text += f"\n    {part}"
+        else:
+            text += f"  {part}" if text else part
+    print(text, flush=True)
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
-    """Draws the lines of metrics so far, in the panels of PANELS."""
-    from matplotlib.figure import Figure  # which takes half a second
+    """Draw the metrics so far in the panels of PANELS."""
+    from matplotlib.figure import Figure  # importing it takes half a second
 
     known = {}
     for line in history:
@@ -364,7 +406,7 @@ def output_of(*command: str) -> str:
 
 
 def note_start(config, step: int) -> None:
-    """Adds a line to starts.jsonl: when and how the run started, or went on after this step."""
+    """Add a line to starts.jsonl: when, where and how the run was started or resumed after this step."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -396,7 +438,7 @@ def note_start(config, step: int) -> None:
 
 
 def mean(values) -> float | None:
-    """The mean of the values that are not None; None where there are none."""
+    """Return the mean of the values that are not None, or None if there are none."""
     known = [float(value) for value in values if value is not None]
     if not known:
         return None
@@ -404,14 +446,14 @@ def mean(values) -> float | None:
 
 
 def is_bounded(value) -> bool:
-    """Whether a value of the user's function can be averaged: no NaN, and no number whose sum overflows."""
+    """Whether a value of the user's function can be averaged: it is a number, and sums do not overflow."""
     return isinstance(value, (int, float)) and abs(value) <= 1e300
 
 
 def averages(infos: list[dict]) -> dict:
-    """The means of the numbers and booleans in these reward_extra_infos, over the samples that have them.
+    """Average each number and boolean in these reward_extra_infos over the samples that have it.
 
-    `flawed_positive` (and what ends so) is a rate among right answers, as in the paper.
+    `flawed_positive`, and any key that ends in it, becomes a rate among correct answers, as in the paper.
     """
     numbers = {}
     for info in infos:
@@ -450,11 +492,11 @@ def batch_metrics(batch, config, eos_ids) -> dict:
 
 
 def reward_metrics(samples: list) -> dict:
-    """Means over the samples of a step; None where no sample has a value."""
+    """Compute means over the samples of a step; a mean without values is None."""
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
-    metrics["reward/mean"] = mean(rewards)  # a function's own "mean" gives way
+    metrics["reward/mean"] = mean(rewards)  # replaces a "mean" of the function
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
     seconds = [sample.result["seconds"] for sample in samples if "seconds" in sample.result]
     if seconds:
@@ -478,7 +520,7 @@ def reward_metrics(samples: list) -> dict:
 
 
 def rollout_metrics(samples: list) -> dict:
-    """What rollout functions did; a failed rollout has no reward, whatever else its sample has."""
+    """Compute what rollout functions did. A failed rollout has no reward, whatever else its sample has."""
     failures = Counter(sample.failure for sample in samples)
     seconds = [sample.tool_seconds for sample in samples]
     turns = [Counter(turn["who"] for turn in sample.turns) for sample in samples]
@@ -496,20 +538,23 @@ def rollout_metrics(samples: list) -> dict:
 
 
 def validation_metrics(groups: list[list], suffix: str = "") -> dict:
-    """Metrics of the groups of n samples of each data source: mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of
-    `acc`, and mean@n of each other number that the reward function returns. `suffix` replaces "mean@n"."""
+    """Compute the metrics of an evaluation, by data source and number n of samples per prompt.
+
+    These are mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each other number that the
+    reward function returns. `suffix` replaces "mean@n".
+    """
     of_source = {}
     for group in groups:
         of_source.setdefault((group[0].row["data_source"], len(group)), []).append(group)
     metrics = {}
-    for source, n in sorted(of_source):  # pass@k is that of the larger n
+    for source, n in sorted(of_source):  # with several n, pass@k is that of the largest
         found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
 def source_metrics(groups: list[list], n: int, label: str) -> dict:
-    """Those of the groups of n samples of one data source."""
+    """Compute the metrics of one data source, from its groups of n samples."""
     samples = list(chain(*groups))
     means = averages(infos_of(samples))
     accuracy = means.pop("acc", None)
@@ -517,7 +562,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     metrics[f"no_verdict/{label}"] = mean(sample.result["reward_score"] is None for sample in samples)
     if n == 1 or accuracy is None:
         return metrics
-    chances = {}  # k: that of each group
+    chances = {}  # k -> pass@k of each group
     k = 1
     while k < n:
         chances[k] = []
@@ -525,7 +570,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     chances[n] = []
     votes = []
     for group in groups:
-        # What has no `acc` (an error, say) is no wrong answer: it is left out, here as in the mean.
+        # A sample without `acc`, for instance after an error, is not a wrong answer, and is left out.
         infos = [info for info in infos_of(group) if info.get("acc") is not None]
         votes.append(majority(infos))
         correct = sum(info["acc"] == 1 for info in infos)
@@ -543,7 +588,7 @@ def infos_of(samples: list) -> list[dict]:
 
 
 def majority(infos: list[dict]) -> bool | None:
-    """Whether the answer that most samples give is right; None where the function does not say answers.
+    """Whether the most frequent answer is correct; None if the function does not return answers.
 
     A sample without an answer casts no vote.
     """
@@ -556,14 +601,15 @@ def majority(infos: list[dict]) -> bool | None:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples drawn from n, `correct` of them right, is right (Chen, 2021)."""
+    """Estimate without bias the chance that at least one of k samples is correct (Chen, 2021)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def no_verdict_rate(results, at_least: int = 1) -> float:
-    """Share of reward_loop.py's results without a score, among those that needed a verdict, or `at_least`.
+    """Return the fraction of results without a score among those that needed a verdict (or `at_least`).
 
-    A sample with a score needed none where no judge was asked, or only where a wrong answer went wrong."""
+    A sample with a score needed no verdict if the judge was not asked, or if its answer is wrong.
+    """
     missing = needed = 0
     for result in results:
         info = result["reward_extra_info"]

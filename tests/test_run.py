@@ -248,7 +248,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     free = SimpleNamespace(free=20_000_000)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
     run = prepared(tmp_path, model, tokenizer, save_every=1)
-    message = r"^out_dir: 0.0 GB are free, checkpoints need 0.[0-9]; make room, keep fewer .*--save-every$"
+    message = r"^--out-dir .*: 0.0 GB are free, but checkpoints need 0.[0-9]; make room, .*--save-every$"
     with pytest.raises(ValueError, match=message):
         load(run)
     run.lock.close()

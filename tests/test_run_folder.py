@@ -190,8 +190,19 @@ def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(c
     line = {"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}
     run_folder.print_line(line, 10)
     assert capsys.readouterr().out == (
-        "step 3/10  reward/mean 0.6667  response_length/clipped 0.25\nstep 3/10  val/a/b/mean@2 0.5\n"
+        "step 3/10  reward 0.667  clipped 0.25\nstep 3/10  val/a/b/mean@2 0.5\n"
     )
+
+
+def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, reward_terms=("style=0.1",)), 0)
+    values = {key: -0.00123456 for key in run_folder.ON_SCREEN} | {"reward/style": 0.25, "time/step": 30.0}
+    log.metrics({"step": 100, "reward/mean": 0.5, "time/step": 90.0, "reward/no_verdict": 0.0})
+    log.metrics({"step": 101} | values)
+    short, *long = capsys.readouterr().out.splitlines()
+    assert short == "step 100/200  reward 0.5  90 s  2:30 h left"
+    assert len(long) > 1 and max(map(len, long)) <= 120
+    assert "  style 0.25  " in " ".join(long) and long[-1].endswith("30 s  1:39 h left")
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
@@ -418,7 +429,7 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
         half_written.write_text("half")
         for resume in ("auto", "never"):
             config.resume = resume
-            message = "out_dir: .* is in use by another run; wait or give another"
+            message = "--out-dir .* is in use by another run: wait, or pass another"
             with pytest.raises(ValueError, match=message):
                 run_folder.check_folder(config)
         assert half_written.exists()
