@@ -8,9 +8,9 @@
         --num-threads 1
 
 Read `train` first: it is the algorithm. The functions below it follow in the order in which a sample passes
-them. Advantages and losses are in algorithm.py, the model and its update in policy.py, sampling in
-rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything that a run starts and
-saves in run.py, and what it writes in run_folder.py.
+them. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
+causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything
+that a run starts and saves in run.py, and what it writes in run_folder.py.
 
 On a CPU the policy is in this process, unless --policy-ranks shards it. On GPUs Ray places everything: the
 ranks of the policy (cluster/), its servers and the judges, each with a fraction of a GPU. `python -m
@@ -336,7 +336,7 @@ def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:
     config = run.config
     rows = draw(run.train_rows, run.num_prompts_drawn, batch.num_missing(config), config.seed)
     run.num_prompts_drawn += len(rows)
-    batch.num_prompts_drawn = run.num_prompts_drawn  # the prefetch of the next step goes on drawing
+    batch.num_prompts_drawn = run.num_prompts_drawn  # noted now, because a prefetch may draw more
     batch.rounds += 1
     return [(row, config.group_size) for row in rows]
 
