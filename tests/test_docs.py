@@ -249,9 +249,11 @@ def test_the_readmes_functions_run(tmp_path):
     assert rollout in blocks(ROOT / "docs/rollouts.md", "python")
 
 
-def test_the_page_of_settings_can_be_made():
+def test_the_page_of_settings_is_current():
     """Each setting of the trainer is there once, and every setting has a help text."""
     page = load("docs/make_settings").page()
+    text = (ROOT / "docs/settings.md").read_text()
+    assert page == text, "a setting or its help has changed: run python docs/make_settings.py"
     for field in dataclasses.fields(load("grpo_trainer").Config):
         assert page.split("## `score_file.py`")[0].count(f"| `--{field.name.replace('_', '-')}` |") == 1
     assert not re.findall(r"^\| .*\|  \|$", page, re.M)
