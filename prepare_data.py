@@ -1,7 +1,7 @@
-"""Data sets and prompts -> parquet files in the row schema of the trainer, which is verl's.
+"""Converts data sets to parquet files in the row schema of the trainer, which is verl's.
 
     python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data     # the paper's problems
-    python prepare_data.py --tasks critic processbench --out-dir data         # to train, to evaluate a judge
+    python prepare_data.py --tasks critic processbench --out-dir data         # to train and evaluate a judge
     python prepare_data.py --tasks gsm8k --out-dir data --source-dir ~/files  # from local files, no network
     python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of that package
 
@@ -10,11 +10,12 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; a judge's: int, -1 or the first wrong paragraph
     extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
-A file in --source-dir (parquet, JSON, JSONL, CSV) serves a data set if its name begins with the data source,
-then the split: gsm8k_train_2000.jsonl; without one it serves the first in SOURCES (aime24.jsonl: test), and
-with another one, as in gsm8k_dev.jsonl, none.
-Left out: data larger than memory, filters (trainer). Needs compute_score.py; for the toy world toy/,
-for reasoning_gym recipes/gym_tasks.py.
+A file in --source-dir (parquet, JSON, JSONL, CSV) belongs to a data set if its name begins with the data
+source. The first word "train" or "test" in its name gives the split (gsm8k_train_2000.jsonl). Without one,
+the split is the first that SOURCES lists for the data set (aime24.jsonl: test). A name with another split,
+such as gsm8k_dev.jsonl, belongs to none.
+Not covered: data larger than memory, filters (the trainer has them). Needs compute_score.py; for the toy
+world toy/, for reasoning_gym recipes/gym_tasks.py.
 """
 
 import csv
@@ -32,10 +33,10 @@ import tyro
 
 from compute_score import TAIL_CHARS, format_critic_prompt, last_boxed_only_string, remove_boxed
 
-# --- 1. Prompts (paper appendix F), letter by letter --------------------------------------------------------
+# --- 1. Prompts (paper appendix F), verbatim --------------------------------------------------------
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
-QUESTION = "problem|Problem|prompt|question|Question"  # what the data sets call it
+QUESTION = "problem|Problem|prompt|question|Question"  # column names in the data sets
 ANSWER = "answer|Answer|expected_answer|final_answer"
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
@@ -63,11 +64,11 @@ CRITIC = _schema(
     final_answer_correct=pa.bool_(),
 )
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-WITH_MARK = "utf-8-sig"  # spreadsheets write a byte order mark
+WITH_MARK = "utf-8-sig"  # Spreadsheets write a byte order mark.
 
 
 def validate_row(row: dict, where: str) -> None:
-    """ValueError, naming `where`, for a judge's row whose label is not -1 or one of its paragraphs."""
+    """Raise ValueError for a judge row whose label is neither -1 nor one of its paragraphs."""
     truth = row["reward_model"]["ground_truth"]
     steps = row["extra_info"].get("total_steps")
     if row["ability"] == "math_critic" and (not steps or truth not in range(-1, steps)):
@@ -78,9 +79,11 @@ def validate_row(row: dict, where: str) -> None:
 
 
 def read_rows(path: Path, needed=()) -> list[dict]:
-    """The rows of a parquet, JSONL, JSON or CSV file, each with the columns `needed` and, if there are such,
-    a ground truth. ValueError naming the file, the row and what is wrong with it. JSON is a list of objects,
-    or objects one after another, which may be printed over several lines.
+    """Read the rows of a parquet, JSONL, JSON or CSV file.
+
+    JSON is a list of objects, or a sequence of objects, each of which may span several lines. If columns are
+    `needed`, each row must have them and a ground truth.
+    Raises ValueError with the file, the row and what is wrong with it.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -99,7 +102,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
             text = path.read_text(encoding=WITH_MARK)
             if text.lstrip().startswith("["):
                 rows = list(map(dict, json.loads(text)))
-            elif re.match(r"\s*\{\s*\n", text):  # objects that are printed over several lines
+            elif re.match(r"\s*\{\s*\n", text):  # Each object spans several lines.
                 for number, lines in enumerate(re.split(r"(?<=^\})\s*$", text, flags=re.MULTILINE)):
                     place = f"{path}, object {number}"
                     if lines.strip():
@@ -109,7 +112,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                     place = f"{path}, line {number}"
                     if line.strip():
                         rows.append(dict(json.loads(line)))
-    except (ValueError, TypeError, OSError, csv.Error) as error:  # json's and pyarrow's are of these
+    except (ValueError, TypeError, OSError, csv.Error) as error:  # json and pyarrow raise subclasses.
         raise ValueError(f"{place}: not a readable {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: no rows")
@@ -119,14 +122,14 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                 raise ValueError(f"{path} row {number}: no {column!r}, only {', '.join(row)}")
         about = row.get("reward_model")
         truth = about.get("ground_truth") if isinstance(about, dict) else None
-        if needed and (truth is None or truth != truth):  # tables write NaN where a cell is empty
+        if needed and (truth is None or truth != truth):  # Tables have NaN in empty cells.
             raise ValueError(f"{path} row {number}: reward_model is {about!r}; it needs a ground_truth")
     return rows
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def _pick(raw, columns: str):
-    """The first of `columns` ("this|that") that is there and not empty. ValueError naming those there."""
+    """Return the first value of `columns` ("this|that") that is not empty. Raises ValueError without one."""
     for column in columns.split("|"):
         value = raw.get(column)
         if value is not None and value == value and str(value).strip():  # a NaN does not equal itself
@@ -145,9 +148,9 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 
 def _final_answer(raw, columns):
-    """The text of the column with the final answer. ValueError if that is not one text or number."""
+    """Return the final answer as text. Raises ValueError if it is not one text or number."""
     if any(column in raw for column in ANSWER.split("|")):
-        columns = ANSWER  # then a column `solution` holds a worked one
+        columns = ANSWER  # In this case a column `solution` holds a worked solution.
     answer = _pick(raw, columns)
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"column {columns!r} is {answer!r:.80}; expected one text or one number")
@@ -158,17 +161,17 @@ def _final_answer(raw, columns):
 
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
-    """Problem and final answer, under the hub's column names or those of common copies."""
+    """Build a row from problem and final answer, under the hub's column names or those of common copies."""
     question = _pick(raw, QUESTION)
     answer = _final_answer(raw, source.answer)
-    if source.data_source == "gsm8k":  # the worked solution ends in "#### 1,234"
+    if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
         _, mark, answer = answer.rpartition("####")
         if not mark:
             raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
         answer = answer.strip().replace(",", "")
         if not answer:
             raise ValueError("column 'answer' has nothing after its last '####'")
-    if source.data_source.startswith("aime"):  # integers 0-999, some written 025
+    if source.data_source.startswith("aime"):  # integers from 0 to 999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
             raise ValueError(f"column {source.answer!r} is {answer[:80]!r}; expected an integer 0 to 999")
         answer = str(int(answer))
@@ -181,20 +184,20 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
-    """Four choices in an order that depends on the seed and the question only: every build is the same."""
+    """Build a row with four choices, whose order depends on the seed and the question only."""
     question = str(_pick(raw, "Question"))
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [str(_pick(raw, column)).strip() for column in columns]
-    order = [0, 1, 2, 3]  # positions, not texts: two choices of a question may read the same
+    order = [0, 1, 2, 3]  # Positions, not texts, since two choices of a question may be equal.
     Random(f"{seed} {question}").shuffle(order)
     shuffled = [choices[position] for position in order]
-    problem = CHOICES.format(question, *shuffled)  # the judge needs the choices, too
+    problem = CHOICES.format(question, *shuffled)  # The judge needs the choices as well.
     prompt = PROMPT.format(question=problem, what=" (only the choice letter)")
     return _row(source, problem, prompt, "ABCD"[order.index(0)], ability="General")
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
-    """A ready-made row of FAPO-Critic, in the one schema of judge rows. Its prompt stays as it is."""
+    """Convert a ready-made row of FAPO-Critic to the schema of judge rows. Its prompt is unchanged."""
     messages = _pick(raw, "prompt")
     truth = _pick(_pick(raw, "reward_model"), "ground_truth")
     _, _, subset = _pick(raw, "data_source").partition("/")
@@ -215,7 +218,10 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
-    """A solution in steps and the index of its first wrong one. `build_rows` adds raw["answer"]."""
+    """Build a row from a solution in steps and the index of its first wrong step.
+
+    `build_rows` has added raw["answer"].
+    """
     problem = str(_pick(raw, "problem"))
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
@@ -236,13 +242,13 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
-class Source(NamedTuple):  # one output file and where its rows come from
+class Source(NamedTuple):  # one output file and the source of its rows
     task: str
     data_source: str
     split: str
     repo: str  # on the Hugging Face hub
-    files: str  # the hub's files, a glob pattern
-    answer: str = ANSWER  # columns, the first that is there: the hub's name and those of common copies
+    files: str  # glob pattern of the files on the hub
+    answer: str = ANSWER  # columns to try in this order: the hub's and those of common copies
     build: object = build_math  # raw row -> row
 
 
@@ -262,21 +268,24 @@ SOURCES = [
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
 
-HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # splits that no data set has here
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # Splits that no data set has here.
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Whether a local file has this data set and split, by the rule of the module's docstring."""
+    """Say whether a local file has this data set and split, by the rule of the module's docstring."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
-    splits = [other.split for other in SOURCES if other.data_source == source.data_source]
-    splits = [word for word in words if word in ("train", "test")] + splits
-    is_data = path.suffix.lower() in SUFFIXES and HELD_OUT.isdisjoint(words)
     name = re.split("[-_]", source.data_source)
-    return is_data and words[: len(name)] == name and splits[0] == source.split
+    if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
+        return False
+    for word in words:
+        if word in ("train", "test"):
+            return word == source.split
+    first = next(other for other in SOURCES if other.data_source == source.data_source)
+    return source.split == first.split
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:
-    """The files in `source_dir` that serve this data set and split. Raises OSError where there are none."""
+    """Return the files in `source_dir` with this data set and split. Raises OSError if there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
         raise OSError(f"no file in {source_dir} is called {source.data_source}* (split {source.split})")
@@ -284,35 +293,38 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
 
 
 def hub_files(source: Source) -> list[Path]:
-    """The data set's files from the Hugging Face hub (or its cache). Raises OSError with the remedy."""
+    """Download the data set from the Hugging Face hub, or take it from the cache. Raises OSError."""
     from huggingface_hub import snapshot_download
     print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...")
     try:
         folder = snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files])
     except OSError as error:
         why = " ".join(str(error).split())[:200]
-        remedy = "if gated, accept its terms on its page and set HF_TOKEN; without a network use --source-dir"
+        remedy = "if it is gated, accept its terms on its page and set HF_TOKEN; offline, pass --source-dir"
         raise OSError(f"{source.repo}: cannot be fetched from the hub ({why}); {remedy}") from error
     files = sorted(Path(folder).rglob(source.files))
     if not files:
-        raise OSError(f"{source.repo}: has no file {source.files}; download it by hand and use --source-dir")
+        raise OSError(f"{source.repo}: has no file {source.files}; download it and pass --source-dir")
     return files
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # all: every public one, or those with a file in --source-dir, but not toy. reasoning_gym:NAME, or
-    # reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym, with settings of its own.
+    # Data sets to convert. all: every public data set (with --source-dir: those that have a file there), but
+    # not toy. reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym,
+    # with its settings.
     tasks: list[Task | str]
-    out_dir: Path = Path("data")  # Where the parquet files go; ~ is expanded.
-    source_dir: Path | None = None  # Take the data sets from files in this directory, not from the hub.
-    seed: int = 0  # For the order of GPQA's choices, and for the problems of toy and reasoning_gym.
+    out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
+    source_dir: Path | None = None  # Directory with local files to convert; default: download from the hub.
+    seed: int = 0  # Random seed of the order of GPQA's choices and of the problems of toy and reasoning_gym.
 
 
 def add_answers(raw_rows: list[dict]) -> None:
-    """Gives rows of ProcessBench a column `answer`: the last box of a correct solution tells it, nothing else
-    does; "" where there is none."""
+    """Give rows of ProcessBench a column `answer`: the last box of a correct solution of the same problem.
+
+    Nothing else in the data tells the answer. Without a correct solution it is "".
+    """
     answers = {}
     for raw in raw_rows:
         solution = "\n".join(map(str, raw.get("steps") or []))
@@ -324,7 +336,7 @@ def add_answers(raw_rows: list[dict]) -> None:
 
 
 def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
-    """The rows of one data set, each built and validated. Raises ValueError naming file, row and column."""
+    """Build and validate the rows of one data set. Raises ValueError with file, row and column."""
     rows = []
     for path in files:
         raw_rows = read_rows(path)
@@ -343,7 +355,7 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
 
 
 def write_source(source: Source, files: list[Path], config: Config) -> dict[str, int]:
-    """Writes OUT_DIR/<data_source>_<split>.parquet, whole or not at all -> its name and number of rows."""
+    """Write OUT_DIR/<data_source>_<split>.parquet and return {name: number of rows}."""
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
@@ -353,7 +365,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
 
 
 def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
-    """Writes the rows to `out`, whole or not at all -> its name and number of rows. `names`: their origin."""
+    """Write the rows to `out`, whole or not at all, and return {name: number of rows}. names: their origin."""
     table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
@@ -364,7 +376,7 @@ def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, in
 
 
 def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
-    """Writes both splits of the task `spec`, "reasoning_gym:NAME" or "reasoning_gym:NAME:JSON"."""
+    """Write both splits of the task `spec`, "reasoning_gym:NAME" or "reasoning_gym:NAME:JSON"."""
     from recipes import gym_tasks
     _, _, task = spec.partition(":")
     task, _, text = task.partition(":")
@@ -387,7 +399,7 @@ def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
 
 
 def prepare(config: Config) -> dict[str, int]:
-    """Builds what the config asks for -> rows per file name. Raises ValueError or OSError in one line."""
+    """Convert the data sets and return {file name: number of rows}. Raises ValueError or OSError."""
     source_dir = config.source_dir and config.source_dir.expanduser()
     if source_dir and not source_dir.is_dir():
         raise OSError(f"--source-dir: {source_dir} is not a directory")
@@ -414,7 +426,7 @@ def prepare(config: Config) -> dict[str, int]:
                 files = local_files(source, source_dir)
             else:
                 files = hub_files(source)
-        except OSError as error:  # one gated data set must not cost the others
+        except OSError as error:  # A gated data set must not stop the others.
             failed[source.task] = str(error)
             print(f"{source.data_source} {source.split}: skipped: {error}")
             continue
@@ -426,7 +438,7 @@ def prepare(config: Config) -> dict[str, int]:
         warm_start.copy_shipped(config.out_dir)
     errors = []
     for task, why in failed.items():
-        # In one's own folder a file of one split will do, and for `all` whatever is there.
+        # With --source-dir one split of a data set suffices, and `all` takes whatever is there.
         if not source_dir or not (task in built or "all" in config.tasks):
             errors.append(why)
     if errors:

@@ -2,8 +2,10 @@
 
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
-Each result goes to OUT.partial.jsonl at once: a run that was killed, or stopped by --max-no-verdict-rate,
-goes on with --resume and keeps what has a score. Left out: files larger than memory, length penalties. Needs
+Each result is written to OUT.partial.jsonl at once. A run that was killed, or stopped by
+--max-no-verdict-rate, resumes with --resume and keeps the results that have a score.
+Not covered: files larger than memory (a row takes about 5 KB), length penalties.
+Needs
 prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and run_folder.py.
 """
 
@@ -27,7 +29,7 @@ from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
 from run_folder import averages, no_verdict_rate
 
 COLUMNS = {
-    "reward_score": pyarrow.float64(),  # also where all are None
+    "reward_score": pyarrow.float64(),  # the same type even if all are None
     "status": pyarrow.string(),
     "reward_extra_info": pyarrow.string(),
 }
@@ -35,26 +37,27 @@ COLUMNS = {
 
 @dataclasses.dataclass
 class Config(RewardOptions):
-    """Scores a file of responses (rows of the schema plus `response`) with a reward function."""
-    data: Path  # Parquet or JSONL file: rows with data_source, reward_model, extra_info and response.
-    out: Path  # File to write, as data or .jsonl: adds reward_score, status, reward_extra_info (JSON text).
-    resume: bool = False  # Go on with an interrupted run: what has a score is kept, the rest is scored.
+    """Score a file of responses (rows of the schema plus `response`) with a reward function."""
+    data: Path  # Parquet or JSONL file whose rows have data_source, reward_model, extra_info and response.
+    # File to write, .jsonl or the type of --data. It adds reward_score, status and reward_extra_info (JSON).
+    out: Path
+    resume: bool = False  # Resume an interrupted run: keep the results with a score and score the rest.
 
 
 async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
-    """What the server at each address says of its model; None if it does not answer yet."""
+    """Ask the server at each address for its model: {name: model, or None if it does not answer yet}."""
     models = {}
     for name, address in addresses.items():
         models[name] = None
-        with contextlib.suppress(Exception):  # whatever answers there, it names no model
+        with contextlib.suppress(Exception):  # Whatever answers there does not name a model.
             card = await compute_score.served_model(address)
-            models[name] = f"{card['id']} {card.get('root')}"  # two models may be served under one name
+            models[name] = f"{card['id']} {card.get('root')}"  # The root tells models of one name apart.
     await compute_score.close_session()
     return models
 
 
 def is_same_run(before, header: dict) -> bool:
-    """Whether the results below one header may be continued below another one."""
+    """Say whether a run with the header `header` may keep the results of a run with the header `before`."""
     if not isinstance(before, dict) or before.keys() != header.keys():
         return False
     for name, model in before["models"].items():
@@ -64,15 +67,18 @@ def is_same_run(before, header: dict) -> bool:
 
 
 def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
-    """{row: result} of an interrupted run, from the file `partial`, in which each start wrote its header."""
+    """Read the results of an interrupted run from the file `partial`: {row: result}.
+
+    Each start of the run has written its header. Raises ValueError if the file belongs to another run.
+    """
     if not partial.exists():
         return {}
     if not resume:
-        raise ValueError(f"{partial} is left from an interrupted run: go on with --resume, or delete it")
+        raise ValueError(f"{partial} is left from an interrupted run: pass --resume, or delete it")
     done = {}
     for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
         entry = None
-        with contextlib.suppress(ValueError):  # a line may have been cut off
+        with contextlib.suppress(ValueError):  # The last line of a start may be truncated.
             entry = json.loads(line)
         if number == 0 or isinstance(entry, dict):
             if not is_same_run(entry, header):
@@ -85,13 +91,13 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
 
 
 def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
-    """Scores the samples that `done` lacks -> seconds. Each result goes there, to `partial` and on_result."""
+    """Score the samples that `done` lacks, add the results to `done` and `partial`, return the seconds."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # each line at once
-        file.write("\n" if file.tell() else "")  # the last line may have been cut off
+        file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # line by line
+        file.write("\n" if file.tell() else "")  # The last line may be truncated.
         file.write(json.dumps(header) + "\n")
 
         def note(position, result):
@@ -106,7 +112,7 @@ def score_the_rest(options, samples, done, partial: Path, header, on_result=lamb
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
-    """Writes the rows of `data` with results; `out`, a file of its kind, appears when it is complete."""
+    """Write the rows of `data` with their results to `out`, which appears only when it is complete."""
     added = []
     for result in results:
         info = json.dumps(result["reward_extra_info"])
@@ -127,7 +133,7 @@ def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
 
 
 def summary(results: list[dict]) -> str:
-    """What the run prints at its end."""
+    """Return what the run prints at its end: statuses, means, and the judge's statuses."""
     infos = [{"mean reward": result["reward_score"]} | result["reward_extra_info"] for result in results]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(info.get("genrm_status") for info in infos)
@@ -141,10 +147,13 @@ def summary(results: list[dict]) -> str:
 
 
 def run(config: Config):
-    """The command line's work. ValueError, OSError for what the user gave, RuntimeError if it must stop."""
-    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # the results while the run goes on
+    """Score the file.
+
+    Raises ValueError or OSError for wrong input, RuntimeError if too few samples have a score.
+    """
+    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
     if config.resume and config.out.exists() and not partial.exists():
-        print(f"{config.out} is complete: nothing to do (without --resume all is scored again)")
+        print(f"{config.out} is complete: nothing to do (without --resume, all rows are scored again)")
         return
     job = config.check_rewards()
     needed = ["data_source", "reward_model", "response"]
@@ -153,15 +162,15 @@ def run(config: Config):
         needed.append("prompt")
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
-        raise ValueError(f"out is {config.out}: it must end with .jsonl, or as data with .parquet")
+        raise ValueError(f"--out {config.out}: must end with .jsonl, or with .parquet if --data does")
 
     for row in rows:
         theirs = COLUMNS.keys() & row.keys()
-        if theirs and len(theirs) < len(COLUMNS):  # with all of them it was scored before
+        if theirs and len(theirs) < len(COLUMNS):  # A row with all of them was scored before.
             raise ValueError(f"--data {config.data}: the column {min(theirs)!r} would be overwritten by a "
                              "column of the result: rename it")  # fmt: skip
 
-    header = {  # what --resume may not change; the judge may have moved to another address
+    header = {  # What must be unchanged to resume. The address of the judge may change.
         "reward_fn": config.reward_fn,
         "reward_kwargs": config.reward_kwargs,
         "genrm": list(config.genrm),
@@ -172,7 +181,7 @@ def run(config: Config):
     done = scored_before(partial, header, config.resume)
     if job.sees_group:
         for group in by_group(rows):
-            if not done.keys() >= set(group):  # it is scored again as a whole
+            if not done.keys() >= set(group):  # A group is scored as a whole.
                 for row in group:
                     done.pop(row, None)
     left = len(rows) - len(done)
@@ -184,11 +193,12 @@ def run(config: Config):
         if rate > config.max_no_verdict_rate:
             failed = [result for result in done.values() if result["reward_score"] is None]
             text = f"{len(failed):,} samples have no score, the last: {failed[-1]['reward_extra_info']}"
-            raise RuntimeError(f"{text}; more than --max-no-verdict-rate; mend it, then --resume")
+            raise RuntimeError(f"{text}; more than --max-no-verdict-rate allows: fix it, then pass --resume")
 
     def on_result(result):
-        if len(done) % (100 + len(rows) // 100) == 0:  # each looks at all
-            check(1000)  # failures tend to come first: a refused connection is quicker than a critique
+        if len(done) % (100 + len(rows) // 100) == 0:  # Each check reads all results, so it must be rare.
+            # Failures tend to arrive first, since a refused connection is faster than a critique.
+            check(1000)
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, on_result)
     check(1)
@@ -200,12 +210,12 @@ def run(config: Config):
 
 
 def main() -> None:
-    """Parses the command line and runs; exit code 2 for a wrong argument, 1 for a run that had to stop."""
+    """Parse the command line and run. The exit code is 2 for wrong input, 1 if the run had to stop."""
     config = tyro.cli(Config)
     try:
         run(config)
     except KeyboardInterrupt:
-        print("interrupted; --resume goes on", file=sys.stderr)
+        print("interrupted; pass --resume to continue", file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

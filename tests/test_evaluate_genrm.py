@@ -241,6 +241,21 @@ def test_a_resumed_run_has_the_same_settings(bench, tmp_path, setting):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
+def test_critiques_of_another_version_of_compute_score_are_not_mixed_in(bench, tmp_path):
+    config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
+    run(Judge(answer), config)
+    progress = tmp_path / "c.parquet.jsonl"
+    header, *lines = progress.read_text().splitlines()
+    header = json.loads(header)
+    assert [Path(file).name for file in header["files"]] == ["compute_score.py"]
+    header["files"] = dict.fromkeys(header["files"], "the digest of an older version")
+    progress.write_text("\n".join([json.dumps(header), *lines]))
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
+        run(Judge(answer), config)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
     """First a --limit by mistake; then rows in another order, a corrected label, a server with more room."""
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, limit=4)
@@ -281,7 +296,7 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate_genrm, "judge_rows", interrupted)
     for data, out, code, message in [
         ("mixed.jsonl", "c.parquet", 2, "mixed.jsonl, row 0: reward_model.ground_truth is 9"),
-        ("rows.jsonl", "c.parquet", 130, "the same command goes on"),
+        ("rows.jsonl", "c.parquet", 130, "run the same command again"),
     ]:
         arguments = ["--data", tmp_path / data, "--out", tmp_path / out, "--router-address", "127.0.0.1:1"]
         monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])

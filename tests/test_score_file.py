@@ -63,7 +63,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=tmp_path / "status.jsonl", out=out), "the column 'status' would be overwritten"),
         (dict(data=good, out=tmp_path / "out.csv"), "must end with .jsonl"),
-        (dict(data=good, out=tmp_path / "out.parquet"), "or as data with .parquet"),
+        (dict(data=good, out=tmp_path / "out.parquet"), "or with .parquet if --data does"),
         (dict(data=good, out=out, reward_kwargs="{"), "must be a JSON object"),
         (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
@@ -295,7 +295,8 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     until(lambda: partial.exists() and partial.read_text().count("\n") > 3, 60)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
-    assert running.returncode == 130 and "interrupted; --resume goes on" in said and "Traceback" not in said
+    assert running.returncode == 130 and "Traceback" not in said
+    assert "interrupted; pass --resume to continue" in said
     running = subprocess.Popen([*command, "--resume"], start_new_session=True)
     until(lambda: partial.read_text().count("\n") > 32, 60)  # with the headers of both starts
     os.kill(running.pid, signal.SIGKILL)

@@ -1,20 +1,24 @@
-"""How good is a judge (GenRM)? ProcessBench and FlawedPositiveBench, by majority vote (paper section 4.2).
+"""Measures a judge (GenRM) on ProcessBench and FlawedPositiveBench by majority vote (paper section 4.2).
 
     python prepare_data.py --tasks processbench --out-dir data
     python genrm_server.py --model dyyyyyyyy/FAPO-GenRM-4B --port 30000
     python -m tools.evaluate_genrm --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
-Asks for n critiques of every judge row of prepare_data.py; each goes to critiques.parquet.jsonl as it comes:
-a run that was stopped goes on where it was, also with other rows, a larger n, another address. Two tables:
-    ProcessBench         per subset: share of flawed solutions whose first error is found exactly (error), of
-                         correct ones that are called correct (correct), their harmonic mean (F1); mean F1
-    FlawedPositiveBench  rows whose final answer is correct: precision, recall and F1 of "flawed"
-The paper reports for FAPO-GenRM-4B: average F1 83.3; precision 87.5, recall 91.4, F1 89.4. A critique that is
-unparsable or was cut has no vote; a solution without any vote is a miss in "error", "correct" and recall, but
-never "flawed" (the original counts it so). A failed request is left out, reported (exit code 1), and asked
-again next time.
-Left out: judges that answer True or False, scoring by log-probabilities.
+Requests n critiques of every judge row of prepare_data.py and writes each to critiques.parquet.jsonl at once.
+The same command resumes a run that was stopped, also with other rows, a larger n or another address. It
+prints two tables:
+
+    ProcessBench         per subset: error, the fraction of flawed solutions whose first wrong step is found;
+                         correct, the fraction of sound solutions that are called sound; their harmonic mean
+                         (F1); and the mean F1 of all subsets
+    FlawedPositiveBench  rows with a correct final answer: precision, recall and F1 of "flawed"
+
+The paper reports for FAPO-GenRM-4B an average F1 of 83.3, and precision 87.5, recall 91.4, F1 89.4. A
+critique that is unparsable or truncated has no vote. A solution without any vote is a miss in "error",
+"correct" and recall, but never counts as "flawed" (the original counts it so). A failed request is excluded
+and reported (exit code 1), and the next run repeats it.
+Not covered: judges that answer True or False, scoring by log-probabilities.
 """
 
 import asyncio
@@ -34,30 +38,34 @@ import tyro
 import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, json_object
+from reward_worker import fingerprints
 from score_file import score_the_rest, scored_before, served_models
 
 
 @dataclass
 class Config:
-    data: Path  # Judge rows of prepare_data.py, such as data/processbench_test.parquet.
+    data: Path  # File with judge rows from prepare_data.py, such as data/processbench_test.parquet.
     router_address: str  # host:port of the judge: a router or one OpenAI-compatible server.
-    out: Path = Path("critiques.parquet")  # Every row with its critiques; OUT.jsonl: the progress.
-    model: str | None = None  # Model name to ask for; by default the first that the server names.
-    n: int = 8  # Critiques per row; the majority is the prediction.
+    # File for the rows with their critiques; OUT.jsonl holds the critiques so far.
+    out: Path = Path("critiques.parquet")
+    model: str | None = None  # Name of the model to request; default: the first that the server lists.
+    n: int = 8  # Number of critiques per row; the most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
-    max_tokens: int = scores.GENRM_MAX_TOKENS  # Longest critique; the server must hold its prompt, too.
-    chat_kwargs: str = "{}"  # JSON for the judge's chat template, such as '{"enable_thinking": false}'.
-    concurrency: int = 256  # Requests at the same time.
-    timeout_s: float = 3600.0  # Seconds for one critique, waiting in the queue and all attempts included.
-    limit: int | None = None  # Only the first so many rows.
+    # Maximum length of a critique, in tokens. Prompt and critique must fit into the server's context.
+    max_tokens: int = scores.GENRM_MAX_TOKENS
+    # JSON object with settings for the judge's chat template, such as '{"enable_thinking": false}'.
+    chat_kwargs: str = "{}"
+    concurrency: int = 256  # Maximum number of concurrent requests.
+    timeout_s: float = 3600.0  # Time limit of one critique in seconds, with queueing and all attempts.
+    limit: int | None = None  # Use only this many rows, from the first on; default: all rows.
 
 
-ANSWERED = ("ok", "truncated")  # final; any other status is a request that failed, to be asked again
+ANSWERED = ("ok", "truncated")  # Any other status is a failed request, which the next run repeats.
 
 
 def majority_vote(indices: list[int | None]) -> int | None:
-    """The most frequent index, of equally frequent ones the earliest; None (unparsable) has no vote."""
+    """Return the most frequent index, or the earliest of several. None (unparsable) is not a vote."""
     votes = [index for index in indices if index is not None]
     if votes:
         return mode(votes)
@@ -71,7 +79,7 @@ def _mean(values: list[float]) -> float:
 
 
 def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]:
-    """Two shares and their harmonic mean, NaN where one of them is."""
+    """Return two fractions and their harmonic mean, which is NaN if one of them is."""
     shares = _mean(first), _mean(second)
     if any(map(math.isnan, shares)):
         return *shares, math.nan
@@ -79,8 +87,8 @@ def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
-    """Subset -> (rows, error, correct, F1) (paper eq. 6), shares of 1; NaN without such rows."""
-    flawed = defaultdict(list)  # subset -> whether the prediction is right, of each flawed solution
+    """Return {subset: (rows, error, correct, F1)} (paper eq. 6) as fractions; NaN without such rows."""
+    flawed = defaultdict(list)  # subset -> whether each flawed solution was predicted right
     sound = defaultdict(list)
     for row in rows:
         of_subset = sound if row["label"] == -1 else flawed
@@ -93,10 +101,10 @@ def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
 
 
 def flawed_positive_metrics(rows: list[dict]) -> tuple:
-    """(rows, precision, recall, F1) of "flawed" where the answer is correct."""
+    """Return (rows, precision, recall, F1) of "flawed", over rows with a correct final answer."""
     count = 0
-    precision = []  # of what was called flawed: is it?
-    recall = []  # of what is flawed: was it called so?
+    precision = []  # for each solution that was called flawed: whether it is
+    recall = []  # for each flawed solution: whether it was called flawed
     for row in rows:
         if row["final_answer_correct"]:
             count += 1
@@ -114,7 +122,7 @@ def table_line(name: str, count: int, *shares: float) -> str:
 
 
 def report(rows: list[dict]) -> str:
-    """The tables as text, of the rows of `judge_rows`; those without any answered request are left out."""
+    """Format the tables for the rows of `judge_rows`. Rows without any answered request are excluded."""
     answered = []
     answers = []
     failed = []
@@ -141,12 +149,12 @@ def report(rows: list[dict]) -> str:
     lines.append(f"\nrequests: {dict(statuses)}; {unparsable:.1%} of the critiques name no paragraph")
     if failed:
         why = failed[0].get("error") or failed[0]["text"]
-        lines.append(f"INCOMPLETE: {len(failed)} requests failed, one with: {why}; ask again: same command")
+        lines.append(f"INCOMPLETE: {len(failed)} requests failed, one with: {why}; run the command again")
     return "\n".join(lines)
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat):
-    """Reward function: one critique, of the prompt `solution_str`. Score 1: exactly right; None: none."""
+    """Request one critique of the prompt `solution_str`, as a reward function: 1 if exactly right, else 0."""
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = None
     if status == "ok":
@@ -158,7 +166,7 @@ async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_
 
 
 def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
-    """The judge rows of a file with what the metrics need. ValueError naming the file, row and field."""
+    """Read judge rows and add what the metrics need. Raises ValueError with the file, row and field."""
     rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
     for number, row in enumerate(rows):
         if row.get("ability") != "math_critic":
@@ -173,13 +181,13 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 async def chat_settings(config: Config) -> dict:
-    """How `scores.chat` asks the judge. Raises ValueError, OSError."""
+    """Return the settings for `scores.chat`. Raises ValueError, or OSError without a judge."""
     chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     model = config.model
     try:
         model = model or (await scores.served_model(config.router_address))["id"]
-    except Exception as error:  # whatever is there, it is no server of models
-        raise OSError(f"--router-address: {config.router_address} names no model ({error!r})") from error
+    except Exception as error:  # Whatever answers there is not a model server.
+        raise OSError(f"--router-address {config.router_address}: names no model ({error!r})") from error
     finally:
         await scores.close_session()
     return {
@@ -192,10 +200,11 @@ async def chat_settings(config: Config) -> dict:
 
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
-    """Adds "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
+    """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config))
-    # What an answer depends on, besides the prompt and the label of its row.
-    header = chat | {"models": asyncio.run(served_models({"genrm": config.router_address}))}
+    # What a result depends on, besides the prompt and the label of its row.
+    files = fingerprints(scores.__file__)
+    header = chat | {"files": files, "models": asyncio.run(served_models({"genrm": config.router_address}))}
     progress = Path(f"{config.out}.jsonl")
     done = scored_before(progress, header, resume=True)  # {name of a critique: result}
     samples = {}
@@ -221,7 +230,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
 
 
 def names_of(row: dict, n: int) -> list[str]:
-    """Names of its n critiques, the same in whatever file and place the row is."""
+    """Name the n critiques of a row. The names do not depend on the file or the position of the row."""
     digest = hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()
     return [f"{digest[:16]}/{number}" for number in range(n)]
 
@@ -235,7 +244,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         sys.exit(130)
     text = report(judged)
     print(text)
