@@ -365,7 +365,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
 
 
 def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
-    """Write the rows to `out`, whole or not at all, and return {name: number of rows}. names: their origin."""
+    """Write the rows to `out`, whole or not at all, and return {name: rows}. names: their origin."""
     table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
