@@ -398,6 +398,7 @@ def main() -> None:
             run_trl(job, events)
         return
     config = tyro.cli(Config)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a stopped side would stay behind
     curves = []
     for seed in config.seeds:
         curves += compare(config, seed)

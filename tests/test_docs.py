@@ -31,6 +31,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
 OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
+OTHERS_FLAGS |= {"--no-deps"}  # of pip
 
 
 def blocks(page, *languages):

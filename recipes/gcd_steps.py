@@ -1,0 +1,192 @@
+"""Euclid's algorithm in reasoning-gym's task `gcd`: a policy that writes its steps, and an exact check.
+
+    bash recipes/public_flaws.sh 0 outputs/gcd0               # the whole comparison
+    python -m recipes.gcd_steps --out-dir data/gcd/policy     # the policy that it starts from
+    python grpo_trainer.py ... --reward-fn recipes/gcd_steps.py:compute_score_fapo
+
+Question and verifier are the package's. The policy divides line by line and ends with the answer:
+
+    84=36*2+12
+
+    36=12*3+0
+
+    \\boxed{12}
+
+Most answers are small numbers, so a wrong remainder often leads to the right one. That is a flawed positive,
+which the verifier cannot see. The policy reads correct solutions only and its training stops early: nobody
+plants a flaw. Not covered: other ways to the answer. An answer without these lines counts as flawed.
+"""
+
+import json
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
+from recipes import gym_tasks  # noqa: E402
+
+SETTINGS = {"max_value": 30}  # harder ones take a policy of this size too long to learn
+LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")
+
+
+def numbers_of(question: str) -> list[int]:
+    """Return the numbers whose greatest common divisor the question asks for."""
+    return [int(number) for number in re.findall(r"[0-9]+", question)]
+
+
+def write_solution(first: int, second: int) -> str:
+    """Return the only solution that `first_wrong` accepts."""
+    lines = []
+    while second:
+        lines.append(f"{first}={second}*{first // second}+{first % second}")
+        first, second = second, first % second
+    return "\n\n".join([*lines, f"\\boxed{{{first}}}"])
+
+
+def first_wrong(question: str, text: str) -> int:
+    """Return the index of the first wrong paragraph, or -1 if every paragraph is right.
+
+    A line is right if it divides the numbers that the lines before it lead to, and the division is correct.
+    The last paragraph is right if it is the box with the last divisor, after a remainder of 0.
+    """
+    first, second = numbers_of(question)
+    paragraphs = text.strip().split("\n\n")
+    for index, paragraph in enumerate(paragraphs):
+        if second == 0:
+            is_end = index == len(paragraphs) - 1 and paragraph == f"\\boxed{{{first}}}"
+            return -1 if is_end else index
+        line = LINE.fullmatch(paragraph)
+        if not line:
+            return index
+        dividend, divisor, quotient, remainder = map(int, line.groups())
+        is_right = dividend == divisor * quotient + remainder and remainder < divisor
+        if not is_right or (dividend, divisor) != (first, second):
+            return index
+        first, second = second, remainder
+    return len(paragraphs)  # it stops before the answer
+
+
+def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, penalty=1.0) -> dict:
+    """FAPO's score with the exact check as judge: 1, 1 - penalty if a line is wrong, -1 for a wrong answer.
+
+    Returns:
+        Also `acc`, `pred`, `first_wrong`, `flawed_positive` and `fully_correct`.
+    """
+    result = gym_tasks.compute_score(data_source, solution_str, ground_truth, extra_info)
+    acc = result["acc"]
+    wrong = first_wrong(extra_info["question"], solution_str)
+    flawed = acc and wrong != -1
+    score = -1.0
+    if acc:
+        score = 1.0 - penalty * flawed
+    return {
+        "score": score,
+        "acc": acc,
+        "pred": result["pred"],
+        "first_wrong": wrong,
+        "flawed_positive": flawed,
+        "fully_correct": acc and not flawed,
+    }
+
+
+def compute_score_outcome(data_source, solution_str, ground_truth, extra_info) -> dict:
+    """The outcome reward, 1 or -1 by the task's verifier. The check of the lines only measures."""
+    return compute_score_fapo(data_source, solution_str, ground_truth, extra_info, penalty=0.0)
+
+
+HELD_OUT = {"acc": "", "flawed_positive_rate": "flawed_positive_rate/", "fully_correct": "fully_correct/"}
+TRAINING = ("acc", "flawed_positive_rate")
+STEPS = 10  # whose training samples are averaged
+
+
+def report(folders: tuple[Path, ...]) -> list[dict]:
+    """Return the figures before and after each run in these folders of recipes/public_flaws.sh.
+
+    `train/...` are means over the samples of the first or the last ten steps, the others held-out figures.
+    """
+    rows = []
+    for folder in folders:
+        for reward in ("outcome", "fapo"):
+            config = json.loads((folder / reward / "config.json").read_text())
+            text = (folder / reward / "metrics.jsonl").read_text()
+            metrics = [json.loads(line) for line in text.splitlines()]
+            steps = [line for line in metrics if "reward/acc" in line]
+            for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):
+                row = {"reward": reward, "seed": config["seed"], "step": line["step"]}
+                for name, key in HELD_OUT.items():
+                    row[name] = line[f"val/reasoning_gym_gcd/{key}mean@4"]
+                for name in TRAINING:
+                    row[f"train/{name}"] = statistics.fmean(step[f"reward/{name}"] for step in some)
+                rows.append(row)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Return the figures as Markdown, a line for each policy."""
+    lines = [
+        "| reward | seed | step | accuracy | flawed positives | fully correct | training: accuracy "
+        "| training: flawed positives |",
+        "| --- " + "| ---: " * 7 + "|",
+    ]
+    for row in rows:
+        names = [*HELD_OUT, *(f"train/{name}" for name in TRAINING)]
+        figures = " | ".join(f"{row[name]:.3f}" for name in names)
+        lines.append(f"| {row['reward']} | {row['seed']} | {row['step']} | {figures} |")
+    return "\n".join(lines)
+
+
+@dataclass
+class Config:
+    """Trains the policy from which the runs start, on correct solutions, and stops early."""
+
+    out_dir: Path = Path("data/gcd/policy")  # Folder of the policy.
+    seed: int = 0  # Of its weights and of its training problems.
+    stop_at: float = 0.4  # Stop when a correct solution of a new problem has this probability on average.
+    most_steps: int = 4000  # Steps of 16 solutions, at most.
+    report: tuple[Path, ...] = ()  # Instead: print a table of the runs in these folders.
+    report_out: Path | None = None  # JSONL file for the same figures.
+
+
+def make_policy(config: Config) -> None:
+    """Train a Llama of 1 M parameters on one thread, and save it in `out_dir`."""
+    import torch
+    from toy import warm_start
+
+    # Far from the seeds of the rows, as problem i has seed + i.
+    settings = SETTINGS | {"seed": 1_000_000 * (config.seed + 1), "size": 200_000}
+    dataset = gym_tasks.load_task("gcd", json.dumps(settings))
+    rng = Random(f"{config.seed}/gcd")
+
+    def example():
+        question = dataset[rng.randrange(len(dataset))]["question"]
+        while gym_tasks.is_held_out(question):
+            question = dataset[rng.randrange(len(dataset))]["question"]
+        solution = write_solution(*numbers_of(question))
+        return warm_start.chat(question + gym_tasks.SUFFIX, solution)
+
+    torch.set_num_threads(1)
+    texts = [text for _ in range(500) for text in example()]
+    tokenizer = warm_start.build_tokenizer(texts)
+    model = warm_start.new_model(len(tokenizer), config.seed)
+    warm_start.fit(
+        model, tokenizer, example, config.most_steps, 2e-3, 2e-3, 1.0, config.stop_at, example, desc="gcd"
+    )
+    for part in (model.bfloat16(), tokenizer):
+        part.save_pretrained(config.out_dir)
+    print(f"{config.out_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    config = tyro.cli(Config)
+    if config.report:
+        rows = report(config.report)
+        print(table(rows))
+        if config.report_out:
+            config.report_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        make_policy(config)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# A process flaw in a task that others defined: reasoning-gym's gcd, with the package's question and verifier.
+# The policy writes Euclid's algorithm, and an exact program checks each line (gcd_steps.py). The outcome reward
+# and FAPO start from the same policy, which is trained first. Results: docs/public_tasks.md.
+#   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [FURTHER FLAGS OF THE TRAINER]
+set -euo pipefail
+[[ ${1:-} =~ ^[0-9]+$ && -n ${2:-} ]] || {
+  echo "usage: bash recipes/public_flaws.sh SEED OUT_DIR [FLAGS OF THE TRAINER]" >&2
+  exit 2
+}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
+export OMP_NUM_THREADS=1
+DATA=data/gcd
+
+[ -f $DATA/reasoning_gym_gcd_test.parquet ] ||
+  python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir $DATA
+[ -d $DATA/policy ] || python -m recipes.gcd_steps --out-dir $DATA/policy
+for reward in outcome fapo; do
+  python grpo_trainer.py --model $DATA/policy --out-dir "$2/$reward" --seed "$1" \
+    --train-file $DATA/reasoning_gym_gcd_train.parquet --val-file $DATA/reasoning_gym_gcd_test.parquet:4 \
+    --reward-fn "recipes/gcd_steps.py:compute_score_$reward" \
+    --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 112 \
+    --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
+    --val-every 0 --val-top-p 1 --save-every 0 --num-threads 1 --num-workers 1 "${@:3}"
+done
+python -m recipes.gcd_steps --report "$2"

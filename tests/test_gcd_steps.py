@@ -1,0 +1,96 @@
+"""The exact check of Euclid's algorithm, and the two rewards of the comparison on a public task."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes import gcd_steps, gym_tasks
+
+pytest.importorskip("reasoning_gym")
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = "Find the Greatest Common Divisor (GCD) of these numbers: 28, 12. Give only the GCD."
+RIGHT = "28=12*2+4\n\n12=4*3+0\n\n\\boxed{4}"
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        (RIGHT, -1),
+        (RIGHT + "\n", -1),
+        ("28=12*2+5\n\n12=4*3+0\n\n\\boxed{4}", 0),  # 24 + 5 is not 28
+        ("28=12*1+16\n\n12=4*3+0\n\n\\boxed{4}", 0),  # the remainder is larger than the divisor
+        ("28=12*2+4\n\n16=4*4+0\n\n\\boxed{4}", 1),  # a correct division of another number
+        ("28=12*2+4\n\n\\boxed{4}", 1),  # a line is missing
+        ("\\boxed{4}", 0),
+        ("28=12*2+4\n\n12=4*3+0", 2),  # the answer is missing
+        ("28=12*2+4\n\n12=4*3+0\n\n\\boxed{2}", 2),
+        ("28=12*2+4\n\n12=4*3+0\n\n\\boxed{4}\n\n\\boxed{4}", 2),
+        ("28=12*2+4\n\n12=4*3+0\n\n4=0*0+4\n\n\\boxed{4}", 2),
+        ("", 0),
+    ],
+)
+def test_the_first_wrong_line(text, index):
+    assert gcd_steps.first_wrong(QUESTION, text) == index
+
+
+def test_the_policy_reads_solutions_that_the_check_accepts_for_every_problem():
+    for first in range(1, 31):
+        for second in range(1, 31):
+            question = f"Find the Greatest Common Divisor (GCD) of these numbers: {first}, {second}."
+            assert gcd_steps.first_wrong(question, gcd_steps.write_solution(first, second)) == -1
+
+
+@pytest.fixture(scope="module")
+def row():
+    for rows in gym_tasks.make_rows("gcd", {"max_value": 30, "seed": 0, "size": 200}).values():
+        for row in rows:
+            first, second = gcd_steps.numbers_of(row["extra_info"]["question"])
+            if first > second and first % second and row["reward_model"]["ground_truth"] != "1":
+                return row
+
+
+def test_fapo_and_the_outcome_reward_differ_only_in_flawed_positives(row):
+    truth = row["reward_model"]["ground_truth"]
+    right = gcd_steps.write_solution(*gcd_steps.numbers_of(row["extra_info"]["question"]))
+    texts = {"right": right, "flawed": f"1=1*1+0\n\n\\boxed{{{truth}}}", "wrong": "\\boxed{1}", "": "no box"}
+    scores = {}
+    for name, text in texts.items():
+        both = []
+        for function in (gcd_steps.compute_score_outcome, gcd_steps.compute_score_fapo):
+            result = function(row["data_source"], text, truth, row["extra_info"])
+            both.append(result["score"])
+        scores[name] = both
+        assert result["flawed_positive"] is (name == "flawed")
+        assert result["fully_correct"] is (name == "right")
+    assert scores == {"right": [1, 1], "flawed": [1, 0], "wrong": [-1, -1], "": [-1, -1]}
+
+
+def test_the_page_shows_the_figures_of_the_evidence():
+    lines = (ROOT / "docs/evidence/public_tasks.jsonl").read_text().splitlines()
+    page = (ROOT / "docs/public_tasks.md").read_text()
+    assert gcd_steps.table([json.loads(line) for line in lines]) in page
+
+
+def test_figures_are_read_from_the_runs_of_the_recipe(tmp_path):
+    for reward, after in (("outcome", 0.75), ("fapo", 0.25)):
+        folder = tmp_path / reward
+        folder.mkdir()
+        (folder / "config.json").write_text('{"seed": 3}')
+        lines = []
+        for step in range(41):
+            line = {"step": step}
+            if step in (0, 40):
+                flawed = after if step else 0.5
+                keys = gcd_steps.HELD_OUT.values()
+                line |= {f"val/reasoning_gym_gcd/{key}mean@4": flawed for key in keys}
+            if step:  # 0.01 to 0.40: the first ten have a mean of 0.055, the last ten of 0.355
+                line |= {"reward/acc": step / 100, "reward/flawed_positive_rate": step / 100}
+            lines.append(json.dumps(line))
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+    rows = gcd_steps.report((tmp_path,))
+    told = [(row["reward"], row["step"], row["flawed_positive_rate"]) for row in rows]
+    assert told == [("outcome", 0, 0.5), ("outcome", 40, 0.75), ("fapo", 0, 0.5), ("fapo", 40, 0.25)]
+    text = gcd_steps.table(rows).splitlines()
+    assert text[-2] == "| fapo | 3 | 0 | 0.500 | 0.500 | 0.500 | 0.055 | 0.055 |"
+    assert text[-1] == "| fapo | 3 | 40 | 0.250 | 0.250 | 0.250 | 0.355 | 0.355 |"
