@@ -466,6 +466,9 @@ class Loss:
     clip: Clip
     over_sequences: bool = False  # Average over sequences, each the mean of its tokens, not over all tokens.
 
+    def clip_with(self, low: float | None, high: float | None, dual: float) -> Clip:
+        return Clip(self.clip.low if low is None else low, self.clip.high if high is None else high, dual)
+
 
 LOSSES = {
     "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
@@ -502,22 +505,16 @@ def compute_policy_loss(
         num_tokens: Number of these tokens in the whole mini-batch.
         num_sequences: Number of sequences in the whole mini-batch. Default: B. Only gspo uses it.
         loss: A name in LOSSES.
-        clip_low: The ratio is clipped at 1 - clip_low. Default: the value of the loss's paper.
-        clip_high: The ratio is clipped at 1 + clip_high. Default: the value of the loss's paper.
+        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high. Default: as published.
         clip_c: Dual clip of "clip".
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
 
     Returns:
-        The loss (a scalar), and a dict of sums over the tokens: the clipped tokens, the KL estimate
-        r - 1 - log r, and the number of tokens to divide these by. Sums of micro-batches can be added.
+        The loss, and sums that can be added over micro-batches, such as clipped tokens and all tokens.
     """
     chosen = LOSSES[loss]
-    clip = Clip(
-        chosen.clip.low if clip_low is None else clip_low,
-        chosen.clip.high if clip_high is None else clip_high,
-        clip_c,
-    )
+    clip = chosen.clip_with(clip_low, clip_high, clip_c)
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
