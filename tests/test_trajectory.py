@@ -710,7 +710,7 @@ def test_a_group_that_fails_as_a_whole_is_skipped(options, world):
 
 @pytest.mark.parametrize("limit", [0.5, 1.0])
 def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
-    with pytest.raises(RuntimeError, match=r"rollouts failed.*LookupError: no such shop \(own.py:\d+\)"):
+    with pytest.raises(RuntimeError, match=r"failed rollouts.*LookupError: no such shop \(own.py:\d+\)"):
         grpo_trainer.train(world("run", "always_fails", max_no_verdict_rate=limit))
 
 
@@ -718,14 +718,14 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
     "changes, message",
     [
         (dict(function="missing"), "--rollout-fn .*has no function 'missing'"),
-        (dict(function="reward"), "rollout_fn: .*async def"),
-        (dict(rollout_kwargs='{"price": 1}'), "rollout_fn: .*price"),
+        (dict(function="reward"), "--rollout-fn .*async def"),
+        (dict(rollout_kwargs='{"price": 1}'), "--rollout-fn .*price"),
         (dict(rollout_kwargs="[]"), "--rollout-kwargs"),
         (dict(rollout_fn=None, rollout_kwargs='{"cost": 1}'), "--rollout-fn"),
         (dict(rollout_fn="/nowhere.py:f"), "--rollout-fn .*there is no file"),
-        (dict(function="asks_the_judge"), "rollout_fn: .*reward_router_address"),
+        (dict(function="asks_the_judge"), "--rollout-fn .*reward_router_address"),
         (dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
-         "rollout_fn: .*reward_router_address"),
+         "--rollout-fn .*reward_router_address"),
     ],
     ids=str,
 )
