@@ -1196,7 +1196,7 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("page that follows"):
+            if line.startswith("live page of this run"):
                 break
         sent = threading.Timer(15, process.send_signal, [signal.SIGINT])
         sent.start()
