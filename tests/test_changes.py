@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/changes"
 DIFFS = sorted(FOLDER.glob("*.diff"))
 each_change = pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
-COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "cluster/*.py", "tests/*.py",
-          "recipes/*", "docs/glossary.md")  # fmt: skip
+COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "tools/page/*", "cluster/*.py",
+          "tests/*.py", "recipes/*", "docs/glossary.md")  # fmt: skip
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ def parse(script, arguments):
 def test_recipe_parses(path):
     found = list(commands(path.read_text()))
     both = path.stem.startswith(("fapo", "baseline", "toy"))  # with and without an external judge
+    both = both and path.stem != "toy_tools"  # which calls the trainer by a function of toy_runs.sh
     assert len(found) >= 1 + both - (path.stem in ONE_GPU)
     for script, arguments in found:
         config = parse(script, arguments)
