@@ -302,7 +302,8 @@ def test_run_folder_alone(alone):
     code = """
 from types import SimpleNamespace
 from run_folder import Log
-log = Log(SimpleNamespace(out_dir=".", total_steps=1, tensorboard=False, wandb=False), first_step=0)
+config = SimpleNamespace(out_dir=".", total_steps=1, reward_terms=(), tensorboard=False, wandb=False)
+log = Log(config, first_step=0)
 log.metrics({"step": 1, "reward/mean": 0.5})
 log.close()
 """
@@ -436,8 +437,8 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
         --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """ + rollout
     said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
-    (line,) = [line for line in said.splitlines() if line.startswith("page")]
-    assert line.startswith("page, merged adapters: not written, they need the folders tools and toy (No")
+    (line,) = [line for line in said.splitlines() if line.startswith("no page")]
+    assert line.startswith("no page, no merged adapters: they need the folders tools/ and toy/ (No")
     assert json.loads((folder / "out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
     assert (folder / "out/curves.png").is_file() and (folder / "out/checkpoints/step_1").is_dir()
 

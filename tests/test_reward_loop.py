@@ -980,7 +980,7 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, 
     assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
     # no router: one server
-    for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "nobody answers at")):
+    for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "does not answer")):
         caplog.clear()
         manager = start(write_function(tmp_path, ASK), router_address=(address,))
         assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER
@@ -1165,7 +1165,7 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
     assert "process killed" in results[10]["reward_extra_info"]["error"]
-    assert "is silent: an async function that blocks" in caplog.text
+    assert "is silent: an async reward function blocks" in caplog.text
 
 
 @pytest.mark.slow
@@ -1174,7 +1174,7 @@ def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
     manager = start(f"{FAULTS}:blocks", timeout=6.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-4"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
-    assert "is silent: an async function that blocks" in caplog.text
+    assert "is silent: an async reward function blocks" in caplog.text
 
 
 def run_script(body, **environment):
