@@ -396,7 +396,7 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
     for path in world.glob("*.parquet"):
         assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes()
         assert path.read_bytes() != (tmp_path / "other" / path.name).read_bytes()
-    told = [(models, seed, kind) for models, _, _, seed, kind in trained]
+    told = [(models, seed, kind) for models, _, _, seed, kind, _ in trained]
     kinds = toy_world.KINDS
     assert told == [(("policy", "judge"), 0, kinds["standard"]), (("judge",), 1, kinds["weak_policy"])]
     shipped = (warm_start.SHIPPED / "policy/tokenizer.json").read_text()

@@ -28,6 +28,7 @@ from run import Run
 from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd
 from test_docs import blocks
 from toy import shop_world, warm_start
+import trajectory as trajectories
 from trajectory import Rollouts
 
 ROW = {
@@ -125,8 +126,17 @@ def test_a_run_depends_on_its_seed_alone_however_long_tools_take(model, tokenize
     assert [s.response_ids for s in first] != [s.response_ids for s in other]
 
 
-def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokenizer):
+def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokenizer, monkeypatch):
     """As with --overlap: an evaluation, and the next step's rollouts in a thread."""
+    # --overlap needs servers, which serve both. A model in this process samples for one thread at a time.
+    sampling = threading.Lock()
+    sample_round = trajectories.sample_round
+
+    def sample_alone(*arguments, **options):
+        with sampling:
+            return sample_round(*arguments, **options)
+
+    monkeypatch.setattr(trajectories, "sample_round", sample_alone)
 
     async def slow(trajectory, extra_info):
         for _ in range(3):
