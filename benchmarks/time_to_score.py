@@ -95,7 +95,7 @@ class Events:
 def run_ours(job: dict, events: Events) -> None:
     import grpo_trainer
 
-    evaluate, update_policy = grpo_trainer.evaluate, grpo_trainer.update_policy
+    evaluate, log_step = grpo_trainer.evaluate, grpo_trainer.Run.log_step
     folder = Path(job["folder"])
 
     def timed_evaluate(run):
@@ -104,13 +104,12 @@ def run_ours(job: dict, events: Events) -> None:
         line = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])
         events.write("evaluation", score=line[f"val/{source}/mean@1"])
 
-    def timed_update(run, batch):
-        metrics = update_policy(run, batch)
-        events.write("rewards", reward=batch.metrics["reward/mean"])
+    def timed_log_step(run, metrics):
+        events.write("rewards", reward=metrics["reward/mean"])
         events.write("step")
-        return metrics
+        log_step(run, metrics)
 
-    grpo_trainer.evaluate, grpo_trainer.update_policy = timed_evaluate, timed_update
+    grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
     (source, *_) = {row["data_source"] for row in rows_of(job["val_file"])}
     sys.argv = ["grpo_trainer.py", "--model", job["model"], "--out-dir", str(folder / "run")]
     settings = {
