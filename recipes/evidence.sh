@@ -14,6 +14,7 @@ SEEDS="0 1 2"
 # No part of a prefix is cut: the number of paragraphs is fixed here, so more steps cannot be earned.
 VPPO=(--advantage vppo --prefix-cut 0)
 JUDGE_OF_WRONG=("${JUDGE[@]:0:5}" "${JUDGE[5]/\{/\{\"judge_wrong\": true, }")
+SCHEDULE=recipes/lambda_schedule.py
 LORA=(--lora-rank 16 --lora-alpha 32 --lr 1e-3)
 mkdir -p "$OUT"
 
@@ -99,6 +100,7 @@ first_world() {
   for seed in $SEEDS; do
     policy weak rule "$seed" "${RULE[@]}"  # from a start at which wrong answers outnumber right ones
     policy weak fapo_oracle "$seed" "${ORACLE[@]}"
+    forbid "$seed"
     for penalty in 0.667 1.333; do  # lambda, as in paper Table 5 (there as 1 - lambda)
       policy warm0 "penalty$penalty" "$seed" "${ORACLE[@]}" --reward-kwargs "{\"penalty\": $penalty}"
     done
@@ -108,6 +110,11 @@ first_world() {
   once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
   all_done
   served narrow
+}
+
+forbid() {  # forbid SEED: flawed positives are worth as much as wrong answers, from the start or only later
+  policy weak penalty2 "$1" "${ORACLE[@]}" --reward-kwargs '{"penalty": 2.0}'
+  policy weak later2 "$1" --reward-fn "$SCHEDULE:by_step" --reward-kwargs '{"first": 30, "penalty": 2.0}'
 }
 
 own() {  # own START ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
@@ -133,6 +140,26 @@ be_fair() {  # be_fair SEED: FAPO with other penalties, and told of wrong answer
   told 0 vppo_right "$1" '{"judge_wrong": false}' "${VPPO[@]}"
   told 0 place_oracle "$1" '{"place": 1.0}'
   told 0 penalty0.5 "$1" '{"penalty": 0.5}'
+}
+schedule() {  # schedule NAME SEED FUNCTION JSON: from start 0, with a lambda that changes
+  own 0 "$1" "$2" --reward-fn "$SCHEDULE:$3" --reward-kwargs "$4"
+}
+schedules() {  # schedules SEED: lambda by the step and by the group; flawed positives forbidden only later
+  schedule later "$1" by_step '{"first": 20}'
+  schedule majority "$1" by_majority '{}'
+  schedule later2 "$1" by_step '{"first": 20, "penalty": 2.0}'
+  schedule linear "$1" by_step '{"first": 0, "ramp": 20}'
+  schedule share "$1" by_share '{}'
+}
+early() {  # early NAME SEED FLAGS: from a policy of the second world that is hardly ever sound
+  once "early/$1_seed$2" train_own "$OUT/early" "$2" "$OUT/early/$1_seed$2" "${OWN[@]}" \
+    --model "$OUT/early/policy" "${@:3}"
+}
+forbid_early() {  # forbid_early SEED: flawed positives penalised and not, forbidden, forbidden only later
+  early rule "$1" "${RULE[@]}"
+  early fapo_oracle "$1" "${ORACLE[@]}"
+  early penalty2 "$1" "${ORACLE[@]}" --reward-kwargs '{"penalty": 2.0}'
+  early later2 "$1" --reward-fn "$SCHEDULE:by_step" --reward-kwargs '{"first": 20, "penalty": 2.0}'
 }
 overlook() {  # overlook SEED: judges that see only a share of the flaws
   local recall
@@ -202,6 +229,7 @@ second_world() {  # in an order in which every beginning says something
   world own1 own_flaws 1 judge
   world teacher0 own_flaws 0 policy --stop-at 0.7  # the warm starts of two of them once more, stopped later
   world teacher1 own_flaws 1 policy --stop-at 0.8
+  world early own_flaws 0 policy --stop-at 0.05
   all_done
   own_judges
   for seed in $SEEDS; do
@@ -212,6 +240,8 @@ second_world() {  # in an order in which every beginning says something
     done
     longer $seed
     be_fair $seed
+    schedules $seed
+    forbid_early $seed
     ablate $seed
     overlook $seed
   done
@@ -255,7 +285,7 @@ tool_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (three starts, two judges, 122 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
+echo "the second 3 to 4 (four starts, two judges, 149 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
 echo "Finished runs are not repeated."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world

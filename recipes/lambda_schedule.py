@@ -1,0 +1,59 @@
+"""Schedules for FAPO's penalty lambda: three reward functions, to run as they are or to copy.
+
+    bash recipes/second_world.sh 0 outputs/own0_later --reward-fn recipes/lambda_schedule.py:by_step
+    bash recipes/second_world.sh 0 outputs/own0_linear --reward-fn recipes/lambda_schedule.py:by_step \\
+        --reward-kwargs '{"first": 0, "ramp": 20}'
+    bash recipes/second_world.sh 0 outputs/own0_majority --reward-fn recipes/lambda_schedule.py:by_majority
+
+A flawed positive scores 1 - lambda. With a share alpha of fully correct and beta of wrong answers in a group,
+its advantage is negative if lambda > 2 beta / (alpha + beta) (paper, appendix A), so a constant lambda of 1
+discourages flawed positives once alpha > beta. That is the paper's majority-guided choice. The functions here
+change lambda instead: with the step, or with the majority in the group.
+
+The oracle of the toy world is the judge. For a served judge, await `compute_score_fapo` of compute_score.py
+(or toy/toy_world.py) with penalty=0 in place of `judged`. Needs toy/toy_world.py and compute_score.py.
+"""
+
+from toy.toy_world import compute_score_fapo_oracle as judged
+
+
+def by_step(
+    data_source, solution_str, ground_truth, extra_info, step, *, first=20, ramp=1, penalty=1.0):  # fmt: skip
+    """Score without a penalty up to step `first`, then with one that reaches `penalty` after `ramp` steps."""
+    now = penalty * min(max(step - first, 0) / ramp, 1.0)
+    result = judged(data_source, solution_str, ground_truth, extra_info, penalty=now)
+    return result | {"lambda": now}
+
+
+def by_majority(data_source, solution_strs, ground_truth, extra_info, *, penalty=1.0):
+    """Penalise flawed positives only in groups in which fully correct answers outnumber wrong ones."""
+    results = [judged(data_source, text, ground_truth, extra_info, penalty=0.0) for text in solution_strs]
+    correct, wrong = count(results)
+    now = penalty if correct > wrong else 0.0
+    return penalised(results, now)
+
+
+def by_share(data_source, solution_strs, ground_truth, extra_info):
+    """Penalise with lambda = 2 alpha / (alpha + beta): 0 without fully correct answers, 2 without wrong ones.
+
+    Flawed positives are discouraged from the same point on as with lambda = 1, but more gradually.
+    """
+    results = [judged(data_source, text, ground_truth, extra_info, penalty=0.0) for text in solution_strs]
+    correct, wrong = count(results)
+    now = 2 * correct / max(correct + wrong, 1)
+    return penalised(results, now)
+
+
+def count(results: list[dict]) -> tuple[int, int]:
+    """Count the fully correct and the wrong answers of a group."""
+    correct = sum(result["acc"] and not result["flawed_positive"] for result in results)
+    wrong = sum(not result["acc"] for result in results)
+    return correct, wrong
+
+
+def penalised(results: list[dict], now: float) -> list[dict]:
+    """Subtract lambda from the score of each flawed positive; `lambda` becomes a curve of the run."""
+    for result in results:
+        result["score"] -= now * result["flawed_positive"]
+        result["lambda"] = now
+    return results
