@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import MISSING, asdict, fields
@@ -197,6 +198,8 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config = config
         self.folder = Path(config.out_dir)
+        # With --overlap a thread may write the samples that stop the run, while this one writes a step's.
+        self.samples_lock = threading.Lock()
         self.rewind(first_step or -1)
         self.tensorboard = None
         if config.tensorboard:
@@ -258,8 +261,8 @@ class Log:
         into text, to find the advantages of paragraphs.
         """
         written = Counter()
-        self.recent = [line for line in self.recent if line["step"] > step - 13]
-        with open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
+        with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
+            self.recent = [line for line in self.recent if line["step"] > step - 13]
             for number, group in enumerate(groups):
                 source = group[0].row["data_source"]
                 if written[source] >= self.config.samples_per_step:

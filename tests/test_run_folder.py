@@ -10,7 +10,9 @@ import subprocess
 import sys
 import termios
 import textwrap
+import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +150,27 @@ def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropp
     log.rewind(2)
     assert [line["step"] for line in log.recent] == [1, 2]
     assert [line["step"] for line in run_folder.Log(config, first_step=1).recent] == [1]
+
+
+def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
+    """With --overlap: the samples of a step, and those of the next one, whose verdicts stop the run."""
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), samples_per_step=1000), first_step=0)
+    row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
+    groups = [[scored(1.0, row, "long answer " * 250)] for _ in range(100)]
+
+    def write(step):
+        for _ in range(20):
+            log.samples(step, "train", groups, {1}, None)
+
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=write, args=(step,)) for step in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    lines, torn = run_folder.read_lines(tmp_path / "samples.jsonl")
+    assert torn == 0 and len(lines) == len(log.recent) == 4000
 
 
 def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
