@@ -387,7 +387,9 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     )
     seed = config.seed  # an evaluation draws no prompts, and takes the same seed each time
     if batch.rounds:
-        seed = config.seed * 1_000_003 + batch.step + ((batch.rounds - 1) << 40)
+        seed = config.seed * 1_000_003 + batch.step
+    if batch.rounds > 1:
+        seed = random.Random(f"{seed}/refill {batch.rounds}").getrandbits(32)
     with tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None) as progress:
         if config.rollout_fn:
             run.rollouts.roll_out(

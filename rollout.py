@@ -56,6 +56,7 @@ def rollout_hf(
     temperature, before top_p.
 
     Args:
+        seed: On a CPU only its lowest 32 bits count.
         on_finished: Called with each sample as soon as it ends.
         is_done: Called with a sample after each of its tokens; a true result ends the response there.
     """

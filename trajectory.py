@@ -450,8 +450,9 @@ class Rollouts:
                 if kind == "finished":
                     on_finished(value)
                 elif kind == "round":
-                    # The first round samples what a run without a rollout function would.
-                    round_seed = seed + (rounds << 52)
+                    round_seed = seed  # the first round samples what a run without a rollout function would
+                    if rounds:
+                        round_seed = Random(f"{seed}/round {rounds}").getrandbits(32)
                     results = sample_round(model, value, self.decode, seed=round_seed,
                                            rollout_batch_size=rollout_batch_size, **sampled_with)  # fmt: skip
                     self.loop.call_soon_threadsafe(deliver, value, results)

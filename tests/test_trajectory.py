@@ -126,6 +126,25 @@ def test_a_run_depends_on_its_seed_alone_however_long_tools_take(model, tokenize
     assert [s.response_ids for s in first] != [s.response_ids for s in other]
 
 
+def test_each_round_draws_new_random_numbers(model, tokenizer, monkeypatch):
+    """However many rounds there are. (torch's generator for CPUs takes 32 bits of a seed.)"""
+    drawn = []
+
+    def sample_round(model, turns, *_, seed, **options):
+        drawn.append(torch.rand(1, dtype=torch.double, generator=torch.Generator().manual_seed(seed)).item())
+        return [([20], [-1.0]) for _ in turns]
+
+    monkeypatch.setattr(trajectories, "sample_round", sample_round)
+
+    async def many_turns(trajectory):
+        for _ in range(4200):
+            await trajectory.generate(max_tokens=1)
+
+    rolled_out(many_turns, model, tokenizer, new_groups([[5]], 1), length=5000, seed=7)
+    assert len(set(drawn)) == len(drawn) == 4200
+    assert drawn[0] == torch.rand(1, dtype=torch.double, generator=torch.Generator().manual_seed(7)).item()
+
+
 def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokenizer, monkeypatch):
     """As with --overlap: an evaluation, and the next step's rollouts in a thread."""
     # --overlap needs servers, which serve both. A model in this process samples for one thread at a time.
@@ -619,6 +638,9 @@ async def with_units(trajectory, ground_truth, cost=0):
         if len(trajectory.turns) > 6:
             return
 
+async def writes_one_token(trajectory):
+    await trajectory.generate()
+
 async def fails_once(trajectory, step):
     await trajectory.generate()
     if trajectory.number == 1:
@@ -716,6 +738,24 @@ def test_a_group_that_fails_as_a_whole_is_skipped(options, world):
     grpo_trainer.train(config)
     lines = lines_of(config.out_dir)[1:]
     assert len(lines) == 2 and any(0 < line["rollout/error_rate"] < 1 for line in lines)
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_each_refill_of_dynamic_sampling_draws_new_random_numbers(with_function, world, monkeypatch):
+    drawn = []
+
+    def rollout_hf(*arguments, seed, **options):
+        drawn.append(torch.rand(1, dtype=torch.double, generator=torch.Generator().manual_seed(seed)).item())
+        rollout.rollout_hf(*arguments, seed=seed, **options)
+
+    monkeypatch.setattr(grpo_trainer, "rollout_hf", rollout_hf)
+    monkeypatch.setattr(trajectories, "rollout_hf", rollout_hf)
+    changes = dict(dynamic_sampling=True, max_refills=3, total_steps=2, reward_fn="compute_score.py:compute_score")
+    if not with_function:
+        changes["rollout_fn"] = None
+    config = world("run", "writes_one_token", max_idle_steps=0, **changes)
+    grpo_trainer.train(dataclasses.replace(config, max_response_length=1))
+    assert len(set(drawn)) == len(drawn) == 8
 
 
 @pytest.mark.parametrize("limit", [0.5, 1.0])
