@@ -284,9 +284,13 @@ class Threads(ThreadPoolExecutor):
         self.calls.put((future, partial(function, *arguments, **named)))
         return future
 
+    def shutdown(self, wait=False, *, cancel_futures=False):
+        """End each thread once its call has returned. Never waits, because a call may hang."""
+        for _ in range(THREADS):
+            self.calls.put(None)
+
     def work(self):
-        while True:
-            future, call = self.calls.get()
+        for future, call in iter(self.calls.get, None):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -335,19 +339,27 @@ class Rollouts:
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
-        self.heartbeat = asyncio.run_coroutine_threadsafe(self.keep_time(), self.loop)
+        asyncio.run_coroutine_threadsafe(self.keep_time(), self.loop)
 
     def run_loop(self):
         while not self.is_closing:
             # If a task that the function started calls sys.exit(), only that task must end.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
+        self.loop.close()  # which shuts the threads down
 
     def close(self):
-        self.is_closing = True
-        self.heartbeat.cancel()
-        self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)
+        asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop)
         self.thread.join(timeout=1.0)  # do not wait for a tool that blocks it
+
+    async def end_tasks(self):
+        """Cancel all tasks and stop the loop. A task that catches its cancellation is left behind."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=0.5)
+        self.is_closing = True
+        self.loop.stop()
 
     async def keep_time(self):
         while True:

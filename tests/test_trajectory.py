@@ -988,6 +988,35 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
         threads.set()
 
 
+def test_the_threads_of_tools_end_with_the_run(tokenizer):
+    """All except the one whose tool hangs, for which nobody waits."""
+    before, hanging = set(threading.enumerate()), threading.Event()
+    rollouts = Rollouts(plainly, tokenizer)
+    rollouts.start()
+
+    async def hang():
+        await asyncio.to_thread(hanging.wait, 60)
+
+    async def ends():
+        return await asyncio.to_thread(threading.get_ident)
+
+    assert asyncio.run_coroutine_threadsafe(ends(), rollouts.loop).result(30)
+    asyncio.run_coroutine_threadsafe(hang(), rollouts.loop)
+    rollouts.close()
+    started = set(threading.enumerate()) - before
+    try:
+        for _ in range(1000):
+            running = [thread for thread in started if thread.is_alive()]
+            if len(running) <= 1:
+                break
+            time.sleep(0.01)
+        assert len(running) == 1
+    finally:
+        hanging.set()
+    running[0].join(30)
+    assert not running[0].is_alive()
+
+
 # ---- judged as whole trajectories
 
 
