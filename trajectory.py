@@ -68,7 +68,7 @@ class Trajectory:
     def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
         self.number = number  # index in its group
         self.seed = seed  # the same for the whole group, so that environments reset to the same state
-        self.info = sample.info  # for your own data, which reaches the reward function in extra_info
+        self.info = {}  # for your own data, which reaches the reward function in extra_info
         self.stopped: str | None = None  # the stop text that ended the policy's last turn
         self._sample = sample
         self._place = place
@@ -83,8 +83,8 @@ class Trajectory:
 
     @property
     def turns(self) -> list[dict]:
-        """The turns so far, as {"who": "policy", "tool" or "user", "text": ..., "tokens": their number}."""
-        return self._sample.turns
+        """A copy of the turns so far: {"who": "policy", "tool" or "user", "text": str, "tokens": int}."""
+        return copy.deepcopy(self._sample.turns)
 
     @property
     def text(self) -> str:
@@ -204,7 +204,6 @@ class Trajectory:
         self._has_ended = True
         sample = self._sample
         sample.truncated = self._is_full
-        sample.info = self.info
         if not call.done():
             seconds = self._rollouts.timeout
             self._fail("timeout", f"it took over {seconds:g} s, not counting the policy's time")
@@ -229,16 +228,16 @@ class Trajectory:
             return "it ended before the policy had written anything: await trajectory.generate()"
         if not isinstance(self.info, dict):
             return f"trajectory.info is a {type(self.info).__name__}; it must be a dict"
-        try:
-            pickle.dumps(self.info)
+        try:  # a snapshot, which tasks that the function left running cannot change
+            self._sample.info = pickle.loads(pickle.dumps(self.info))
         except Exception as problem:
-            return f"trajectory.info cannot be sent to the reward function: {error_line(problem)}"
+            return (f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); put "
+                    "only numbers, texts, lists and dicts into it")  # fmt: skip
         return ""
 
     def _fail(self, kind, message):
         info = {"error": f"rollout function: {message}"}
         self._sample.failure = kind
-        self._sample.info = {}
         self._sample.result = {"reward_score": None, "reward_extra_info": info, "status": kind}
 
 
@@ -249,7 +248,7 @@ def first_stop(text: str, stop) -> str | None:
 
 
 def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
-    """Return the names of the offered arguments that a rollout function takes.
+    """Return the names of the offered arguments that a rollout function takes besides `trajectory`.
 
     Raises ValueError if the function is not async, or cannot be called with these arguments.
     """
@@ -267,7 +266,7 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     except TypeError as error:
         raise ValueError(f"it cannot be called with `trajectory`, --rollout-kwargs, and what it names of "
                          f"{', '.join(sorted(offered))}: {error}") from None  # fmt: skip
-    return taken
+    return taken - {"trajectory"}
 
 
 class Threads(ThreadPoolExecutor):
@@ -502,20 +501,16 @@ class Wave:
                 trajectory = Trajectory(sample, len(self.trajectories), number, group_seed, self)
                 row = sample.row
                 given = self.rollouts.models | {
-                    "trajectory": trajectory,
-                    "prompt": row["prompt"],  # copied below: the samples of a group share a row
+                    "prompt": row["prompt"],
                     "ground_truth": row["reward_model"]["ground_truth"],
                     "extra_info": row.get("extra_info") or {},
                     "data_source": row["data_source"],
                     "step": step,
                 }
+                arguments = {name: given[name] for name in self.rollouts.names} | self.rollouts.settings
+                # Copies, because all calls share the settings, and the samples of a group share a row.
+                self.arguments.append(copy.deepcopy(arguments) | {"trajectory": trajectory})
                 self.trajectories.append(trajectory)
-                arguments = {}
-                for name in self.rollouts.names:
-                    arguments[name] = given[name]
-                    if name in ("prompt", "ground_truth", "extra_info"):
-                        arguments[name] = copy.deepcopy(given[name])
-                self.arguments.append(arguments)
         self.unfinished = len(self.trajectories)
 
     async def run(self):
@@ -559,7 +554,7 @@ class Wave:
         self.begin_round()
 
     async def call(self, arguments):
-        await self.rollouts.function(**arguments, **self.rollouts.settings)
+        await self.rollouts.function(**arguments)
 
     async def count_seconds(self):
         """End the calls that take too long.

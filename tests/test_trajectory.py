@@ -443,6 +443,74 @@ def test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody(mod
             assert sample.failure == "error" and "no such shop" in str(sample.result)
 
 
+def test_what_a_function_leaves_running_changes_nothing_that_is_scored(model, tokenizer):
+    """Neither by what it put into `info`, nor by what `info` and `turns` returned before or after the end."""
+    left = []
+
+    async def function(trajectory):
+        turns = trajectory.turns
+        await trajectory.generate(max_tokens=2)
+        trajectory.info["seen"] = [7]
+        left.append((trajectory, trajectory.info, turns, trajectory.turns))
+
+    def finished(sample):
+        scored.append((sample.info, sample.turns))
+
+    scored = []
+    samples = rolled_out(function, model, tokenizer, eos_ids=(), finished=finished)
+    expected = [[turn["text"] for turn in sample.turns] for sample in samples]
+    for trajectory, info, *turns in left:
+        for alias in (*turns, trajectory.turns):
+            for turn in alias:
+                turn["text"] = "forged"
+            alias.append({"who": "tool", "text": "forged", "tokens": 1})
+        for alias in (info, trajectory.info):
+            alias["won"] = True
+            alias["seen"].append(8)
+        trajectory.info = None
+    for (info, turns), texts in zip(scored, expected):
+        assert info == {"seen": [7]} and [turn["text"] for turn in turns] == texts
+
+
+UNSENDABLE = [threading.Lock(), lambda: 7, SimpleNamespace(inner=threading.Lock())]
+
+
+class BreaksWhenRead:
+    """Can be packed, but not unpacked."""
+
+    def __reduce__(self):
+        return int, ("seven",)
+
+
+@pytest.mark.parametrize("value", [*UNSENDABLE, BreaksWhenRead()], ids=lambda value: type(value).__name__)
+def test_info_that_cannot_be_copied_fails_its_own_sample(value, model, tokenizer):
+    async def keeps(trajectory):
+        await trajectory.generate(max_tokens=2)
+        if trajectory.number == 0:
+            trajectory.info["kept"] = value
+
+    samples = rolled_out(keeps, model, tokenizer, eos_ids=())
+    for number, sample in enumerate(samples):
+        assert sample.failure == ("" if number % 4 else "error") and sample.info == {}
+        if not number % 4:
+            error = sample.result["reward_extra_info"]["error"]
+            assert "trajectory.info" in error and "lists and dicts" in error
+
+
+def test_each_call_has_its_own_arguments(model, tokenizer):
+    addresses, settings, seen = {"genrm": "127.0.0.1:9"}, {"prices": {"pears": 7}}, []
+
+    async def changes(trajectory, reward_router_addresses, prices):
+        seen.append((dict(reward_router_addresses), dict(prices)))
+        reward_router_addresses.clear()
+        prices.clear()
+        await trajectory.generate(max_tokens=2)
+
+    rolled_out(changes, model, tokenizer, addresses=addresses, settings=settings)
+    assert seen == [(addresses, settings["prices"])] * 12
+    assert addresses and settings["prices"]
+
+
 SWALLOWED = []
 
 
@@ -750,10 +818,11 @@ def test_each_refill_of_dynamic_sampling_draws_new_random_numbers(with_function,
 
     monkeypatch.setattr(grpo_trainer, "rollout_hf", rollout_hf)
     monkeypatch.setattr(trajectories, "rollout_hf", rollout_hf)
-    changes = dict(dynamic_sampling=True, max_refills=3, total_steps=2, reward_fn="compute_score.py:compute_score")
+    changes = dict(dynamic_sampling=True, max_refills=3, total_steps=2)
+    changes |= dict(max_idle_steps=0, reward_fn="compute_score.py:compute_score")
     if not with_function:
         changes["rollout_fn"] = None
-    config = world("run", "writes_one_token", max_idle_steps=0, **changes)
+    config = world("run", "writes_one_token", **changes)
     grpo_trainer.train(dataclasses.replace(config, max_response_length=1))
     assert len(set(drawn)) == len(drawn) == 8
 
