@@ -108,10 +108,11 @@ class Trajectory:
         """
         if isinstance(stop, str):
             stop = (stop,)
-        if "" in stop or max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"generate: stop {stop!r}, max_tokens {max_tokens!r}: a stop text must not be "
-                             "empty, max_tokens must be at least 1")  # fmt: skip
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise ValueError(f"generate: max_tokens {max_tokens!r} must be an int, and at least 1")
         for word in stop:
+            if not isinstance(word, str) or not word:
+                raise ValueError(f"generate: stop {word!r} must be a text, and not empty")
             if any(token in word for token in self._rollouts.special):
                 raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
                                  "leaves out; make it an end token (eos_token_id) of the model's "
@@ -166,8 +167,12 @@ class Trajectory:
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
         """Add token ids as they are, as tokens that the policy did not write."""
         self._check_open()
-        if who == "policy":
-            raise ValueError("insert: who='policy' is for what generate() samples; pass 'tool' or 'user'")
+        if who not in ("tool", "user"):
+            raise ValueError(f"insert: who={who!r} must be 'tool' or 'user'; generate() adds policy turns")
+        if not isinstance(text, str | None):
+            raise ValueError(f"insert: text {text!r:.60} must be a str, or None for the decoded ids")
+        if not all(isinstance(id, int) and 0 <= id < self._rollouts.num_tokens for id in ids):
+            raise ValueError("insert: ids must be a list of int, each a token id of the tokenizer")
         if len(ids) > self.room:
             self._end()
         if text is None:
@@ -322,6 +327,7 @@ class Rollouts:
         self.file = code.co_filename if code else ""
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.special = tokenizer.all_special_tokens
+        self.num_tokens = 1 + max(tokenizer.get_vocab().values())
         added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
         self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 

@@ -602,6 +602,36 @@ def test_a_stop_text_that_can_never_appear_is_rejected(model, tokenizer):
         assert "special token" in sample.result["reward_extra_info"]["error"]
 
 
+WRONG = {
+    "half a token": lambda trajectory: trajectory.generate(max_tokens=2.5),
+    "a stop text that is none": lambda trajectory: trajectory.generate(stop=["7", 7]),
+    "a token that does not exist": lambda trajectory: trajectory.insert([20, 10**6]),
+    "a negative token": lambda trajectory: trajectory.insert([-1]),
+    "a tensor": lambda trajectory: trajectory.insert(torch.tensor([20])),
+    "nested ids": lambda trajectory: trajectory.insert([[20]]),
+    "no writer": lambda trajectory: trajectory.insert([20], who=["tool"]),
+    "the policy": lambda trajectory: trajectory.insert([20], who="policy"),
+    "no text": lambda trajectory: trajectory.insert([20], text=["7"]),
+}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_a_wrong_argument_of_a_trajectory_fails_its_own_sample(call, model, tokenizer):
+    async def wrong(trajectory):
+        await trajectory.generate(max_tokens=2)
+        if trajectory.number == 0:
+            called = WRONG[call](trajectory)
+            if called:
+                await called
+
+    samples = rolled_out(wrong, model, tokenizer, eos_ids=())
+    for number, sample in enumerate(samples):
+        assert sample.failure == ("" if number % 4 else "error") and len(sample.response_ids) == 2
+        if not number % 4:
+            error = sample.result["reward_extra_info"]["error"]
+            assert "ValueError: generate:" in error or "ValueError: insert:" in error
+
+
 def test_a_function_that_takes_anything_gets_the_trajectory(model, tokenizer):
     async def takes_anything(**given):
         assert given.keys() == {"trajectory", "cost"}
