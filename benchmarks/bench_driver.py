@@ -134,7 +134,8 @@ def step_of(config: Config, samples: int, ids: list[int]) -> list[list]:
 
 
 def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
-    options = policy.PolicyOptions(model="", mini_batch_size=samples // config.group_size // 16)
+    mini_batch_size = max(1, samples // config.group_size // 16)
+    options = policy.PolicyOptions(model="", mini_batch_size=mini_batch_size)
     groups = step_of(config, samples, ids)
     flat = sum(groups, [])
 
