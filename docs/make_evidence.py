@@ -1,13 +1,14 @@
-"""Writes docs/evidence/runs.jsonl from finished runs, and from that the figures, tables and second_world.csv.
+"""Writes docs/evidence/runs.jsonl from finished runs, and from that file the figures, tables and CSV files.
 
     make evidence                                         # seven to nine hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
-    python docs/make_evidence.py                          # figures and tables anew, from runs.jsonl
+    python docs/make_evidence.py                          # figures and tables again, from runs.jsonl
 
 A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and
 after it, and what was measured on the rollouts of each step. A table stands in a page between
-<!-- evidence: NAME --> and <!-- end -->; a test compares it with runs.jsonl. Cells are the median over the
-runs, and the lowest and the highest. A run of --runs replaces that of the same world, algorithm and seed.
+<!-- evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test compares all of them with
+runs.jsonl. A cell is the median of the runs, with the lowest and the highest value in parentheses. A run of
+--runs replaces the run with the same world, algorithm and seed.
 """
 
 import csv
@@ -35,9 +36,8 @@ from toy.report import COLUMNS, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
-CSV = FILE.with_name("second_world.csv")
 PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
-WAYS = {"mean@1": "T=1", "greedy": "greedy"}
+WAYS = {"mean@1": "temperature 1", "greedy": "greedy"}
 PANELS = {
     "acc": "answer accuracy",
     "oracle_flawed_positive_rate": "flawed positives by the oracle\n(fraction of correct answers)",
@@ -72,8 +72,8 @@ ALGORITHMS = {
     "prefix_judge": "FAPO, served judge, `--credit prefix`",
     "vppo_judge": "VPPO, served judge",
 }
-# The second world: the three starts that ship (toy/models). again0 to again2 are the starts that another kind
-# of processor makes of the same seeds; what ran from there stands beside.
+# The second world: the three checkpoints that ship (toy/models). Their twins again0 to again2 are the
+# checkpoints that another kind of processor makes from the same seeds.
 OWN = ("own0", "own1", "own2")
 OWN_ALGORITHMS = {
     "rule": "outcome reward only",
@@ -90,7 +90,7 @@ LONG = {
     "prefix_oracle": "prefix_long",
     "vppo_oracle": "vppo_long",
 }
-VARIANTS = {  # from its first start; {steps}: those of its runs
+VARIANTS = {  # from its first checkpoint; {steps} is the number of steps of the runs
     "rule": "outcome reward only",
     "rule_slow": "outcome reward, half the learning rate",
     "rule_fast": "outcome reward, twice the learning rate",
@@ -110,20 +110,20 @@ VARIANTS = {  # from its first start; {steps}: those of its runs
     "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, judge queried on correct answers only",
 }
-OVERLOOKING = {  # from its second start: FAPO with judges that find a share of the flaws
+OVERLOOKING = {  # from its second checkpoint: FAPO with judges that find a share of the flaws
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
     "fapo_recall0.7": "FAPO, recall .7",
     "fapo_recall0.9": "FAPO, recall .9",
     "fapo_first_judge": "FAPO, served judge, first world's flaws",
-    "fapo_first_judge_long": "the same, {steps} steps",
-    "fapo_judge": "FAPO, served judge, the policies' own",
-    "fapo_judge_long": "the same, {steps} steps",
+    "fapo_first_judge_long": "FAPO, served judge, first world's flaws, {steps} steps",
+    "fapo_judge": "FAPO, served judge, the policies' own flaws",
+    "fapo_judge_long": "FAPO, served judge, the policies' own flaws, {steps} steps",
     "fapo_oracle": "FAPO, oracle as judge",
 }
-OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own"}  # trained on
+OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own flaws"}
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-# Told of wrong answers, too.
+# The judge is also queried on wrong answers.
 LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
@@ -132,7 +132,7 @@ OWN_COLUMNS = {
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
 }
-REPEATED = ("flawed positives", "fully correct")  # of OWN_COLUMNS: shown for the other start, too
+REPEATED = ("flawed positives", "fully correct")  # of OWN_COLUMNS: also shown for the twin checkpoint
 COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
     "rule": "#D55E00",
     "fapo_judge": "#0072B2",
@@ -145,8 +145,8 @@ COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
 }
 IN_USE = {
     "accuracy": "acc",
-    "flawed, the judge says": "flawed_positive_rate",
-    "flawed, the oracle says": "oracle_flawed_positive_rate",
+    "flawed positives found by the judge": "flawed_positive_rate",
+    "flawed positives counted by the oracle": "oracle_flawed_positive_rate",
 }
 OF_JUDGES = {
     "recall": "fapo_critic/recall",
@@ -211,7 +211,7 @@ def kind_of_flaw(question: str, solution: str) -> str:
 
 def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
     """Of the training samples that a run kept from that step on: its flawed positives by their kind, how many
-    right answers its judge let pass, and the flawed ones of those by their kind."""
+    correct answers its judge accepted, and the flawed ones among these by their kind."""
     flaws, overlooked, passed = Counter(), Counter(), 0
     for line in read_lines(folder / "samples.jsonl")[0]:
         info = line["reward_extra_info"]
@@ -289,7 +289,7 @@ def calls(run: dict) -> float:
 
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
-    """A row of own_table: what an algorithm comes to from this start, and in the end from its twin."""
+    """A row with OWN_HEADS: where an algorithm ends from this checkpoint and from its twin."""
     found = of(runs, name, world)
     twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
     cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
@@ -307,7 +307,7 @@ def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "a
 
 
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
-    """A start of the second world, and those of the algorithms that have run from there."""
+    """A checkpoint of the second world, and the algorithms that have run from it."""
     there = {run["algorithm"] for run in runs if run["world"] == world}
     rows = [of_start(runs, "rule", f"{head}initial policy", world, "before")]
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
@@ -315,42 +315,67 @@ def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = ""
 
 HALVED = "step at which flawed positives are halved"
 OWN_HEADS = ["512 held-out problems", *OWN_COLUMNS, HALVED, "judge calls a step", "runs"]
-OWN_HEADS += [f"{name}, other start" for name in REPEATED]
+OWN_HEADS += [f"{name}, twin checkpoint" for name in REPEATED]
 
 
-def own_table(rows: list[list[str]]) -> str:
-    """The columns that the pages speak of; second_world.csv has all."""
-    shown = ["512 held-out problems", "accuracy", "flawed positives", "flawed positives, other start"]
-    shown += ["fully correct", HALVED, "judge calls a step"]
+def judges_table(runs: list[dict]) -> str:
+    """How FAPO ends with judges of different recall; second_world.csv has all columns and runs."""
+    shown = ["512 held-out problems", "flawed positives", "flawed positives, twin checkpoint"]
+    shown += ["fully correct"]
     places = [OWN_HEADS.index(name) for name in shown]
+    short = {name: title for name, title in OVERLOOKING.items() if not name.endswith("_long")}
+    rows = own_rows(runs, short, OWN[1])
     return table(shown, *([cells[place] for place in places] for cells in rows))
 
 
 def flaws_by_start(runs: list[dict]) -> str:
-    """The flawed-positive rate: a row for each algorithm, a column for each start and its twin."""
-    shown = {"checkpoint": "flawed positives", "other start": "flawed positives, other start"}
-    columns = {}
+    """The flawed-positive rate: a row for each algorithm, a column for each checkpoint."""
+    columns, place = {}, OWN_HEADS.index("flawed positives")
     for world in starts(runs):
         rows = own_rows(runs, OWN_ALGORITHMS, world)
-        for title, column in shown.items():
-            found = {cells[0]: cells[OWN_HEADS.index(column)] for cells in rows}
-            columns[f"{title} {world[-1]}"] = found
-    heads = sorted(columns)
+        columns[f"checkpoint {world[-1]}"] = {cells[0]: cells[place] for cells in rows}
     titles = ["initial policy", *OWN_ALGORITHMS.values()]
-    rows = [[title, *(columns[head].get(title, "") for head in heads)] for title in titles]
-    return table(["flawed positives (of correct answers)", *heads], *rows)
+    rows = [[title, *(column.get(title, "") for column in columns.values())] for title in titles]
+    return table(["flawed positives (of correct answers)", *columns], *rows)
 
 
-def second_world_csv(runs: list[dict]) -> str:
-    """All columns of all runs of the second world, by start."""
+def csv_table(heads: list[str], *rows: list[str]) -> str:
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["start", *OWN_HEADS])
+    csv.writer(file, lineterminator="\n").writerows([heads, *rows])
+    return file.getvalue()
+
+
+def csv_files(runs: list[dict]) -> dict[str, str]:
+    """The tables that are too large for a page, by the names of their files in docs/evidence."""
+    made, rows = {}, []
     for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS), (OWN[1], OWN_ALGORITHMS | OVERLOOKING),
                          (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
-        for cells in own_rows(runs, names, world):
-            writer.writerow([world[-1], *cells])
-    return file.getvalue()
+        rows += [[world[-1], *cells] for cells in own_rows(runs, names, world)]
+    made["second_world.csv"] = csv_table(["checkpoint", *OWN_HEADS], *rows)
+    made["kinds_of_flaws.csv"] = flaw_table(runs)
+    heads, rows = ["512 held-out problems", *COLUMNS], []
+    for number, world in enumerate(STANDARD):
+        rows.append([str(number), *row("initial policy", of(runs, "rule", world), COLUMNS, when="before")])
+        rows += [[str(number), *row(NAMES[name], of(runs, name, world), COLUMNS)] for name in NAMES]
+    made["first_world.csv"] = csv_table(["checkpoint", *heads], *rows)
+    weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
+    rows = [row("initial policy", weak["rule"], COLUMNS, when="before")]
+    rows += [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
+    made["weak_start.csv"] = csv_table(heads, *rows)
+    rows = []
+    for way, label in WAYS.items():
+        rows.append(row(f"warm-started, {label}", of(runs, "first_judge", OWN[1]), OF_JUDGES, way, "before"))
+        for name, title in OWN_JUDGES.items():
+            rows.append(row(f"trained on {title}, {label}", of(runs, name, OWN[1]), OF_JUDGES, way))
+    made["own_judges.csv"] = csv_table(["512 held-out solutions", *OF_JUDGES], *rows)
+    rows = []
+    for name, judge in SERVED.items():
+        found = of(runs, name, OWN[1])
+        missed = [sum(run["overlooked"].values()) / run["passed"] for run in found]
+        rows.append([*in_use(OWN_JUDGES[judge], found), cell(missed)])
+    heads = ["last ten steps", *IN_USE, "flawed positives (of accepted answers)"]
+    made["own_judges_in_use.csv"] = csv_table(heads, *rows)
+    return made
 
 
 def starts(runs: list[dict]) -> list[str]:
@@ -369,32 +394,13 @@ def flaw_table(runs: list[dict]) -> str:
         if not found:
             continue
         rows.append([title, *(f"{found[kind] / found.total():.2f}" for kind in kinds), str(found.total())])
-    return table(["flawed positives, last ten steps", *kinds, "counted"], *rows)
+    return csv_table(["flawed positives, last ten steps", *kinds, "counted"], *rows)
 
 
 def in_use(shown: str, runs: list[dict]) -> list[str]:
     """What a judge says of the policies that it trains, and what the oracle says."""
     curves = [[statistics.fmean(run["curves"][key][-10:]) for run in runs] for key in IN_USE.values()]
-    return [f"judge shown {shown}", *map(cell, curves)]
-
-
-def second_tables(runs: list[dict]) -> dict[str, str]:
-    made = {"second world by start": flaws_by_start(runs)}
-    made["variants"] = own_table(own_rows(runs, VARIANTS, OWN[0]))
-    made["overlooking"] = own_table(own_rows(runs, OVERLOOKING, OWN[1]))
-    rows = []
-    for way, label in WAYS.items():
-        rows.append(row(f"warm-started, {label}", of(runs, "first_judge", OWN[1]), OF_JUDGES, way, "before"))
-        for name, title in OWN_JUDGES.items():
-            rows.append(row(f"trained on {title}, {label}", of(runs, name, OWN[1]), OF_JUDGES, way))
-    made["own judge"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
-    rows = []
-    for name, judge in SERVED.items():
-        found = of(runs, name, OWN[1])
-        missed = [sum(run["overlooked"].values()) / run["passed"] for run in found]
-        rows.append([*in_use(OWN_JUDGES[judge], found), cell(missed)])
-    made["own judges in use"] = table(["last ten steps", *IN_USE, "flawed, of what it lets pass"], *rows)
-    return made | {"kinds of flaws": flaw_table(runs)}
+    return [f"judge trained on {shown}", *map(cell, curves)]
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
@@ -404,22 +410,14 @@ def tables(runs: list[dict]) -> dict[str, str]:
     for algorithm, title in FIRST_TABLE.items():
         rows.append(row(title, of(runs, algorithm), COLUMNS))
     made["policies"] = table(heads, *rows)
-    rows = []
-    for number, world in enumerate(STANDARD):
-        before = of(runs, "rule", world)
-        rows.append(row(f"warm start {number}: initial policy", before, COLUMNS, when="before"))
-        rows += [
-            row(f"{number}: {NAMES[name]}", of(runs, name, world), COLUMNS) for name in ("rule", "fapo_judge")
-        ]
-    made["warm starts"] = table(heads, *rows)
     made |= {"algorithms": algorithms_table(runs, "algo0")}
     made |= {"algorithms over warm starts": algorithms_table(runs, *COMPARED)}
     rows = []
-    for title, worlds in (("three judges", STANDARD), ("a judge shown forgotten carries only", ("narrow",))):
-        for when in ("before", "after"):
+    for title, worlds in (("three judges", STANDARD), ("narrow judge", ("narrow",))):
+        for when, trained in (("before", "warm-started"), ("after", "after GRPO")):
             judges = of(runs, "trained_judge", *worlds)
             for way, label in WAYS.items():
-                rows.append(row(f"{title}, {when}, {label}", judges, OF_JUDGES, way, when))
+                rows.append(row(f"{title}, {trained}, {label}", judges, OF_JUDGES, way, when))
     made["judges"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
     shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
     rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
@@ -428,11 +426,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
     penalties |= {"1": "fapo_oracle", "4/3": "penalty1.333"}
     rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
     made["penalties"] = table(heads, *rows)
-    weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
-    rows = [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
-    made["weak start"] = table(heads, row("initial policy", weak["rule"], COLUMNS, when="before"), *rows)
     rows = []
-    for name, some in weak.items():
+    for name in ("rule", "fapo_oracle"):
+        some = of(runs, name, "weak")
         flawed = [smooth(shares(run)["flawed positives"]) for run in some]
         first, last = cell([values[0] for values in flawed]), cell([values[-1] for values in flawed])
         turns = sorted(turning_point(run) or math.inf for run in some)
@@ -440,7 +436,8 @@ def tables(runs: list[dict]) -> dict[str, str]:
         rows.append([NAMES[name], first, highest, last, ", ".join(f"{turn:.0f}" for turn in turns)])
     heads = ["flawed positives, share of all samples", "first step", "highest", "last step", "ρ = 1 at step"]
     made["stepping stones"] = table(heads, *rows)
-    return made | second_tables(runs)
+    made["second world by start"] = flaws_by_start(runs)
+    return made | {"overlooking": judges_table(runs)}
 
 
 def fill(page: str, made: dict[str, str]) -> str:
@@ -485,7 +482,7 @@ def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path:
 
 
 def draw_second_world(runs: list[dict], path: Path) -> None:
-    """The algorithms from each start of the second world: flawed positives above, fully correct below."""
+    """The algorithms from each checkpoint: flawed positives above, fully correct below."""
     worlds = starts(runs)
     figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
     keys = ("oracle_flawed_positive_rate", "truly_correct")
@@ -520,6 +517,32 @@ def draw_judges(runs: list[dict], path: Path) -> None:
             axis.scatter([recall] * len(crosses), crosses, color=colour, marker="x")
     axis.set_title("FAPO after 40 steps, each run a dot; x: the served judges")
     save(figure, path, "recall of the judge")
+
+
+def draw_variants(runs: list[dict], path: Path) -> None:
+    """The flawed-positive rate of each variant: every run from the first checkpoint and from its twin."""
+    key = "toy/oracle_flawed_positive_rate/mean@1"
+    worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
+    figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=90)
+    axis = figure.subplots()
+    labels = []
+    for place, (name, title) in enumerate(VARIANTS.items()):
+        labels.append(title.format(steps=of(runs, name, OWN[0])[0]["steps"]).replace("`", ""))
+        for world, (_, colour, marker, shift) in worlds.items():
+            found = [run["after"][key] for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+            if found:
+                height = place + shift
+                axis.plot([min(found), max(found)], [height, height], color=colour, alpha=0.35, linewidth=2)
+                axis.scatter(statistics.median(found), height, color=colour, marker=marker, zorder=3)
+    for label, colour, marker, _ in worlds.values():
+        axis.scatter([], [], color=colour, marker=marker, label=label)
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3)
+    axis.set_xlabel("flawed positives (fraction of correct answers), median and range of the runs")
+    axis.set_xlim(0, 0.9)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path)
 
 
 def shares(run: dict) -> dict[str, list[float]]:
@@ -562,7 +585,7 @@ def main() -> None:
         if config.runs:
             runs += collect(config.runs)  # of two with one name the new one stays
             runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-        made = tables(runs)  # before anything is written: a run may be missing
+        made, files = tables(runs), csv_files(runs)  # before anything is written: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
         policies = {name: of(runs, name) for name in NAMES}  # over all warm starts and seeds
         draw_side_by_side(policies, NAMES, FILE.parent / "policies.png")
@@ -571,7 +594,9 @@ def main() -> None:
         longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
         draw_side_by_side(longer, OWN_ALGORITHMS, FILE.parent / "second_world_long.png")
         draw_judges(runs, FILE.parent / "judges.png")
-        CSV.write_text(second_world_csv(runs))
+        draw_variants(runs, FILE.parent / "variants.png")
+        for name, text in files.items():
+            FILE.with_name(name).write_text(text)
         for page in PAGES:
             page.write_text(fill(page.read_text(), made))
     except ValueError as error:

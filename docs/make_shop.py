@@ -6,7 +6,7 @@
 
 A line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
 steps. The tables are in docs/rollouts.md, docs/evidence.md and LEADERBOARD.md, which also has the second
-world's runs; a test compares them with the JSONL files.
+world's runs, and in the CSV files of docs/evidence; a test compares them with the JSONL files.
 """
 
 import json
@@ -76,7 +76,7 @@ SECOND_WORLD = {  # of each algorithm, beyond those of recipes/second_world.sh
 
 @dataclass
 class Config:
-    """Writes the tables and the figure of the world with a tool; with --runs first what they are made of."""
+    """Writes the tables and the figure of the world with a tool; --runs collects finished runs first."""
 
     runs: Path | None = None
     """Folder of the runs, shopN/ALGORITHM_seedN; runs that are not finished are left out."""
@@ -144,19 +144,6 @@ def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
     rows = [row("initial policy", before, when="before")]
     rows += [row(NAMES[name], some_of(runs, name)) for name in ("outcome", "fapo")]
     made = {"tools": table(heads, *rows)}
-    rows = []
-    for world in STARTS:
-        rows.append(row(f"{world[-1]}: initial policy", some_of(runs, "outcome", world), when="before"))
-        for name, title in NAMES.items():
-            found = some_of(runs, name, world)
-            if found:
-                rows.append(row(f"{world[-1]}: {title}", found))
-    made["tools by checkpoint"] = table(heads, *rows)
-    rows = []
-    for name in ("outcome", "fapo"):
-        for cost in COSTS:
-            rows.append(row(f"{NAMES[name]}, {cost:g} per call", at_cost(runs, name, cost)))
-    made["tools costs"] = table(heads, *rows)
     heads = ["share of the 512 problems", *KINDS, "runs"]
     rows = [row("initial policy", before, KINDS, "before")]
     rows += [row(NAMES[name], some_of(runs, name), KINDS) for name in NAMES if some_of(runs, name)]
@@ -166,6 +153,25 @@ def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
     keys = ("toy/truly_correct", "toy/oracle_flawed_positive_rate")
     titles = evidence.OWN_ALGORITHMS
     made["second world"] = leaderboard(second_world, evidence.OWN, SECOND_WORLD, titles, keys)
+    return made
+
+
+def csv_files(runs: list[dict]) -> dict[str, str]:
+    """The tables that are too large for a page, by the names of their files in docs/evidence."""
+    made, rows = {}, []
+    for world in STARTS:
+        before = row("initial policy", some_of(runs, "outcome", world), when="before")
+        rows.append([world[-1], *before])
+        for name, title in NAMES.items():
+            found = some_of(runs, name, world)
+            if found:
+                rows.append([world[-1], *row(title, found)])
+    heads = ["512 held-out problems", *COLUMNS, "runs"]
+    made["shop.csv"] = evidence.csv_table(["checkpoint", *heads], *rows)
+    rows = []
+    for name in ("outcome", "fapo"):
+        rows += [[f"{cost:g}", *row(NAMES[name], at_cost(runs, name, cost))] for cost in COSTS]
+    made["shop_costs.csv"] = evidence.csv_table(["cost per call", *heads], *rows)
     return made
 
 
@@ -255,6 +261,8 @@ def main() -> None:
     made = tables(runs, evidence.read())  # before anything is written: a run may be missing
     FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
     draw(runs, FIGURE)
+    for name, text in csv_files(runs).items():
+        FILE.with_name(name).write_text(text)
     for page in PAGES:
         page.write_text(fill(page.read_text(), made))
     print(f"{len(runs)} runs; tables: {', '.join(made)}")

@@ -273,7 +273,8 @@ def test_the_walkthrough_is_what_its_script_writes():
 def test_the_tables_of_the_evidence_are_what_its_runs_say():
     module = load("docs/make_evidence")
     runs = module.read()
-    assert module.second_world_csv(runs) == module.CSV.read_text()
+    for name, text in module.csv_files(runs).items():
+        assert module.FILE.with_name(name).read_text() == text, f"{name}: run python docs/make_evidence.py"
     made, found = module.tables(runs), []
     for page in module.PAGES:
         text = page.read_text()
@@ -351,7 +352,7 @@ def test_the_second_worlds_tables(tmp_path):
     twins.append(run("papo_oracle", 0, 1.0, "again0"))
     rows = module.own_rows(runs + twins, module.OWN_ALGORITHMS, "own0")
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
-    assert len(rows) == 4  # PAPO ran from the other start only
+    assert len(rows) == 4  # PAPO ran from the twin checkpoint only
     with pytest.raises(ValueError, match="no finished run of rule in own1"):
         module.own_rows(runs, module.OWN_ALGORITHMS, "own1")
     assert module.starts(runs) == []
@@ -390,6 +391,8 @@ def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
         assert module.fill(text, made) == text, f"{page.name}: run python docs/make_shop.py"
         found += re.findall(r"<!-- runs: ([\w ]+) -->", text)
     assert sorted(found) == sorted(made)
+    for name, text in module.csv_files(runs).items():
+        assert module.FILE.with_name(name).read_text() == text, f"{name}: run python docs/make_shop.py"
     names = [(run["world"], run["algorithm"], run["seed"]) for run in runs]
     assert len(names) == len(set(names))
     for name in ("outcome", "fapo"):  # the comparison of the pages: three seeds from each checkpoint
