@@ -1,19 +1,20 @@
 """Rollouts that you write: multi-turn generation, tools and environments (--rollout-fn FILE:NAME).
 
-    async def with_calculator(trajectory):              # in a file of yours
-        async for text in trajectory.calls("?"):        # the policy's text up to "65+9=?"
-            trajectory.observe(calculate(text))         # "74": tokens that the policy did not write
+    async def with_calculator(trajectory):              # This function is in your own file.
+        async for text in trajectory.calls("?"):        # `text` is the policy's text up to "65+9=?".
+            trajectory.observe(calculate(text))         # The policy did not write "74".
 
-The trainer calls the function once per sample, for all samples of a step concurrently. Token in, token out:
-what the policy wrote is never encoded or rendered again, and the history is append-only. Tokens that the
-policy did not write are masked from the loss. If a function raises an error or takes too long, its own sample
-gets a failure status and no reward. docs/rollouts.md has the rules and four examples.
+The trainer calls the function once per sample, for all samples of a step concurrently. What the policy wrote
+is never encoded or rendered again, and the history is append-only. Tokens that the policy did not write are
+masked from the loss. If a function raises an error or takes too long, its sample gets a failure status and no
+reward. docs/rollouts.md has the rules and examples.
 
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
-unfinished trajectories get their next turn together and in a fixed order, so that a run depends on its seed
-alone, however long tools take. On servers, each trajectory proceeds at its own pace.
-Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Left out: images, histories that
-are rewritten, functions in other processes.
+unfinished trajectories get their next turn together and in a fixed order. The result then depends only on the
+seed, however long tools take. On servers, each trajectory proceeds at its own pace.
+
+Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Not covered: images, histories
+that are rewritten, functions in other processes.
 """
 
 import asyncio
@@ -39,51 +40,53 @@ from reward_worker import error_line
 from rollout import open_session, request_completion, rollout_hf, sampling_parameters
 
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
-ADDRESSES = {"reward_router_address", "reward_router_addresses"}  # offered if there is a reward model
-TICK_S = 0.1  # resolution of the timeouts; a function that blocks the loop costs the others two ticks at most
-BLOCKED_S = 2.0  # print a message if the event loop is blocked for longer
-THREADS = 64  # for asyncio.to_thread
-ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # placeholders in a chat template
+# These arguments are offered only if there is a reward model.
+ADDRESSES = {"reward_router_address", "reward_router_addresses"}
+TICK_S = 0.1  # Timeouts are checked at this interval. A block of the event loop counts as two ticks at most.
+BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
+THREADS = 64  # asyncio.to_thread runs this many calls at the same time.
+ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders for a chat template.
 
 
-class NoRoom(BaseException):  # not an Exception, so that it also ends functions that catch every Exception
+class NoRoom(BaseException):  # It is not an Exception, so it also ends functions that catch every Exception.
     """There is no room for more tokens, and the trajectory ends as it is."""
 
 
 @dataclass
 class Turn:
-    """A request of a trajectory to the policy."""
+    """A trajectory's request to the policy."""
 
-    place: int  # index of the trajectory in its wave
-    ids: list[int]
-    limit: int
+    place: int  # The index of the trajectory in its wave.
+    ids: list[int]  # All tokens so far, including the prompt.
+    limit: int  # The largest number of tokens that the policy may add.
     stop: tuple[str, ...]
     session: str
-    answer: asyncio.Future | None = None  # (token ids, log-probabilities)
+    answer: asyncio.Future | None = None  # Its result is a pair: token ids and log-probabilities.
 
 
 class Trajectory:
-    """One sample that a rollout function builds up turn by turn."""
+    """One sample, which a rollout function builds turn by turn."""
 
     def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
-        self.number = number  # index in its group
-        self.seed = seed  # the same for the whole group, so that environments reset to the same state
-        self.info = {}  # for your own data, which reaches the reward function in extra_info
-        self.stopped: str | None = None  # the stop text that ended the policy's last turn
+        self.number = number  # The sample's index in its group.
+        self.seed = seed  # The whole group shares this seed, so that environments reset to the same state.
+        self.info = {}  # This dict is for your own data. The reward function finds the data in extra_info.
+        self.stopped: str | None = None  # The stop text that ended the policy's last turn.
         self._sample = sample
         self._place = place
         self._wave = wave
         self._rollouts = wave.rollouts
-        self._session = secrets.token_hex(8)  # the router sends all turns of a session to the same server
-        self._left = wave.rollouts.timeout  # remaining seconds of the function
-        self._expired: asyncio.Future | None = None  # done when no seconds remain
-        self._working_since: float | None = None  # None while it waits for the policy, and after its end
+        self._session = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
+        self._left = wave.rollouts.timeout  # The number of seconds that the function may still take.
+        self._expired: asyncio.Future | None = None  # This future is done when no seconds are left.
+        # None means that the function is waiting for the policy, or that the trajectory has ended.
+        self._working_since: float | None = None
         self._is_full = False
-        self._has_ended = False  # tasks that the function left running can add nothing more
+        self._has_ended = False  # After the end, tasks that the function left running can add nothing.
 
     @property
     def turns(self) -> list[dict]:
-        """A copy of the turns so far: {"who": "policy", "tool" or "user", "text": str, "tokens": int}."""
+        """Copies of the turns so far: {"who": "policy", "tool" or "user", "text": str, "tokens": int}."""
         return copy.deepcopy(self._sample.turns)
 
     @property
@@ -102,9 +105,10 @@ class Trajectory:
         return self._wave.max_response_length - len(self._sample.response_ids)
 
     async def generate(self, stop: str | tuple[str, ...] = (), max_tokens: int | None = None) -> str:
-        """Let the policy continue until an end token, one of the stop texts (which stays), or max_tokens.
+        """Let the policy continue until an end token, one of the stop texts, or max_tokens.
 
-        Returns what it wrote. If the last token has further characters after the stop text, they also stay.
+        Returns what the policy wrote, including the stop text. Characters that the last token has after the
+        stop text also remain.
         """
         if isinstance(stop, str):
             stop = (stop,)
@@ -118,7 +122,7 @@ class Trajectory:
                                  "leaves out; make it an end token (eos_token_id) of the model's "
                                  "generation config")  # fmt: skip
         if self._is_full or self._has_ended:
-            await asyncio.sleep(TICK_S)  # a function that catches whatever is raised must not spin
+            await asyncio.sleep(TICK_S)  # A function that catches every error in a loop must not block.
         self._check_open()
         limit = min(max_tokens or self.room, self.room)
         if limit < 1:
@@ -139,10 +143,9 @@ class Trajectory:
         return text
 
     async def calls(self, *stop: str):
-        """Yield each turn of the policy that ends with one of these texts, for you to answer.
+        """Yield each turn of the policy that ends with one of these stop texts, so that you can answer it.
 
-        A turn is the policy's text up to and including the stop text. The loop ends when the policy ends its
-        message.
+        The yielded text includes the stop text. The loop ends when the policy ends its message.
         """
         while True:
             text = await self.generate(stop)
@@ -158,14 +161,14 @@ class Trajectory:
         """Add a message of a tool or user in the chat template, and open the policy's next message."""
         last = self._sample.response_ids[-1:]
         end = ""
-        if last and last[0] in self._wave.eos_ids:  # otherwise the template would repeat it
+        if last and last[0] in self._wave.eos_ids:  # The template's text begins with this token again.
             end = self._rollouts.tokenizer.decode(last)
         before, inside, behind = self._rollouts.render(content, role)
         who = role if role == "user" else "tool"
         self.insert(self._rollouts.encode(before.removeprefix(end), inside, behind), who, content)
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
-        """Add token ids as they are, as tokens that the policy did not write."""
+        """Add these token ids without any change, as tokens that the policy did not write."""
         self._check_open()
         if who not in ("tool", "user"):
             raise ValueError(f"insert: who={who!r} must be 'tool' or 'user'; generate() adds policy turns")
@@ -191,7 +194,7 @@ class Trajectory:
             raise NoRoom
         if self._working_since is None:
             raise RuntimeError("generate, observe, reply, insert: the policy is already writing this "
-                               "trajectory, or the trajectory has ended")  # fmt: skip
+                               "trajectory, or the trajectory has ended; await generate()")  # fmt: skip
 
     def _end(self):
         self._is_full = True
@@ -204,63 +207,66 @@ class Trajectory:
         self._working_since = None
 
     def _close(self, call: asyncio.Task):
-        """End the trajectory. If its call of the function has failed, so has its sample."""
+        """End the trajectory. Its sample has failed if the call of the function has failed."""
         self._pause()
         self._has_ended = True
         sample = self._sample
         sample.truncated = self._is_full
         if not call.done():
             seconds = self._rollouts.timeout
-            self._fail("timeout", f"it took over {seconds:g} s, not counting the policy's time")
+            message = f"the function took over {seconds:g} s, not counting its waits for the policy"
+            self._fail("timeout", f"{message}; raise --rollout-timeout, or speed up the tools")
             return
         failure = self._failure_of(call)
         if failure:
             self._fail("error", failure)
 
     def _failure_of(self, call: asyncio.Task) -> str:
-        """Say why a finished call has failed; empty if it has not."""
+        """Return why a finished call has failed, or an empty text if it has not failed."""
         if call.cancelled():
             return "CancelledError: the function has cancelled its own task"
         error = call.exception()
-        if isinstance(error, BaseExceptionGroup):  # a TaskGroup's; no room is not an error
+        if isinstance(error, BaseExceptionGroup):  # A TaskGroup raises groups. NoRoom is not a failure.
             error = error.split(NoRoom)[1]
         if error is not None and not isinstance(error, NoRoom):
             return error_line(error, self._rollouts.file)
         has_written = any(self._sample.loss_mask)
         if self._is_full and not has_written:
-            return "it left the policy no room: raise --max-response-length"
+            return "the function left no room for the policy; raise --max-response-length"
         if not has_written:
-            return "it ended before the policy had written anything: await trajectory.generate()"
+            return "the function ended before the policy wrote anything; await trajectory.generate()"
         if not isinstance(self.info, dict):
             return f"trajectory.info is a {type(self.info).__name__}; it must be a dict"
-        try:  # a snapshot, which tasks that the function left running cannot change
-            self._sample.info = pickle.loads(pickle.dumps(self.info))
+        try:  # Tasks that the function left running cannot change this copy.
+            self._sample.info = pickle.loads(pickle.dumps(dict(self.info)))
         except Exception as problem:
             return (f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); put "
                     "only numbers, texts, lists and dicts into it")  # fmt: skip
         return ""
 
     def _fail(self, kind, message):
-        info = {"error": f"rollout function: {message}"}
+        info = {"error": f"--rollout-fn: {message}"}
         self._sample.failure = kind
         self._sample.result = {"reward_score": None, "reward_extra_info": info, "status": kind}
 
 
 def first_stop(text: str, stop) -> str | None:
-    """Return the stop text that is complete first, or None."""
+    """Return the stop text that ends earliest in the text, or None."""
     found = [word for word in stop if word in text]
     return min(found, key=lambda word: text.index(word) + len(word), default=None)
 
 
 def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
-    """Return the names of the offered arguments that a rollout function takes besides `trajectory`.
+    """Return which of the offered arguments, apart from `trajectory`, a rollout function takes.
 
-    Raises ValueError if the function is not async, or cannot be called with these arguments.
+    Raises:
+        ValueError: The function is not async, or cannot be called with these arguments.
     """
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)
     ):
-        raise ValueError("it is not async: write `async def`, and call tools that block by asyncio.to_thread")
+        raise ValueError("the function is not async; write `async def`, and call tools that block with "
+                         "`await asyncio.to_thread(tool, ...)`")  # fmt: skip
     signature = inspect.signature(function)
     offered = OFFERED
     if with_addresses:
@@ -269,16 +275,16 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
-        raise ValueError(f"it cannot be called with `trajectory`, --rollout-kwargs, and what it names of "
-                         f"{', '.join(sorted(offered))}: {error}") from None  # fmt: skip
+        raise ValueError("the function cannot be called with `trajectory`, --rollout-kwargs, and those of "
+                         f"{', '.join(sorted(offered))} that it names: {error}") from None  # fmt: skip
     return taken - {"trajectory"}
 
 
 class Threads(ThreadPoolExecutor):
-    """The threads of asyncio.to_thread, as daemons, so that a stopped run does not wait for its tools."""
+    """The threads of asyncio.to_thread. They are daemons, so that a stopped run does not wait for tools."""
 
     def __init__(self):
-        super().__init__(1)  # starts no thread by itself
+        super().__init__(1)  # The base class starts threads only in its own submit().
         self.calls = queue.SimpleQueue()
         for _ in range(THREADS):
             threading.Thread(target=self.work, daemon=True).start()
@@ -289,7 +295,7 @@ class Threads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait=False, *, cancel_futures=False):
-        """End each thread once its call has returned. Never waits, because a call may hang."""
+        """End each thread when its current call returns, without waiting, because a call may hang."""
         for _ in range(THREADS):
             self.calls.put(None)
 
@@ -303,13 +309,14 @@ class Threads(ThreadPoolExecutor):
 
 
 class Rollouts:
-    """The rollout function of a run, its event loop, and the rendering of replies by the chat template.
+    """The rollout function of a run, its event loop, and the chat template for replies.
 
     Args:
-        function: an async function that names_taken accepts.
-        settings: --rollout-kwargs.
-        timeout: seconds that the function may take per sample, not counting its waits for the policy.
-        addresses: {name: host:port} of the reward models that the function may call.
+        function: The async function, which names_taken must accept.
+        settings: The keyword arguments in --rollout-kwargs.
+        timeout: How many seconds the function may take per sample, not counting its waits for the policy.
+        template_options: The keyword arguments in --chat-template-kwargs.
+        addresses: The reward models that the function may call, {name: host:port}.
     """
 
     def __init__(self, function, tokenizer, *, settings=None, timeout=600.0, template_options=None,
@@ -339,7 +346,7 @@ class Rollouts:
     def start(self):
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(Threads())
-        self.last_tick = time.monotonic()  # when the loop was last seen running
+        self.last_tick = time.monotonic()  # This is the last time that the loop ran.
         self.is_closing = False
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
@@ -348,14 +355,14 @@ class Rollouts:
 
     def run_loop(self):
         while not self.is_closing:
-            # If a task that the function started calls sys.exit(), only that task must end.
+            # If a task of a rollout function calls sys.exit(), only that task must end.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
-        self.loop.close()  # which shuts the threads down
+        self.loop.close()  # This also shuts the threads down.
 
     def close(self):
         asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop)
-        self.thread.join(timeout=1.0)  # do not wait for a tool that blocks it
+        self.thread.join(timeout=1.0)  # A tool may block the loop forever.
 
     async def end_tasks(self):
         """Cancel all tasks and stop the loop. A task that catches its cancellation is left behind."""
@@ -372,7 +379,7 @@ class Rollouts:
             await asyncio.sleep(TICK_S)
 
     def watch(self):
-        """Print each line of the function that blocks the event loop, and with it all trajectories."""
+        """Print each line of the rollout function that blocks the event loop, and so all trajectories."""
         printed = set()
         while self.thread.is_alive():
             time.sleep(BLOCKED_S / 4)
@@ -383,20 +390,20 @@ class Rollouts:
                 line = f"{place.filename}:{place.lineno}"
                 if place.filename == self.file and line not in printed:
                     printed.add(line)
-                    print(f"rollout_fn: {line} ({place.name}) blocks all trajectories; call tools that block "
-                          "by `await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
+                    print(f"--rollout-fn: {line} ({place.name}) blocks all trajectories; call tools that "
+                          "block with `await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
                 if place.filename == self.file:
                     break
 
     def encode(self, before: str, inside: str, behind: str) -> list[int]:
-        """Encode a text; special and added tokens in its middle part are encoded as plain text."""
+        """Encode the three parts as one text. Special and added tokens in `inside` become plain text."""
         text = before + inside + behind
         start, end = len(before), len(before) + len(inside)
         cuts = [0]
         match = self.added.search(text)
         while match:
             after = match.end()
-            if match.start() < end and match.end() > start:  # overlaps the content: split it
+            if match.start() < end and match.end() > start:  # The token overlaps `inside`, so split its text.
                 after = max(match.start() + 1, start)
                 cuts.append(after)
             match = self.added.search(text, after)
@@ -406,7 +413,7 @@ class Rollouts:
         return ids
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """Render what follows an assistant's message. Returns the text before, of and after this content."""
+        """Render a message after an assistant's. Returns the texts before the content, of it and after it."""
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:
@@ -414,7 +421,7 @@ class Rollouts:
                              "that it knows, such as role='user'")  # fmt: skip
         whole = self.written_after_assistant(content, role)
         if not (whole.startswith(before) and whole.endswith(behind)):
-            raise ValueError(f"reply: the chat template treats {content!r:.60} specially; use observe()")
+            raise ValueError(f"reply: the chat template changes the content {content!r:.60}; use observe()")
         return before, whole[len(before) : len(whole) - len(behind)], behind
 
     def written_after_assistant(self, content, role):
@@ -426,7 +433,7 @@ class Rollouts:
         options = self.template_options | {"add_generation_prompt": True}
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # a template is a program that came with the model
+        except Exception as error:  # A template is a program and may raise anything.
             raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); pass one that "
                              "it knows, such as role='user'") from error  # fmt: skip
         _, found, after = text.partition(ANSWER)
@@ -437,12 +444,17 @@ class Rollouts:
     def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
                  seed, rollout_batch_size, step=0, model=None, servers=None,
                  on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
-        """Fill in the samples of these groups by calling the function for each of them.
+        """Call the rollout function for each sample of these groups, and fill in the samples.
 
         Args:
-            model: the policy, if it is sampled in this process and thread; else `servers`, a PolicyServers.
-            on_finished: called in this thread with each sample that has ended.
-            stop: if another thread sets it, RuntimeError is raised.
+            seed: Decides what is sampled with `model`, and the seeds of the groups.
+            model: The policy, which this thread samples from. None means that `servers` is given.
+            servers: The PolicyServers to sample from.
+            on_finished: Called in this thread with each sample that has ended.
+            stop: If another thread sets this event, the rollouts end with a RuntimeError.
+
+        Raises:
+            RuntimeError: The policy's servers fail, or `stop` was set.
         """
         sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
         sampling = sampling_parameters(**sampled_with)
@@ -459,7 +471,7 @@ class Rollouts:
                     if servers:
                         servers.check()
                     if stop.is_set():
-                        raise RuntimeError("the rollouts were given up")
+                        raise RuntimeError("interrupted during rollouts")
                 try:
                     kind, value = wave.events.get(timeout=1.0)
                 except queue.Empty:
@@ -467,7 +479,7 @@ class Rollouts:
                 if kind == "finished":
                     on_finished(value)
                 elif kind == "round":
-                    round_seed = seed  # the first round samples what a run without a rollout function would
+                    round_seed = seed  # The first round samples as a run without a rollout function does.
                     if rounds:
                         round_seed = Random(f"{seed}/round {rounds}").getrandbits(32)
                     results = sample_round(model, value, self.decode, seed=round_seed,
@@ -489,18 +501,18 @@ class Wave:
     max_response_length: int
     eos_ids: set[int]
     servers: object | None
-    settings: dict  # that all requests share
+    settings: dict  # The sampling parameters, which all requests share.
     rollout_batch_size: int
-    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # for roll_out's thread
+    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # roll_out reads these events.
     trajectories: list = field(default_factory=list)
-    arguments: list[dict] = field(default_factory=list)  # of each trajectory's call
-    waiting: dict[int, Turn] = field(default_factory=dict)  # for the next round
+    arguments: list[dict] = field(default_factory=list)  # One dict for each trajectory's call.
+    waiting: dict[int, Turn] = field(default_factory=dict)  # The turns that the next round will sample.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
-    ask: Callable | None = None  # Turn -> (token ids, log-probabilities)
+    ask: Callable | None = None  # This coroutine samples a Turn: token ids and log-probabilities.
 
     def arrange(self, groups, seed, step):
-        """Make a trajectory of each sample, and the arguments of its call."""
+        """Make a trajectory for each sample, and the arguments for its call."""
         for group_number, group in enumerate(groups):
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
@@ -514,13 +526,13 @@ class Wave:
                     "step": step,
                 }
                 arguments = {name: given[name] for name in self.rollouts.names} | self.rollouts.settings
-                # Copies, because all calls share the settings, and the samples of a group share a row.
+                # All calls share the settings, and the samples of a group share a row, so copy both.
                 self.arguments.append(copy.deepcopy(arguments) | {"trajectory": trajectory})
                 self.trajectories.append(trajectory)
         self.unfinished = len(self.trajectories)
 
     async def run(self):
-        """Make all calls. Raises RuntimeError if the policy's servers fail."""
+        """Call the function for all samples. Raises RuntimeError if the policy's servers fail."""
         try:
             if self.servers:
                 async with open_session(self.servers, self.rollout_batch_size) as session:
@@ -542,7 +554,7 @@ class Wave:
             clock.cancel()
 
     async def one(self, trajectory, arguments):
-        """Call the function, in a task of its own, so that nothing waits for a call that does not end."""
+        """Call the function in a separate task, because nothing may wait for a call that does not end."""
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
         call = asyncio.create_task(self.call(arguments))
@@ -550,10 +562,11 @@ class Wave:
             await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
             trajectory._close(call)
         finally:
-            call.add_done_callback(lambda call: call.cancelled() or call.exception())  # or it is printed
+            # asyncio prints exceptions that nobody has read.
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())
             call.cancel()
         left = self.waiting.pop(trajectory._place, None)
-        if left:  # a task that the function started is still waiting
+        if left:  # A task that the function started is still waiting for the policy.
             left.answer.cancel()
         self.unfinished -= 1
         self.events.put(("finished", trajectory._sample))
@@ -565,7 +578,7 @@ class Wave:
     async def count_seconds(self):
         """End the calls that take too long.
 
-        At most two ticks are counted at once: time in which one call blocks the loop is not the others' time.
+        A block counts as two ticks at most, because all other calls also stand still while one call blocks.
         """
         last = time.monotonic()
         while True:
@@ -586,7 +599,7 @@ class Wave:
             request["stop"] = list(turn.stop)
         address = self.servers.service.router_address
         headers = {"X-Session-Id": turn.session}
-        # A task of the group, so that a failure of the servers ends the run even if the function catches it.
+        # In a task of the group, a failure of the servers ends the run even if the function catches it.
         choice = await self.tasks.create_task(request_completion(session, address, request, headers))
         return choice.token_ids, choice.logprobs.token_logprobs
 
@@ -597,11 +610,11 @@ class Wave:
         try:
             return await turn.answer
         finally:
-            if self.waiting.get(turn.place) is turn:  # the function no longer waits for it
+            if self.waiting.get(turn.place) is turn:  # The function no longer waits for this turn.
                 del self.waiting[turn.place]
 
     def begin_round(self):
-        """Start a round in the order of the samples as soon as all unfinished trajectories wait."""
+        """Start a round once all unfinished trajectories wait. Turns are in the order of the samples."""
         if self.waiting and len(self.waiting) == self.unfinished:
             self.events.put(("round", [self.waiting[place] for place in sorted(self.waiting)]))
             self.waiting = {}
@@ -609,12 +622,12 @@ class Wave:
 
 def deliver(turns, results):
     for turn, result in zip(turns, results):
-        if not turn.answer.done():  # its function may no longer wait for it
+        if not turn.answer.done():  # The function may no longer wait for this turn.
             turn.answer.set_result(result)
 
 
 def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list[int], list[float]]]:
-    """Sample the policy's next turn of each trajectory in this process."""
+    """Sample one turn for each of these requests in this process. Returns token ids and log-probabilities."""
     samples = []
     turn_of = {}
     for turn in turns:
@@ -629,7 +642,7 @@ def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list
         longest = max((len(word.encode()) for word in turn.stop), default=0)
         if not longest:
             return False
-        tail = decode(sample.response_ids[-longest - 8 :])  # a character may be split over several tokens
+        tail = decode(sample.response_ids[-longest - 8 :])  # Several tokens may form one character.
         return any(word in tail for word in turn.stop)
 
     limit = max(turn.limit for turn in turns)

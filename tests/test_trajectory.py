@@ -363,8 +363,9 @@ def test_a_tool_that_blocks_is_named(model, tokenizer, monkeypatch, capfd):
         await trajectory.generate(max_tokens=2)
 
     rolled_out(blocks, model, tokenizer)
-    said = capfd.readouterr().out
-    assert "test_trajectory.py" in said and "(blocks)" in said and said.count("asyncio.to_thread") == 1
+    said = [line for line in capfd.readouterr().out.splitlines() if "asyncio.to_thread" in line]
+    assert "test_trajectory.py" in said[0] and "(blocks)" in said[0]
+    assert len(set(said)) == len(said)  # On a busy machine the next line may be named as well.
 
 
 def test_what_a_function_is_given(model, tokenizer):
@@ -1071,7 +1072,7 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
     rollouts.function = hangs
     rollouts.start()
     try:
-        with pytest.raises(RuntimeError, match="given up"):
+        with pytest.raises(RuntimeError, match="interrupted during rollouts"):
             rollouts.roll_out(
                 new_groups(),
                 model=model,
