@@ -1,16 +1,19 @@
 """A toy world with a tool: problems whose prices must be looked up, a rollout function and reward functions.
 
-    bash recipes/toy_tools.sh 0 outputs/shop0_fapo                           # FAPO from a shipped checkpoint
-    python -m toy.warm_start --out-dir data/shop --kind shop --models policy # rows and your own checkpoint
+    # This command trains with FAPO from a checkpoint that comes with the repository:
+    bash recipes/toy_tools.sh 0 outputs/shop0_fapo
+    # This command writes the data and trains a new checkpoint:
+    python -m toy.warm_start --out-dir data/shop --kind shop --models policy
 
-"Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to problem. The policy can look
-a price up: it writes "pears?", and the tool continues with "7". Or it states a price of its own: "pears=4".
-Half of the texts of its warm start do the one and half the other, and all of them are correct. The question
-is coarse, so an answer from made-up prices is often correct.
+An example of a problem is "Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to
+problem. The policy can look a price up: it writes "pears?", and the tool continues with "7". The policy can
+also make a price up: "pears=4". The policy was warm-started on correct solutions; half of them look the
+prices up, and the other half state them. The question is coarse, so an answer from made-up prices is often
+correct.
 
-An answer is grounded if the tool has given each price and each sum is correct. No flaws are planted: every
-wrong step is the policy's own. Left out: tools that fail, several tools. Needs toy_world.py and
-compute_score.py.
+An answer is grounded if the tool has given each price and each sum is correct. No flaws are planted: the
+policy makes every wrong step itself. Not covered: tools that fail, a choice among several tools. Needs
+toy_world.py and compute_score.py.
 """
 
 import os
@@ -22,7 +25,7 @@ import compute_score as scores
 from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
 
 ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
-QUESTION = COARSE[0]  # of the RL problems; the warm start has all of COARSE
+QUESTION = COARSE[0]  # RL problems ask only this question. The warm start asks all questions of COARSE.
 FLAWS = ("made_up", "miscopied", "wrong_sum", "other")
 SUM = r"\d+[+-]\d+=\d+"
 
@@ -30,9 +33,9 @@ SUM = r"\d+[+-]\d+=\d+"
 class Problem(NamedTuple):
     name: str
     start: int
-    deals: tuple[tuple[int, str], ...]  # (1, "eggs"): sells eggs; (-1, "nuts"): buys nuts
+    deals: tuple[tuple[int, str], ...]  # (1, "eggs") sells eggs, and (-1, "nuts") buys nuts.
     question: str
-    prices: dict[str, int]  # of all items; not part of the text
+    prices: dict[str, int]  # The prices of all items, which the text of the problem does not contain.
 
     def __str__(self) -> str:
         story = f"{self.name} has {self.start}"
@@ -50,7 +53,7 @@ class Problem(NamedTuple):
 
 
 def parse_problem(text: str, prices: dict[str, int]) -> Problem:
-    """Parse the text of a problem."""
+    """Return the problem that has this text and these prices."""
     story, question = text.split(". ")
     (name, _, start), *clauses = map(str.split, story.split(", "))
     deals = tuple((1 if verb == "sells" else -1, item) for verb, item in clauses)
@@ -58,7 +61,10 @@ def parse_problem(text: str, prices: dict[str, int]) -> Problem:
 
 
 def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Problem:
-    """Make a problem of 3 or 4 deals (`lengths`: other bounds) whose values stay in LOWEST..HIGHEST."""
+    """Make a random problem whose values stay between LOWEST and HIGHEST.
+
+    lengths: The smallest and the largest number of deals.
+    """
     prices = {item: rng.randint(2, 9) for item in ITEMS}
     start = value = rng.randint(20, 89)
     deals = []
@@ -70,9 +76,9 @@ def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Proble
 
 
 def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
-    """Write the correct solution as turns (who, text).
+    """Return the correct solution as a list of turns (who, text).
 
-    looks_up: if False, there is a single turn, in which the policy states the prices.
+    looks_up: If False, the solution is a single turn, in which the policy states the prices.
     """
     value = problem.start
     turns = []
@@ -91,17 +97,21 @@ def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
 
 
 async def with_prices(trajectory, extra_info):
-    """Answer "pears?" with the price of pears in this problem (a rollout function)."""
+    """Answer each "pears?" of the policy with the price of pears in this problem (a rollout function)."""
     async for text in trajectory.calls("?"):
         item = re.search(r"(\w*)\?", text)[1]
         trajectory.observe(str(extra_info["prices"].get(item, "none")))
 
 
 def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
-    """Find the first wrong turn, or paragraph of a single turn; -1 if there is none (the oracle).
+    """Find the first wrong turn as an oracle, or the first wrong paragraph of a single turn.
 
-    Returns its index and which of FLAWS it is. A grounded solution can be written in one way only, by the
-    policy and the tool in turn.
+    There is exactly one grounded solution, which the policy and the tool write in turns, so the function
+    compares the answer with this solution.
+
+    Returns:
+        The index of the first wrong turn or paragraph, and which of FLAWS it has. If nothing is wrong, the
+        function returns (-1, "").
     """
     sound = write_solution(problem)
     written = [(turn["who"], turn["text"]) for turn in turns]
@@ -117,10 +127,10 @@ def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
 
 
 def kind_of_flaw(line: str, sound: str) -> str:
-    """Classify the first line that differs from the sound one."""
+    """Return which of FLAWS the first line has that differs from the sound solution."""
     is_sum = re.fullmatch(SUM, line)
     if line == sound or re.fullmatch(r"[a-z]+=\d+", line) or is_sum and "?" in sound:
-        return "made_up"  # the same line, but the policy also wrote the tool's part
+        return "made_up"  # The line may be equal if the policy also wrote the tool's part.
     if is_sum and line.partition("=")[0] == sound.partition("=")[0]:
         return "wrong_sum"
     return "miscopied" if is_sum else "other"
@@ -129,9 +139,9 @@ def kind_of_flaw(line: str, sound: str) -> str:
 def compute_score_fapo_oracle(
     data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
     call_cost=0.0) -> dict:  # fmt: skip
-    """Score by FAPO with the oracle as the judge.
+    """Return FAPO's score with the oracle as the judge.
 
-    A correct answer scores 1, or 1 - penalty if it is not grounded, and a wrong one -1. Each look-up costs
+    A wrong answer scores -1, a correct one 1, or 1 - penalty if it is not grounded. Each look-up costs
     `call_cost`.
     """
     result = scores.compute_score(data_source, solution_str, ground_truth)
@@ -155,7 +165,7 @@ def compute_score_fapo_oracle(
 
 def compute_score_outcome(
     data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0) -> dict:  # fmt: skip
-    """Score the answer only, less the cost of the look-ups; the oracle only measures."""
+    """Return the score of the answer alone, minus the cost of the look-ups. The oracle only measures."""
     return compute_score_fapo_oracle(
         data_source, solution_str, ground_truth, extra_info, turns, penalty=0.0, call_cost=call_cost
     )
