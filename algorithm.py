@@ -212,7 +212,7 @@ def number_or_nan(value) -> float:
 
 # ---- 3. one function per advantage
 #
-# Each takes Groups and policy.PolicyOptions, and returns one advantage per sample (P x G) or per token
+# Each takes Groups and settings.PolicyOptions, and returns one advantage per sample (P x G) or per token
 # (P x G x T). NaN means that the sample has no verdict.
 
 
@@ -321,7 +321,7 @@ def steps(groups, options):
     return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
 
 
-ADVANTAGES = {
+ADVANTAGES = {  # settings.py has the same names as choices of --advantage
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "papo": papo,
@@ -364,7 +364,7 @@ def set_advantages(
 
     Args:
         groups: Lists of policy.Sample that have a `result`.
-        options: policy.PolicyOptions.
+        options: settings.PolicyOptions.
         decode: Returns the text of a list of token ids.
         drop_zero_advantages: Leave out groups without a learning signal, and set no advantages in them.
         require_keys: Check that the reward function returns what the advantage needs for some sample.
@@ -470,7 +470,7 @@ class Loss:
         return Clip(self.clip.low if low is None else low, self.clip.high if high is None else high, dual)
 
 
-LOSSES = {
+LOSSES = {  # settings.py has the same names as choices of --loss
     "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
     "gspo": Loss(gspo_loss, Clip(3e-4, 4e-4), over_sequences=True),
     "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # 0 to 5, as in ScaleRL (arXiv:2510.13786)

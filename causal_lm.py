@@ -284,7 +284,7 @@ def add_adapters(model, options, source: str) -> None:
 
     Args:
         model: The model.
-        options: Has lora_rank, lora_alpha, lora_targets and seed (policy.PolicyOptions).
+        options: Has lora_rank, lora_alpha, lora_targets and seed (settings.PolicyOptions).
         source: A folder or hub name.
 
     Raises:

@@ -1,12 +1,12 @@
 """The policy: a model and its optimizer in one process, and the samples from which it learns.
 
-    policy = Policy(PolicyOptions(model="PATH"), "PATH", torch.device("cpu"))
+    policy = Policy(settings.PolicyOptions(model="PATH"), "PATH", torch.device("cpu"))
     metrics = policy.update(groups, lr=1e-6)           # one pass over the samples of a step, in mini-batches
 
 The losses are in algorithm.py, the forward pass is in causal_lm.py, and sampling is in rollout.py.
-docs/plain_grpo.py trains with these four files alone. cluster/ranks.py is the same policy on many GPUs: a
-subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`, and whose
-`update_mini_batches` gets its own share of the samples.
+docs/plain_grpo.py trains with these four files and the options in settings.py. cluster/ranks.py is the same
+policy on many GPUs: a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`,
+and whose `update_mini_batches` gets its own share of the samples.
 Needs algorithm.py and causal_lm.py; speedups.py if it is there.
 Not covered: a critic model, images, several passes over the same samples.
 Names end in the shape of a tensor: B sequences of a micro-batch, T tokens of the longest response.
@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain, compress, groupby, pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers.core_model_loading import revert_weight_conversion
 
-from algorithm import ADVANTAGES, LOSSES, compute_kl_loss, compute_policy_loss
+from algorithm import compute_kl_loss, compute_policy_loss
 from causal_lm import (
     add_adapters,
     can_share_prompts,
@@ -48,55 +47,6 @@ from causal_lm import (
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 LAYER = re.compile(r"(.*?\.\d+\.)?")  # The name of a weight starts with its layer, such as model.layers.3.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # A single process saves alone.
-
-
-@dataclass(kw_only=True)
-class PolicyOptions:
-    """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
-
-    model: str  # Model of the policy: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
-    trust_remote_code: bool = False  # Run code that comes with the model.
-    max_positions: int = 0  # Value that replaces the model's max_position_embeddings; 0: keep the model's.
-    temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    max_response_length: int = 8192  # Longest response in tokens; longer rollouts are cut off.
-    mini_batch_size: int = 32  # Largest number of prompts per optimizer update.
-
-    # How rewards become advantages; docs/algorithms.md describes the choices.
-    advantage: Literal[tuple(ADVANTAGES)] = "grpo"
-    # Weights of reward components for --advantage terms: acc=1 flawed_positive=-0.5.
-    reward_terms: tuple[str, ...] = ()
-    prefix_reward: float = 0.5  # Reward of the tokens of a good prefix with --advantage vppo (its alpha).
-    # With --advantage vppo: tokens at the end of a good prefix that earn nothing, in prompt lengths.
-    prefix_cut: float = 1.0
-    # Whether negative advantages apply to the whole sample, or only after its good prefix.
-    credit: Literal["sample", "prefix"] = "sample"
-    # Importance ratio of the loss: clip, per token; gspo, per sequence; cispo, as a constant weight.
-    loss: Literal[tuple(LOSSES)] = "clip"
-    # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
-    clip_low: float | None = None
-    # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
-    clip_high: float | None = None
-    clip_c: float = 10.0  # Dual clip of --loss clip: bound of the ratio for negative advantages, above 1.
-    # Cap of the importance weights that correct for the sampler; default: off, or 2 with --overlap.
-    tis_cap: float | None = None
-    # Weight of the KL divergence from the initial --model; 0: off, without a second model in memory.
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0  # Weight of the entropy bonus.
-
-    lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
-    # Decay rates of AdamW; 0.9 0.95 is more stable in short runs.
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.1  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # Gradient norm above which gradients are scaled down.
-    # Rank of LoRA adapters, which train instead of the weights and need 5 to 10 times the --lr; 0: off.
-    lora_rank: int = 0
-    lora_alpha: int = 0  # LoRA alpha: adapters are scaled by alpha / rank; 0: 2 x rank.
-    # Layers with LoRA adapters: all-linear, or names such as q_proj v_proj.
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    # Tokens per forward and backward pass, with padding; 0: 16384 on a GPU, 2048 on a CPU.
-    max_tokens_per_micro_batch: int = 0
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
-    seed: int = 0  # Seed of data order, sampling and new adapters.
 
 
 @dataclass
@@ -169,7 +119,7 @@ class Policy:
     with dropout, the policy that is trained would differ from the one that was sampled.
 
     Args:
-        options: PolicyOptions.
+        options: settings.PolicyOptions, or anything else with its attributes.
         source: The folder or hub name to load: options.model, or a checkpoint.
         device: Where the model is computed.
 
@@ -182,7 +132,7 @@ class Policy:
     samples_itself = False
     load_dtype = torch.float32  # The type in which weights are read.
 
-    def __init__(self, options: PolicyOptions, source: str, device: torch.device):
+    def __init__(self, options, source: str, device: torch.device):
         self.config = options
         self.device = device
         self.num_updates = 0
@@ -499,7 +449,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 # ---- mini-batches and micro-batches
 
 
-def mini_batches(groups: list[list[Sample]], options: PolicyOptions) -> list[MiniBatch]:
+def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     """Return the samples of each optimizer update.
 
     There is at least one mini-batch. If no sample has a gradient, it is there only to check the sampler.
@@ -523,7 +473,7 @@ def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list
     return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
 
 
-def has_gradient(sample: Sample, options: PolicyOptions) -> bool:
+def has_gradient(sample: Sample, options) -> bool:
     """Return whether the loss of this sample can move the policy."""
     if sample.advantage is None:
         return False

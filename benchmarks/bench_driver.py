@@ -31,6 +31,7 @@ from bench_router import machine
 from cluster.policy_group import split
 from run_folder import reward_metrics
 from rollout import rollout_vllm
+from settings import PolicyOptions
 
 PLAYED = """
 import sys
@@ -135,7 +136,7 @@ def step_of(config: Config, samples: int, ids: list[int]) -> list[list]:
 
 def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
     mini_batch_size = max(1, samples // config.group_size // 16)
-    options = policy.PolicyOptions(model="", mini_batch_size=mini_batch_size)
+    options = PolicyOptions(model="", mini_batch_size=mini_batch_size)
     groups = step_of(config, samples, ids)
     flat = sum(groups, [])
 

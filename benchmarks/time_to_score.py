@@ -133,7 +133,7 @@ def run_ours(job: dict, events: Events) -> None:
     }
     for name, value in settings.items():
         sys.argv += [f"--{name}", str(value)]
-    grpo_trainer.main()
+    grpo_trainer.main(grpo_trainer.parse_command_line())
 
 
 # ---- TRL's side

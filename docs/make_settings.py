@@ -2,7 +2,7 @@
 
     python docs/make_settings.py
 
-The help texts are those of `--help`, which grpo_trainer.py reads from the comments; the groups are its own.
+The help texts are those of `--help`, which settings.py reads from the comments; the groups are its own.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-import grpo_trainer
 import reward_loop
+import settings
 
 HEAD = """# Settings
 
@@ -62,7 +62,7 @@ def choices_of(hint) -> str:
 
 
 def table(config: type, fields: list) -> str:
-    texts, hints = grpo_trainer.help_texts(config), typing.get_type_hints(config, include_extras=True)
+    texts, hints = settings.help_texts(config), typing.get_type_hints(config, include_extras=True)
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
         if "Suppress" in repr(hints[field.name]):  # no flag of the command line
@@ -80,11 +80,11 @@ def table(config: type, fields: list) -> str:
 
 def page() -> str:
     """docs/settings.md."""
-    trainer = grpo_trainer.Config
+    trainer = settings.Config
     parts = [HEAD, "## The trainer (`grpo_trainer.py`)\n"]
-    grouped = {group: [] for group in ("required", *grpo_trainer.GROUPS)}
+    grouped = {group: [] for group in ("required", *settings.GROUPS)}
     for field in dataclasses.fields(trainer):
-        grouped[grpo_trainer.group_of(field)].append(field)
+        grouped[settings.group_of(field)].append(field)
     for group, fields in grouped.items():
         parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
     for script, about in OTHERS.items():

@@ -1,4 +1,4 @@
-"""Plain GRPO with only policy.py, rollout.py and algorithm.py: no Ray, no servers, no judge.
+"""Plain GRPO with only policy.py, rollout.py, algorithm.py and settings.py: no Ray, no servers, no judge.
 
     python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 0.9 in 20 steps
 
@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from algorithm import compute_advantages
-from policy import Policy, PolicyOptions, Sample
+from policy import Policy, Sample
 from rollout import rollout_hf
+from settings import PolicyOptions
 
 MODEL = str(ROOT / "toy/models/policy")
 PROMPTS = ["Ben has 65 eggs, gets 9.", "Ann has 12 nuts, loses 8."]

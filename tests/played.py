@@ -17,7 +17,8 @@ import algorithm
 import grpo_trainer
 import reward_loop
 import reward_worker
-from policy import PolicyOptions, Sample
+from policy import Sample
+from settings import PolicyOptions
 from toy import toy_world
 
 MODELS = Path(__file__).resolve().parent.parent / "toy/models"

@@ -5,6 +5,7 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import algorithm
 from algorithm import (
     ADVANTAGES,
+    LOSSES,
     compute_advantages,
     compute_kl_loss,
     compute_policy_loss,
@@ -23,7 +25,8 @@ from algorithm import (
     tokens_before,
 )
 from compute_score import split_paragraphs
-from policy import PolicyOptions, Sample
+from policy import Sample
+from settings import PolicyOptions
 
 NAN = math.nan
 
@@ -236,6 +239,12 @@ def test_every_advantage_is_one_short_function_of_tensors():
             got = got[..., None]
         (all_right, _), (right, wrong) = got[:, :2].flatten(2).mean(2).tolist()
         assert all_right == 0 and right > 0 > wrong, name
+
+
+def test_the_command_line_offers_every_advantage_and_every_loss():
+    hints = get_type_hints(PolicyOptions)
+    assert get_args(hints["advantage"]) == tuple(ADVANTAGES)
+    assert get_args(hints["loss"]) == tuple(LOSSES)
 
 
 def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):

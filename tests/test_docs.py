@@ -20,7 +20,7 @@ import reward_loop
 import reward_worker
 from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
-from policy import PolicyOptions
+from settings import PolicyOptions
 from test_house import SCRIPTS
 from test_recipes import ROOT, commands, load, parse
 

@@ -3,7 +3,6 @@ fail."""
 
 import copy
 import dataclasses
-import inspect
 import json
 import math
 import random
@@ -31,8 +30,9 @@ import reward_loop
 import run_folder
 from toy import toy_world, warm_start
 from played import lines_of, server
-from policy import Policy, PolicyOptions, Sample
+from policy import Policy, Sample
 from run import Interrupts, Run
+from settings import GROUPS, help_texts
 from tools.plan_run import estimate_memory, report
 from tiny import config_of
 
@@ -455,8 +455,8 @@ def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(mo
             shown += re.findall(r"--([\w-]+)(?=[ ,]|$)", text.split("  ")[0])
     for setting in settings:
         assert shown.count(setting.name.replace("_", "-")) == 1, setting.name
-    assert re.findall(r"\W(\w+) options\W", said) == ["required", *grpo_trainer.GROUPS]
-    texts = grpo_trainer.help_texts(grpo_trainer.Config)
+    assert re.findall(r"\W(\w+) options\W", said) == ["required", *GROUPS]
+    texts = help_texts(grpo_trainer.Config)
     assert all(len(texts[setting.name]) > 10 and texts[setting.name][-1] == "." for setting in settings)
     assert said.index("--model ") < said.index("--train-file ") < said.index("--out-dir ")
     assert said.index("--out-dir ") < said.index("data options") < said.index("--val-file ")
@@ -781,7 +781,7 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
         monkeypatch.setattr(
             sys, "argv", ["grpo_trainer.py", "--model", model, "--train-file", "t", "--out-dir", "o"]
         )
-        grpo_trainer.main()
+        grpo_trainer.main(grpo_trainer.parse_command_line())
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert seen == [True, False]
@@ -1056,11 +1056,10 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
         [sys.executable, "grpo_trainer.py", "--no-such-flag", "1"], capture_output=True, text=True
     )
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
-    source = Path("grpo_trainer.py").read_text().replace("self.", "config.")
-    source += inspect.getsource(PolicyOptions).replace("self.", "config.")
+    source = Path("settings.py").read_text().replace("self.", "config.")
     for name in ("policy.py", "algorithm.py"):
         source += Path(name).read_text().replace("options.", "config.")
-    for name in ("run.py", "run_folder.py", "causal_lm.py", "cluster/ranks.py"):
+    for name in ("grpo_trainer.py", "run.py", "run_folder.py", "causal_lm.py", "cluster/ranks.py"):
         source += Path(name).read_text()
     shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
@@ -1075,7 +1074,7 @@ def test_arguments_for_vllm_can_be_given_as_the_help_says():
     """They begin with dashes: only with a = does the command line take them for a value."""
     import tyro
 
-    text = Path("grpo_trainer.py").read_text() + Path("reward_loop.py").read_text()
+    text = Path("settings.py").read_text() + Path("reward_loop.py").read_text()
     flags = re.findall(r'--(?:rollout|genrm)-vllm-args="[^"]+"', text)
     needed = ["--model", "m", "--train-file", "t", "--out-dir", "o"]
     for flag in flags:

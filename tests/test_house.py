@@ -51,3 +51,24 @@ def test_each_benchmark_finds_the_scripts():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == sorted(path.name for path in ROOT.glob("benchmarks/*.py"))
+
+
+COMMANDS = [name for name in SCRIPTS if 'if __name__ == "__main__":' in (ROOT / name).read_text()]
+COMMANDS.remove("reward_worker.py")  # a grading process, which reward_loop.py starts
+HELP = """
+import runpy, sys
+sys.path[0] = "."
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(*{name.split(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_imports_nothing_that_takes_seconds(name):
+    done = subprocess.run([sys.executable, "-c", HELP, name], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and "--help" in done.stdout
+    assert not {"torch", "transformers", "ray", "vllm"} & set(done.stderr.split())
+    assert len(COMMANDS) > 10

@@ -230,11 +230,12 @@ print(sample.failure or [int(own) for own in sample.loss_mask])
     assert run("-c", code) == "[1, 1, 1, 0, 1, 1, 1, 0]\n"
 
 
-def test_credit_with_policy_and_algorithm(alone):
-    alone("policy.py")
+def test_credit_with_policy_algorithm_and_settings(alone):
+    alone("settings.py", "policy.py", *needs("policy.py")[0])
     code = """
 from algorithm import set_advantages
-from policy import PolicyOptions, Sample
+from policy import Sample
+from settings import PolicyOptions
 def sample(score):
     result = {"reward_score": score, "reward_extra_info": {"score": score}, "status": "ok"}
     return Sample({}, [5], response_ids=[6, 7], result=result)
@@ -247,8 +248,8 @@ print([sample.advantage for sample in group])
 
 @pytest.mark.slow
 def test_plain_grpo_with_policy_rollout_and_algorithm(alone):
-    """The script of docs/ learns its task with these three files and a model."""
-    folder = alone("rollout.py")
+    """The script of docs/ learns its task with these files, their settings and a model."""
+    folder = alone("rollout.py", "settings.py", *needs("settings.py")[0])
     shutil.copytree(ROOT / "toy/models/policy", folder / "toy/models/policy")
     (folder / "docs").mkdir()
     shutil.copy(ROOT / "docs/plain_grpo.py", folder / "docs")

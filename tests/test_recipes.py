@@ -17,6 +17,7 @@ import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
 from algorithm import LOSSES
+from settings import parse_command_line
 from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,10 +215,10 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["plan_run.py", *trainer, "--gpus", gpus, "--gpu-gb", "24"])
         if code:
             with pytest.raises(SystemExit) as ended:
-                plan_run.main()
+                plan_run.main(parse_command_line(plan_run.Config))
             assert ended.value.code == code
         else:
-            plan_run.main()
+            plan_run.main(parse_command_line(plan_run.Config))
     said = capsys.readouterr()
     (line,) = re.findall("^3 GPUs: (.*)", said.out, re.M)
     shared = {"policy server 0", "rank 0 (0.5 GPUs) + genrm 0 (0.4 GPUs)", "rank 1 (0.5 GPUs)"}

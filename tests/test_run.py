@@ -286,7 +286,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
     config_of(**{name: True}).check()
-    monkeypatch.setattr(grpo_trainer, "find_spec", lambda package: None)
+    monkeypatch.setattr("settings.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"--{name}: the package is not installed; run: pip install {name}"):
         config_of(**{name: True}).check()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+import tyro
 from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -392,7 +393,7 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: trained.append(of))
     for name, *more in (("plain",), ("other", "--kind", "weak_policy", "--seed", "1", "--models", "judge")):
         monkeypatch.setattr("sys.argv", ["warm_start.py", "--out-dir", str(tmp_path / name), *more])
-        warm_start.main()
+        warm_start.main(tyro.cli(warm_start.Config))
     for path in world.glob("*.parquet"):
         assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes()
         assert path.read_bytes() != (tmp_path / "other" / path.name).read_bytes()
@@ -426,7 +427,7 @@ def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_start, "sound_share", sound_share)
     command = ["warm_start.py", "--out-dir", str(tmp_path), "--kind", "own_flaws", "--stop-at", "0.2"]
     monkeypatch.setattr("sys.argv", [*command, "--models", "policy"])
-    warm_start.main()
+    warm_start.main(tyro.cli(warm_start.Config))
     assert measured == [0.1, 0.3]
     files = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.glob("*.parquet")}
     counts = {name: len(rows) for name, rows in files.items()}

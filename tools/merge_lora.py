@@ -12,9 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from run_folder import add_end_tokens
 
@@ -34,7 +32,9 @@ class Config:
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
-    from peft import PeftModel  # here: each run imports this file at its end
+    import torch  # These imports take four seconds, and --help does not need them.
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     base = model or settings["base_model_name_or_path"]

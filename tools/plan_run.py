@@ -18,25 +18,11 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 
-import ray
-import torch
-import tyro
-from transformers import AutoConfig, AutoModelForCausalLM
-
-import grpo_trainer
-import reward_loop
-from cluster.placement import Reservation, layout, process_specs
-from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
-from policy import TOKENS_PER_PASS
-
-VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
-VLLM_GB = 1.0  # roughly what a server needs for CUDA itself and for graphs
-VLLM_SEQUENCES = 1024, 256  # vLLM's default of --max-num-seqs on GPUs of 70 GiB or more, and on smaller ones
-SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
+import settings
 
 
 @dataclass
-class Config(grpo_trainer.Config):
+class Config(settings.Config):
     """The run to plan, by the trainer's flags, and the GPUs for it."""
 
     # GPUs of each planned node: 8, or 4 4 for two nodes; they need not be here. Default: the Ray cluster's.
@@ -48,6 +34,26 @@ class Config(grpo_trainer.Config):
         if self.gpus:  # the planned GPUs, whatever this machine has
             configs = {name: dataclasses.replace(one, device="cuda") for name, one in configs.items()}
         return configs
+
+
+# The command line is parsed before torch and transformers are imported, which takes four seconds.
+if __name__ == "__main__":
+    CONFIG = settings.parse_command_line(Config, description=__doc__)
+
+import ray
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import reward_loop
+from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
+from cluster.placement import Reservation, layout, process_specs
+from policy import TOKENS_PER_PASS
+from run import Run
+
+VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
+VLLM_GB = 1.0  # roughly what a server needs for CUDA itself and for graphs
+VLLM_SEQUENCES = 1024, 256  # vLLM's default of --max-num-seqs on GPUs of 70 GiB or more, and on smaller ones
+SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
 def text_config_of(config, model: str):
@@ -329,10 +335,9 @@ def gpu_memory(config) -> float:
     return 1e-9 * (found or 80e9)
 
 
-def main() -> None:
+def main(config: Config) -> None:
     try:
-        run = grpo_trainer.Run(tyro.cli(Config, description=__doc__))
-        config = run.config
+        run = Run(config)
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
         print(report(config.resolved(gpus), len(run.train_rows)))
@@ -344,4 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CONFIG)

@@ -24,10 +24,32 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
+import tyro
+
+
+@dataclass
+class Config:
+    """Settings of a toy world: the rows of its data sets, and models that are trained from scratch."""
+
+    out_dir: Path  # Output directory for the parquet files and the models.
+    seed: int = 0  # Seed of the problems, the tokenizer and the training.
+    # Kind of world. narrow_judge: its judge sees only forgotten carries. weak_policy: its policy is wrong
+    # more often than correct. own_flaws: the second world, whose policy sees only correct solutions. shop:
+    # the world with a tool, which has no judge.
+    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
+    # Models to train, in about 2 and 4 minutes; --models without a name writes only the rows.
+    models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
+    # With own_flaws and shop: stop training the policy when this fraction of its solutions is sound.
+    stop_at: float = 0.25
+
+
+# The command line is parsed before torch and transformers are imported, which takes four seconds.
+if __name__ == "__main__":
+    CONFIG = tyro.cli(Config, description=__doc__)
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import tyro
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch.nn.functional import cross_entropy
@@ -293,22 +315,6 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 # ---- A world: its rows, and its models ---------------------------------------------------------------------
 
 
-@dataclass
-class Config:
-    """Settings of a toy world: the rows of its data sets, and models that are trained from scratch."""
-
-    out_dir: Path  # Output directory for the parquet files and the models.
-    seed: int = 0  # Seed of the problems, the tokenizer and the training.
-    # Kind of world. narrow_judge: its judge sees only forgotten carries. weak_policy: its policy is wrong
-    # more often than correct. own_flaws: the second world, whose policy sees only correct solutions. shop:
-    # the world with a tool, which has no judge.
-    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
-    # Models to train, in about 2 and 4 minutes; --models without a name writes only the rows.
-    models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    # With own_flaws and shop: stop training the policy when this fraction of its solutions is sound.
-    stop_at: float = 0.25
-
-
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
     """The five parquet files of a world of this kind (see KINDS)."""
     rng = Random(f"{seed}/rows")
@@ -352,8 +358,7 @@ def copy_shipped(out_dir: Path) -> None:
         print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
 
 
-def main() -> None:
-    config = tyro.cli(Config)
+def main(config: Config) -> None:
     kind = KINDS.get(config.kind)
     config.out_dir.mkdir(parents=True, exist_ok=True)
     rng = Random(f"{config.seed}/tokenizer")
@@ -372,4 +377,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CONFIG)

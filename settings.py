@@ -1,0 +1,305 @@
+"""The settings of a training run, and its command line. This file imports no torch, so --help is quick.
+
+    config = parse_command_line("What the command does.")
+    config = Config(model="PATH", train_file="FILE", out_dir="outputs/first", total_steps=20)
+
+A new setting is one line in PolicyOptions, if policy.py or algorithm.py reads it, or else in Config. The
+comment at its line is its help text, and docs/make_settings.py writes these texts into docs/settings.md.
+Needs reward_loop.py and reward_worker.py; genrm_server.py and algorithm.py for the checks of a run.
+"""
+
+import inspect
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Literal, get_type_hints
+
+import tyro
+
+import reward_loop
+
+
+@dataclass(kw_only=True)
+class PolicyOptions:
+    """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
+
+    model: str  # Model of the policy: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
+    trust_remote_code: bool = False  # Run code that comes with the model.
+    max_positions: int = 0  # Value that replaces the model's max_position_embeddings; 0: keep the model's.
+    temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
+    max_response_length: int = 8192  # Longest response in tokens; longer rollouts are cut off.
+    mini_batch_size: int = 32  # Largest number of prompts per optimizer update.
+
+    # How rewards become advantages; docs/algorithms.md describes the choices.
+    advantage: Literal["grpo", "dr_grpo", "papo", "vppo", "terms", "steps"] = "grpo"
+    # Weights of reward components for --advantage terms: acc=1 flawed_positive=-0.5.
+    reward_terms: tuple[str, ...] = ()
+    prefix_reward: float = 0.5  # Reward of the tokens of a good prefix with --advantage vppo (its alpha).
+    # With --advantage vppo: tokens at the end of a good prefix that earn nothing, in prompt lengths.
+    prefix_cut: float = 1.0
+    # Whether negative advantages apply to the whole sample, or only after its good prefix.
+    credit: Literal["sample", "prefix"] = "sample"
+    # Importance ratio of the loss: clip, per token; gspo, per sequence; cispo, as a constant weight.
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
+    clip_low: float | None = None
+    # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
+    clip_high: float | None = None
+    clip_c: float = 10.0  # Dual clip of --loss clip: bound of the ratio for negative advantages, above 1.
+    # Cap of the importance weights that correct for the sampler; default: off, or 2 with --overlap.
+    tis_cap: float | None = None
+    # Weight of the KL divergence from the initial --model; 0: off, without a second model in memory.
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0  # Weight of the entropy bonus.
+
+    lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
+    # Decay rates of AdamW; 0.9 0.95 is more stable in short runs.
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.1  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # Gradient norm above which gradients are scaled down.
+    # Rank of LoRA adapters, which train instead of the weights and need 5 to 10 times the --lr; 0: off.
+    lora_rank: int = 0
+    lora_alpha: int = 0  # LoRA alpha: adapters are scaled by alpha / rank; 0: 2 x rank.
+    # Layers with LoRA adapters: all-linear, or names such as q_proj v_proj.
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    # Tokens per forward and backward pass, with padding; 0: 16384 on a GPU, 2048 on a CPU.
+    max_tokens_per_micro_batch: int = 0
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
+    seed: int = 0  # Seed of data order, sampling and new adapters.
+
+
+@dataclass(kw_only=True)
+class Config(reward_loop.RewardOptions, PolicyOptions):
+    """Settings of a training run, including those of the reward loop and of the policy."""
+
+    # Training data: parquet or JSONL files with rows as prepare_data.py writes them.
+    train_file: str | tuple[str, ...]
+    # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
+    out_dir: str
+    # Validation data in the format of --train-file; FILE:4 takes 4 samples of each row of FILE.
+    val_file: tuple[str, ...] = ()
+    # JSON object of arguments for the policy's chat template, such as '{"enable_thinking": false}'.
+    chat_template_kwargs: str = "{}"
+    # Longest prompt in tokens; rows with longer prompts are dropped before the first step.
+    max_prompt_length: int = 2048
+
+    # When samples are scored: standalone, each when its rollout ends; colocate, all after the last rollout.
+    reward_mode: Literal["standalone", "colocate"] = "standalone"
+    # Stop the run if more than this fraction of the samples that need a verdict have none.
+    max_no_verdict_rate: float = 0.5
+
+    # Sampler of the policy: hf, in the trainer's process; vllm, on servers; auto: hf on a CPU without
+    # ranks and --overlap, vllm otherwise.
+    rollout: Literal["auto", "hf", "vllm"] = "auto"
+    # Rollout function FILE:NAME, an async function for turns, tools or environments (docs/rollouts.md).
+    rollout_fn: str | None = None
+    rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
+    # Seconds that --rollout-fn may take per sample, without the time in which the policy writes.
+    rollout_timeout: float = 600.0
+    rollout_servers: int = 1  # Number of vLLM servers of the policy.
+    rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
+    # Fraction of a GPU for each vLLM server of the policy; below 1, other processes can use the rest.
+    rollout_gpu_share: float = 1.0
+    # CPU cores for the vLLM servers of the policy, such as "0,1"; default: all cores, divided evenly.
+    rollout_cpus: str = ""
+    # Arguments for the vLLM servers of the policy: --rollout-vllm-args="--max-num-seqs 64".
+    rollout_vllm_args: str = ""
+    rollout_batch_size: int = 512  # Number of sequences that a sampler generates at a time.
+    group_size: int = 8  # Number of samples per prompt.
+    # Roll out and score the next step during the update, with weights that are one step old.
+    overlap: bool = False
+    # Stop the run if rollout/logprob_diff exceeds this bound, or twice this bound with --overlap.
+    max_logprob_diff: float = 0.2
+
+    # Replace groups without a learning signal by groups of further prompts (DAPO).
+    dynamic_sampling: bool = False
+    max_refills: int = 10  # Number of times per step that --dynamic-sampling may draw further prompts.
+    # Stop the run after this many consecutive steps without a learning signal; 0: never.
+    max_idle_steps: int = 10
+    # Number of tokens before the length limit in which the length penalty grows (DAPO); 0: no penalty.
+    overlong_buffer: int = 4096
+    overlong_factor: float = 1.0  # Length penalty of a response that reaches the length limit.
+
+    total_steps: int = 200  # Number of training steps; 0: only evaluate.
+    train_batch_size: int = 512  # Number of prompts per step.
+    lr_warmup_steps: int = 10  # Number of steps in which the learning rate rises linearly to --lr.
+
+    val_every: int = 10  # Number of steps between evaluations; 0: evaluate only before and after training.
+    val_before_train: bool = True  # Evaluate before the first step.
+    val_n: int = 1  # Number of samples per validation row (the k of mean@k, maj@k and pass@k).
+    val_temperature: float = 1.0  # Sampling temperature in evaluations; 0: greedy decoding.
+    val_top_p: float = 0.7  # Nucleus sampling (top-p) in evaluations.
+    # Evaluate with greedy decoding as well, with one sample per row (val/<data_source>/greedy).
+    val_greedy: bool = False
+
+    # Number of steps between checkpoints; 0: only after the last step, or if the run stops or fails.
+    save_every: int = 20
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: all.
+    # Whether to resume: never; auto, from the newest checkpoint in --out-dir if there is one.
+    resume: Literal["never", "auto"] = "never"
+    # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
+    samples_per_step: int = 8
+    tensorboard: bool = False  # Write the metrics for TensorBoard as well, to tensorboard/ in --out-dir.
+    # Send the metrics to Weights & Biases as well (project WANDB_PROJECT, by default "fapo").
+    wandb: bool = False
+    dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
+
+    # Device of the policy; auto: GPUs if the Ray cluster has any.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
+    policy_ranks: int = 1
+    policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
+    # Keep the weights and the optimizer state of the ranks in host memory, which is slower.
+    policy_offload: bool = False
+    max_restarts: int = 3  # Number of times that ranks which died are restarted from the newest checkpoint.
+    # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
+    num_threads: int = 0
+
+    # Settings that must be above 0 (all other numbers may be 0), and those that may be negative.
+    must_be_positive = (
+        *reward_loop.RewardOptions.must_be_positive,
+        *("train_batch_size", "mini_batch_size", "max_response_length", "max_grad_norm", "temperature"),
+        *("tis_cap", "rollout_batch_size", "rollout_timeout", "rollout_servers", "rollout_tensor_parallel"),
+        *("rollout_gpu_share", "policy_gpu_share", "policy_ranks", "val_n", "val_top_p"),
+    )
+    may_be_negative = ("entropy_coef", "seed")
+
+    def check(self) -> None:
+        """Raise ValueError for settings that would fail late or do harm silently."""
+        if self.group_size < 2:
+            raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are compared")
+        if not self.clip_c > 1:
+            raise ValueError(f"--clip-c {self.clip_c} must be above 1: wrong answers have no gradient below")
+        if not (self.total_steps or self.val_file):
+            raise ValueError("--total-steps 0 only evaluates: pass --val-file")
+        if not self.lora_rank and self.lora_alpha != Config.lora_alpha:
+            raise ValueError(f"--lora-alpha {self.lora_alpha} has no effect without --lora-rank")
+        if not self.lora_rank and self.lora_targets != Config.lora_targets:
+            targets = " ".join(self.lora_targets)
+            raise ValueError(f"--lora-targets {targets} has no effect without --lora-rank")
+        for name in ("tensorboard", "wandb"):
+            if getattr(self, name) and not find_spec(name):
+                raise ValueError(f"--{name}: the package is not installed; run: pip install {name}")
+        from algorithm import length_penalty_of, parse_terms  # not above: it imports torch
+
+        terms = parse_terms(self.reward_terms)
+        if bool(terms) != (self.advantage == "terms"):
+            raise ValueError("--reward-terms and --advantage terms need each other: pass --advantage terms "
+                             "--reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
+        if terms and self.overlong_buffer and "overlong_penalty" not in terms:
+            raise ValueError("--reward-terms lacks the length penalty: add overlong_penalty=1, or pass "
+                             "--overlong-buffer 0")  # fmt: skip
+        length_penalty_of(self)
+        if not self.rollout_fn and self.rollout_kwargs != "{}":
+            raise ValueError("--rollout-kwargs has no effect without --rollout-fn")
+        if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
+            raise ValueError("--rollout-timeout has no effect without --rollout-fn")
+        if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
+            raise ValueError("--overlap does not work with --rollout hf or --reward-mode colocate")
+        self.check_rewards()
+
+    def policy_servers(self):
+        """Return the genrm_server.Config of the servers of --rollout vllm."""
+        import genrm_server
+
+        return genrm_server.Config(
+            self.model,
+            num_servers=self.rollout_servers,
+            tensor_parallel_size=self.rollout_tensor_parallel,
+            gpu_share=self.rollout_gpu_share,
+            cpus=self.rollout_cpus,
+            seed=self.seed % 2**31,
+            queue_timeout=900,
+            log_dir=Path(self.out_dir, "rollout_logs"),
+            vllm_args=reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args),
+        )
+
+    def resolved(self, gpus: float) -> "Config":
+        """Return this configuration with every "auto" replaced. gpus: how many GPUs Ray has."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if gpus else "cpu"
+        in_process = device == "cpu" and self.policy_ranks == 1
+        rollout = self.rollout
+        if rollout == "auto":
+            rollout = "hf" if in_process and not self.overlap else "vllm"
+        if rollout == "hf" and not in_process:
+            raise ValueError("--rollout hf needs the policy in the trainer's process (CPU, one rank): pass "
+                             "--rollout vllm")  # fmt: skip
+        tis_cap = self.tis_cap
+        if self.overlap and tis_cap is None:
+            tis_cap = 2.0
+        return replace(self, device=device, rollout=rollout, tis_cap=tis_cap)
+
+
+# ---- the command line
+
+# The settings by the groups of --help. A name that ends in _ stands for all settings that begin with it.
+GROUPS = {
+    "data": "val_file chat_template_kwargs max_prompt_length seed",
+    "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
+        http_retries max_no_verdict_rate""",
+    "judge": "genrm genrm_ router_address reward_model_",
+    "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
+    "algorithm": """advantage credit loss reward_terms prefix_ clip_ tis_cap kl_coef entropy_coef overlong_
+        dynamic_sampling max_refills max_idle_steps""",
+    "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
+        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
+    "model": "max_positions trust_remote_code lora_",
+    "evaluation": "val_",
+    "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
+    "hardware": "device policy_ max_restarts num_threads",
+}
+
+
+def group_of(setting: Field) -> str:
+    if setting.default is MISSING:
+        return "required"
+    for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
+        for group, names in GROUPS.items():
+            if prefix in names.split():  # the whole name first: val_file is data, all other val_ evaluation
+                return group
+    return "other"
+
+
+def help_texts(config: type) -> dict[str, str]:
+    """Read the help of each setting: the comment at the end of its line, or else those above it."""
+    texts = {}
+    for kind in reversed(config.__mro__[:-1]):
+        above = []
+        for line in inspect.getsource(kind).splitlines():
+            code, _, comment = line.partition("# ")
+            setting = re.match(r"    (\w+): ", code)
+            if setting:
+                texts[setting[1]] = comment or " ".join(above)
+            if code.strip() or not comment:
+                above = []
+            else:
+                above.append(comment)
+    return texts
+
+
+def parse_command_line(config: type = Config, args: list[str] | None = None, description: str = ""):
+    """Parse the command line. --help shows the settings in groups, the required ones first.
+
+    Returns:
+        A `config`, which is Config or a subclass.
+    """
+    hints = get_type_hints(config, include_extras=True)
+    texts = help_texts(config)
+    groups = {group: [] for group in ("required", *GROUPS, "other")}
+    for setting in fields(config):
+        hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
+        groups[group_of(setting)].append((setting.name, hint, field(default=setting.default)))
+    boxes = []
+    for group, settings in groups.items():
+        if settings:
+            boxes.append((group, make_dataclass(group, settings, kw_only=True)))
+    grouped = tyro.conf.OmitArgPrefixes[make_dataclass("Grouped", boxes)]
+    parsed = tyro.cli(grouped, description=description, args=args)
+    values = {}
+    for box in vars(parsed).values():
+        values |= vars(box)
+    return config(**values)
