@@ -369,7 +369,8 @@ class Rollouts:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=0.5)
+        if tasks:
+            await asyncio.wait(tasks, timeout=0.5)
         self.is_closing = True
         self.loop.stop()
 
@@ -386,14 +387,13 @@ class Rollouts:
             frame = sys._current_frames().get(self.thread.ident)
             if time.monotonic() - self.last_tick < BLOCKED_S or not frame:
                 continue
-            for place in reversed(traceback.extract_stack(frame)):
-                line = f"{place.filename}:{place.lineno}"
-                if place.filename == self.file and line not in printed:
-                    printed.add(line)
-                    print(f"--rollout-fn: {line} ({place.name}) blocks all trajectories; call tools that "
-                          "block with `await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
-                if place.filename == self.file:
-                    break
+            places = [place for place in traceback.extract_stack(frame) if place.filename == self.file]
+            if places and places[-1].lineno not in printed:
+                place = places[-1]
+                printed.add(place.lineno)
+                line = f"{self.file}:{place.lineno} ({place.name})"
+                print(f"--rollout-fn: {line} blocks all trajectories; call tools that block with "
+                      "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
 
     def encode(self, before: str, inside: str, behind: str) -> list[int]:
         """Encode the three parts as one text. Special and added tokens in `inside` become plain text."""

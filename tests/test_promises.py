@@ -92,11 +92,13 @@ KEPT_BY = {
         "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
         "test_trajectory.test_no_way_of_failing_escapes_its_sample",
         "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
+        "test_trajectory.test_what_a_function_leaves_running_changes_nothing_that_is_scored",
         "test_trajectory.test_a_failed_rollout_leaves_its_group",
     ),
     "With `--rollout hf`, a rollout function's run depends on its seed alone, however long its tools "
     "take.": (
         "test_trajectory.test_a_run_depends_on_its_seed_alone_however_long_tools_take",
+        "test_trajectory.test_each_round_draws_new_random_numbers",
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",
         "test_trajectory.test_a_stopped_run_that_goes_on_is_the_same_run",
     ),
