@@ -2,7 +2,7 @@
 
 In the world with a tool (toy/shop_world.py) the policy can look a price up: it writes "pears?", and the tool
 continues with "7". `compute_score` rewards the answer and charges for each look-up. It is the obvious reward,
-and within twenty steps the policy makes its prices up ("pears=4"), because nine of ten guesses are right.
+but it teaches the policy to make its prices up ("pears=4"), because nine of ten guesses are right.
 
 Write `is_grounded`, without an oracle and without the true prices: whether the policy calculated with what
 the tool said, and with nothing else. `compute_score` already takes `penalty` from a correct answer that is
