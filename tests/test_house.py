@@ -1,6 +1,7 @@
 """Who imports whom: the top level stands without the folders below it."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -72,3 +73,54 @@ def test_help_imports_nothing_that_takes_seconds(name):
     assert done.returncode == 0 and done.stdout.startswith("usage: ") and "--help" in done.stdout
     assert not {"torch", "transformers", "ray", "vllm"} & set(done.stderr.split())
     assert len(COMMANDS) > 10
+
+
+def names_of_our_modules(path):
+    """Names that a script imports, reads or patches in this repository's modules, such as policy.Sample."""
+    tree = ast.parse(path.read_text())
+    modules, wanted = {}, set()
+    ours = {script.removesuffix(".py") for script in SCRIPTS} | set(FOLDERS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in ours:
+                    modules[alias.asname or alias.name] = alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ours:
+            for alias in node.names:
+                wanted.add((node.module, alias.name))
+                if (ROOT / node.module / f"{alias.name}.py").exists():
+                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            module, _, name = ast.unparse(node).partition(".")
+            if module in modules and re.fullmatch(r"[\w.]+", name):
+                wanted.add((modules[module], name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("patch.object", "setattr"):
+            target, name = node.args[:2]
+            if ast.unparse(target) in modules and isinstance(name, ast.Constant):
+                wanted.add((modules[ast.unparse(target)], name.value))
+    return wanted
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/**/*.py")), ids=lambda path: path.stem)
+def test_the_names_that_a_benchmark_imports_or_patches_exist(path):
+    """Renaming a function breaks a benchmark that no other test runs."""
+    for module, name in sorted(names_of_our_modules(path)):
+        value = importlib.import_module(module)
+        for part in name.split("."):
+            if not isinstance(value, (type, type(importlib))):
+                break  # attributes of other objects are not checked
+            if (ROOT / module / f"{part}.py").exists():
+                break  # a module of a folder
+            assert hasattr(value, part), f"{path.name} uses {module}.{name}"
+            value = getattr(value, part)
+
+
+def test_names_of_our_modules_by_hand(tmp_path):
+    text = "import policy, os\nfrom cluster import ranks\nfrom rollout import gone\n"
+    text += "policy.Sample.lost = os.sep\npatch.object(ranks, 'Ranks')\nranks.Ranks.join\n"
+    (tmp_path / "bench.py").write_text(text)
+    found = names_of_our_modules(tmp_path / "bench.py")
+    assert {("rollout", "gone"), ("policy", "Sample.lost"), ("cluster.ranks", "Ranks")} <= found
+    assert {("cluster.ranks", "Ranks.join"), ("policy", "Sample")} <= found
+    assert not [module for module, _ in found if module == "os"]
