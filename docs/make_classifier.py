@@ -100,7 +100,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
     for name, title in BESIDE.items():
         some = evidence.of(runs, name, START)
         rows.append([*evidence.row(title, some, COLUMNS), str(len(some))])
-    made = {"classifier": table(["512 held-out problems", *COLUMNS, "runs"], *rows)}
+    made = {"classifier": table(["method", *COLUMNS, "runs"], *rows)}
     rows = []
     for name in OURS:
         some = evidence.of(runs, name, START)
@@ -110,7 +110,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
             if name == "flagged":
                 shares[-1] = "not asked"
             rows.append([f"{BESIDE[name]}, {title}", *shares, spread])
-    heads = ["fraction that the classifier calls sound", "fully correct", *KINDS[1:]]
+    heads = ["method and steps", "fully correct", *KINDS[1:]]
     heads.append("groups with a learning signal")
     made["called sound"] = table(heads, *rows)
     return made
