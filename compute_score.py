@@ -1,16 +1,16 @@
 """Reward functions of FAPO (arXiv:2510.22543): one sample in, one score out.
 
-    compute_score                 the rule: is the last \\boxed{} the correct answer?  +1 / -1
-    compute_score_gsm8k           the rule for GSM8K, which also accepts "#### N"
-    compute_score_baseline        the rule; a generative reward model (GenRM), if one runs, only measures
-    compute_score_fapo            the rule, minus `penalty` if the GenRM finds a wrong step of a right answer
-    compute_score_fapo_genrm      trains the GenRM itself
-    compute_score_discriminative  the score of a discriminative reward model, with the rule's accuracy
+    compute_score                 outcome rule: +1 if the last \\boxed{} holds the correct answer, else -1
+    compute_score_gsm8k           outcome rule for GSM8K, which also accepts "#### N"
+    compute_score_baseline        outcome rule; a generative reward model (GenRM) may measure flaws
+    compute_score_fapo            outcome rule, minus `penalty` if the GenRM finds a wrong step
+    compute_score_fapo_genrm      reward for training the GenRM itself
+    compute_score_discriminative  score of a discriminative reward model, with the outcome rule's accuracy
 
-Use: grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom reward function.
-Standalone: imports nothing from this repository. Requires Python 3.11 or newer. Settings are keyword-only, so
-that a misspelt one is rejected. A failure is a status, never a number: if the judge is down or its critique
-is unusable, the sample gets `score: None` ("no verdict"), not +1 or 0.
+Pass a function as grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom
+reward function. This file is standalone: it imports nothing from this repository. It requires Python 3.11.
+Settings are keyword-only, so a misspelt setting raises an error. A failure is a status, never a number: if
+the judge is down or its critique is unusable, the sample gets `score: None` ("no verdict"), not +1 or 0.
 Not covered: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
@@ -37,7 +37,7 @@ TAIL_CHARS = 300  # Only the end of a solution is searched, as in DAPO. MATH-500
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    """Return the last `\\boxed{...}` in `text`, or None if there is none or it is never closed."""
+    """Return the last `\\boxed{...}` in `text`, or None if no box exists or the last box is never closed."""
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         return None
@@ -57,9 +57,9 @@ def remove_boxed(boxed: str) -> str:
     return match[1]
 
 
-# Minerva's normalisation (Lewkowycz et al. 2022, appendix D.1) as in DAPO, extended and made stricter: see
-# docs/answers.md. An answer is split into LaTeX tokens. The tokens of a line below mean the same, and the
-# first one replaces the others.
+# The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1) as used in DAPO; docs/answers.md
+# lists where it is extended or stricter. An answer is split into LaTeX tokens. All tokens on one line of this
+# table mean the same, and the first token replaces the others.
 _SAME = r"""
 - − –
 \pi π
@@ -151,7 +151,7 @@ def _tokens(answer):
     found = []
     for match in _TOKEN.finditer(answer):
         token = re.sub(r"\s", "", match[0])
-        if match["thousands"] and re.search(r"[{\\]", token):  # Only "1,234" stays, since it may be a list.
+        if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" stays: it may be a list.
             token = re.sub(r"[^\d.]+", "", token)
         if not match["space"]:
             found.append(_SAME.get(token, token))
@@ -159,10 +159,10 @@ def _tokens(answer):
 
 
 def _members(answer):
-    """Return the normal form of each member of a list, which top-level commas separate. Most have one member.
+    """Split an answer at its top-level commas and return the normal form of each member.
 
-    In a normal form every argument of a command is in braces, there are no other braces, and white space
-    remains only between words or numbers.
+    Most answers have one member. A normal form has braces around every argument of a command and nowhere
+    else. White space remains only between words or numbers.
     """
     todo, found, wanted, groups, depth = _tokens(answer)[::-1], [], 0, [], 0
     while todo:
@@ -175,7 +175,7 @@ def _members(answer):
             wanted = groups.pop() if groups else 0
             token = token if wanted else ""
             wanted = max(0, wanted - 1)
-        elif wanted:  # An argument without braces is one character or one command.
+        elif wanted:  # In LaTeX an argument without braces is one character or one command.
             size = len(token) if token[0] == "\\" else 1
             todo += [token[size:]] * (size < len(token)) + ["}", token[:size], "{"]
             continue
@@ -193,13 +193,14 @@ def _members(answer):
 
 
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-# Spellings that concern several tokens, applied in this order: each line has a regular expression and, after
-# the arrow, its replacement. A member of the list is a line of the text; ~ is white space that must remain.
+# These substitutions concern several tokens and are applied in this order. Each line has a regular expression
+# and, after the arrow, its replacement. Each member of an answer is one line; ~ stands for white space that
+# must remain.
 _SPELLINGS = r"""
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
 \x20                                        →
-# 1/2, \pi/2, and 1 1/2; the minus of a fraction goes before it, unless it is a factor as in 2\frac{-1}{2}
+# 1/2, \pi/2, and 1 1/2; a minus in a numerator moves before the fraction, except in 2\frac{-1}{2}
 START((?:[\w.]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
 (?<=\d)~(?=\\frac)                          →
 (^|[(\[{,\n=&\\]|matrix\})\\frac\{-((?:[^{}+-]|\{[^{}+-]*\})+)\} → \1-\\frac{\2}
@@ -231,7 +232,7 @@ for _short, _long in {
     _SPELLINGS = _SPELLINGS.replace(_short, _long)
 _SPELLINGS = re.findall(r"^(\S+) +→ ?(\S*)$", _SPELLINGS, re.MULTILINE)
 
-# What may name a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx, and m+n, which AIME asks for.
+# These patterns match the name of a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx, and AIME's m+n.
 _TRIG = "sin|cos|tan|cot|sec|csc"
 _GREEK = (
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
@@ -252,7 +253,7 @@ _UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT}|m/s)((?: ?per |/)\w+)?(\^[23])?")
 
 
 def _name_value_unit(text):
-    """Split one member into name, value and unit. An equation that is not "name = value" is all value."""
+    """Split one member into name, value and unit. An equation other than "name = value" counts as a value."""
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
     value, unit, rate, power = (_UNIT.fullmatch(value) or re.fullmatch("(.*)()()()", value)).groups("")
     names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
@@ -267,24 +268,27 @@ def _name_value_unit(text):
 
 @functools.lru_cache(4096)  # All samples of a group share a ground truth.
 def _parts(answer):
-    """Return (name, normalised value, unit) of each member of an answer. Most answers have one member."""
+    """Return (name, normalised value, unit) for each member of an answer."""
     return [_name_value_unit(member) for member in _members(answer)]
 
 
 def normalize_final_answer(answer: str) -> str:
-    """Return `answer` (the content of a box, or the ground truth) in normal form, without "x =" and unit."""
+    """Return the normal form of `answer` (the content of a box, or a ground truth) without "x =" and unit."""
     return ",".join(value for _, value, _ in _parts(answer))
 
 
 def _values(parts):
-    """Join the values. Their order matters if names differ. "East" equals "east", but "A" is not "a"."""
+    """Join the values of an answer. Parentheses mark values whose order matters because their names differ.
+
+    A capital before a lower-case letter becomes lower case: "East" equals "east", but "A" is not "a".
+    """
     values = ", ".join(value for _, value, _ in parts)
     values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
     return f"({values})" if len({name for name, _, _ in parts if name}) > 1 else values
 
 
 def _agree(parts, true_parts):
-    """Say whether names and units are equal. Either may be missing on one side."""
+    """Return whether names and units agree. A name or unit that one side lacks agrees with anything."""
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
         if name and true_name and name != true_name or unit and true_unit and unit != true_unit:
             return False
@@ -292,7 +296,7 @@ def _agree(parts, true_parts):
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Say whether two answers have the same normal form. 5 cm equals 5, and x=5 equals 5 but not y=5."""
+    """Return whether two answers have the same normal form. 5 cm equals 5, and x=5 equals 5 but not y=5."""
     parts, true_parts = _parts(answer), _parts(truth)
     return _agree(parts, true_parts) and _values(parts) == _values(true_parts) != ""
 
@@ -304,15 +308,15 @@ _SCORES = {True: 1.0, False: -1.0, None: None}  # None: correctness is unknown
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
-    """Score one solution by the answer in its last box, or in GSM8K without a box after "####".
+    """Score one solution by the answer in its last box. A GSM8K solution without a box may use "####".
 
     Args:
-        verifier: "rule" compares normal forms; "math_verify" lets that library compare the values. The
-            library blocks, and acc is None if it did not finish.
+        verifier: "rule" compares normal forms. "math_verify" lets the library math-verify compare the values;
+            the call then blocks, and acc is None if math-verify does not finish.
     Returns:
-        score, acc and pred.
+        A dict with score (+1, -1 or None), acc (whether the answer is correct) and pred (the answer).
     Raises:
-        ValueError: for an unknown verifier, or if the ground truth is not one answer.
+        ValueError: The verifier is unknown, or the ground truth is not one answer.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
@@ -331,7 +335,7 @@ def compute_score(
 
 
 def _find_answer(data_source, text):
-    """Return the content of the last box of the text, or what follows "####"; None without either."""
+    """Return the content of the last box, or for GSM8K the number after "####", or None without an answer."""
     if "\\boxed{" in text:
         boxed = last_boxed_only_string(text)
         return boxed and remove_boxed(boxed)
@@ -347,21 +351,21 @@ def _find_answer(data_source, text):
 def compute_score_gsm8k(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
-    """Apply compute_score's rule for GSM8K, whatever the data source is called."""
+    """Score one solution by the rule for GSM8K, whatever the name of the data source is."""
     return compute_score("gsm8k", solution_str, ground_truth, verifier=verifier)
 
 
 # math-verify limits its time with signal.alarm, which works in main threads only. Therefore child processes
-# do the comparison, and an answer that hangs or kills its child affects no other answer. The children are
-# forked, because a spawned child would run the main script again.
+# compare the answers, and an answer that hangs or kills its child process affects no other answer. The
+# children are forked, because a spawned child would run the main script again.
 GRADE_TIMEOUT_S = 4  # Seconds per answer; ordinary answers take milliseconds.
 GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine.
-_grader_threads = ThreadPoolExecutor(4)  # Callers in event loops therefore have at most 4 children.
+_grader_threads = ThreadPoolExecutor(4)  # This limits event loops to 4 concurrent child processes.
 
 
 @functools.cache
 def _graders(process):
-    """Return (pipes to idle child processes, the lock for starting more). A forked process has its own."""
+    """Return the pipes to idle child processes and the lock for using them, one pair for each process id."""
     return [], threading.Lock()
 
 
@@ -375,7 +379,7 @@ def _start_grader():
 
 
 def _grade(pipe, parents_end):
-    """Run a child process: read (truth, answer) and answer whether they are equal; None if memory ran out."""
+    """Run a child process: read pairs (truth, answer) and send True, False, or None if memory ran out."""
     from math_verify import parse, verify
     parents_end.close()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The parent may have set a handler.
@@ -393,13 +397,13 @@ def _grade(pipe, parents_end):
                 verdict = verify(*parsed, timeout_seconds=None, raise_on_error=True)
             except MemoryError:
                 verdict = None
-            except Exception:  # What cannot be compared counts as not equal.
+            except Exception:  # Answers that math-verify cannot compare count as different.
                 verdict = False
             signal.alarm(0)
             pipe.send(verdict)
 
 
-# The library ignores these, so it would take 52_8 for 52, 1.4\ldots for 1.4, and an equation for a value.
+# math-verify ignores these parts: it would read 52_8 as 52, 1.4\ldots as 1.4, and an equation as a value.
 _NOT_READ = re.compile(
     r"=|_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
     r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
@@ -407,8 +411,11 @@ _NOT_READ = re.compile(
 
 
 def _math_verify(answer, truth):
-    """Ask math-verify whether the two are equal; None if it did not finish. Blocks; safe in any thread."""
-    import math_verify  # noqa: F401  (imported before the fork, so that the children share it)
+    """Ask math-verify whether two answers are equal. Return None if math-verify does not finish.
+
+    The call blocks. Any thread may make it.
+    """
+    import math_verify  # noqa: F401  (An import before the fork is shared by all child processes.)
     if answer == truth or is_equal(answer, truth):
         return True
     parts, true_parts = _parts(answer), _parts(truth)
@@ -418,19 +425,19 @@ def _math_verify(answer, truth):
     if not _agree(parts, true_parts):
         return False
     free, lock = _graders(os.getpid())
-    with lock:  # A child that inherited another child's pipe would hide the death of that child.
+    with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
         grader = free.pop() if free else _start_grader()
     try:
         grader.send((truth, answer))
         verdict = grader.recv()
     except (EOFError, ConnectionError):  # The child died.
         return None
-    free.append(grader)  # After an interrupt this is skipped, since the child's answer is still to come.
+    free.append(grader)  # An interrupt skips this line, because the child has not sent its answer yet.
     return verdict
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
-# The prompt that FAPO-GenRM was trained on (paper appendix F and all FAPO-Critic data), verbatim.
+# FAPO-GenRM was trained on this prompt (paper appendix F and all FAPO-Critic data); it is quoted verbatim.
 _TAGGED = (
     "The following is a math problem with its ground truth answer, along with an AI solution (split into "
     "paragraphs, enclosed with tags and indexed from 0):\n\n"
@@ -440,26 +447,28 @@ _TAGGED = (
     "index of -1 (which typically denotes 'not found').\n\n"
     "Please reason step by step, put your final answer (i.e., the index) in \\boxed{{}}."
 )
-# The prompt of the original recipe at RL time, which its judge never saw in training; for comparisons.
+# The original recipe uses this prompt during RL, although its judge never saw the prompt in training. The
+# style "raw" exists for comparisons with that recipe.
 _RAW = _TAGGED.replace(", enclosed with tags and indexed from 0", "").replace("paragraph", "step")
-# The tagged prompt for benchmarks without a ground truth.
+# Benchmarks without a ground truth use the tagged prompt without its "[Ground Truth]" section.
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# style -> (template, format of one paragraph; "" leaves the solution unsplit). Add your own styles here.
+# A style maps to (template, format of one paragraph). An empty format leaves the solution unsplit. Add your
+# own styles here.
 PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "raw": (_RAW, "")}
 
 
 def split_paragraphs(solution: str) -> list[str]:
-    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces is not an empty line."""
+    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces does not split a solution."""
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
 def _break_frame(solution: str, template: str, paragraph: str) -> str:
-    """Replace the brackets of the prompt's own headings and tags by round ones inside the solution.
+    """Replace the brackets around the prompt's headings and tags by parentheses inside the solution.
 
     Otherwise a policy that learns to write `</paragraph_0>` or `[Ground Truth]` could pass its own text off
-    as part of the prompt. Solutions without such markers are returned unchanged.
+    as part of the prompt. A solution without such markers is returned unchanged.
     """
     markers = re.findall(r"\[[^\[\]]+\]|<[^<>]+>", _TAGGED + _TAGS + template + paragraph)
     pattern = "|".join(map(re.escape, markers)).replace(r"\{index\}", r"\d+")
@@ -467,9 +476,9 @@ def _break_frame(solution: str, template: str, paragraph: str) -> str:
 
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
-    """Return the judge's prompt. `solution` is a text, or a list of paragraphs.
+    """Return the judge's prompt for a solution, which is a text or a list of paragraphs.
 
-    Headings and tags of the prompt are defused inside the solution (see `_break_frame`).
+    `_break_frame` makes headings and tags of the prompt harmless if they occur inside the solution.
     """
     if prompt_style not in PROMPT_STYLES:
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
@@ -489,7 +498,10 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
 
 
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
-    """Return the index in the last box: -1 for no error, None if unparsable or not below num_paragraphs."""
+    """Return the index in the last box, where -1 means that the critique found no error.
+
+    Return None if there is no index, or if no such paragraph exists.
+    """
     try:
         index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
@@ -501,13 +513,15 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
 KILLS_SERVERS = 422  # router.py rejects a request that crashed servers with this status.
-GENRM_MAX_TOKENS = 16384  # as in the recipe's reward_fn_reasoning.py
-GENRM_TIMEOUT_S = 500.0  # For all attempts. Below the reward loop's 600 s, so that the status says "timeout".
+GENRM_MAX_TOKENS = 16384  # The original recipe uses the same limit (reward_fn_reasoning.py).
+# Time limit for all attempts of a request. It is below the reward loop's limit of 600 s, so that a judge that
+# is too slow is reported as genrm_status "timeout".
+GENRM_TIMEOUT_S = 500.0
 SHARED_ANSWERS = 1024  # Equal requests at temperature 0 come from one group, so a few recent answers suffice.
 
 
 class _SharedAnswer(asyncio.Lock):
-    """The answer to equal requests: the first caller holds the lock and asks, the others find the answer."""
+    """The answer to equal requests. The first caller holds the lock and asks; later callers read `answer`."""
     answer = None
 
 
@@ -523,8 +537,8 @@ async def _session():
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         headers = {}
-        # The key is for a judge on another machine. It never appears in a config or log, and may come from a
-        # file that ends with a newline.
+        # A judge on another machine may ask for a key. The key comes from the environment to keep it out of
+        # configs and logs. `strip` removes the newline at the end of a key file.
         key = os.environ.get("ROUTER_API_KEY", "").strip()
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -534,7 +548,7 @@ async def _session():
             headers=headers,
         )
         for other in list(_sessions):
-            if other.is_closed():  # such as the loops of functions that call asyncio.run per sample
+            if other.is_closed():  # A function that calls asyncio.run per sample leaves closed loops behind.
                 await close_session(other)
     return _sessions[loop]
 
@@ -547,7 +561,7 @@ async def close_session(loop=None) -> None:
 
 
 class ReplyError(Exception):
-    """A reply with HTTP status 200 that reports a failure. `status` is the one inside the reply."""
+    """A reply with HTTP status 200 that reports a failure. `status` is the status inside the reply."""
 
     def __init__(self, status, message):
         super().__init__(f"{status}, inside a reply with HTTP status 200: {message}")
@@ -555,12 +569,13 @@ class ReplyError(Exception):
 
 
 def _raise_if_failed(reply):
-    """Raise ReplyError if a reply, or one choice of a reply, has an `error`, as gateways send them."""
+    """Raise ReplyError if a reply, or one choice of a reply, has an `error`. Gateways send such replies."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
     code = str(error.get("code")) if isinstance(error, dict) else ""
-    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502  # 502: the gateway's server failed
+    # Without a status in the reply, 502 says that the server behind the gateway failed.
+    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502
     raise ReplyError(status, f"{error!s:.200}")
 
 
@@ -569,7 +584,7 @@ async def _json_request(method, url, **kwargs):
     async with session.request(method, url, **kwargs) as response:
         if not response.ok:
             text = await response.text(errors="replace")
-            response.reason = text[:200]  # raise_for_status puts it into the error's message.
+            response.reason = text[:200]  # raise_for_status puts the reason into the error's message.
             response.raise_for_status()
         reply = await response.json(content_type=None)
     _raise_if_failed(reply)
@@ -577,9 +592,10 @@ async def _json_request(method, url, **kwargs):
 
 
 async def served_model(address: str, outdated=None) -> dict:
-    """Return the first model of GET /v1/models: id, max_model_len and more. It asks once per address.
+    """Return the first model that GET /v1/models lists: its id, max_model_len and more.
 
-    outdated: an earlier answer that turned out to be wrong; ask again, unless another caller has done so.
+    Each address is asked once. `outdated` is an earlier answer that turned out to be wrong: the address is
+    asked again, unless another caller has done so already.
     """
     shared = _shared_answer(asyncio.get_running_loop(), address)
     async with shared:
@@ -596,19 +612,19 @@ async def served_model(address: str, outdated=None) -> dict:
 async def chat(
     prompt: str, address: str, *, model=None, temperature=None, top_p=None, max_tokens=GENRM_MAX_TOKENS,
     timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None) -> tuple[str, str, int | None]:  # fmt: skip
-    """Send one user message to `http://address/v1/chat/completions`; settings that are None are not sent.
+    """Send one user message to `http://address/v1/chat/completions`. Settings that are None are not sent.
 
-    Cut connections, HTTP 408, 425, 429 and 5xx, also inside a reply with HTTP status 200, are retried after
-    growing random pauses until `timeout_s` has passed. A failing server never makes it raise.
-    At temperature 0, equal requests wait for the first one and share its answer. A failure is not shared,
-    unless the request crashed servers. While the first one hangs, the others wait.
+    Broken connections and HTTP 408, 425, 429 and 5xx are retried after growing random pauses until
+    `timeout_s` has passed, even if a reply with HTTP status 200 reports them. A failing server never makes
+    `chat` raise. At temperature 0, equal requests wait for the first request, even while it hangs, and share
+    its answer. They do not share a failure, unless the request crashed servers.
 
     Returns:
-        (status, text, completion tokens). The status is "ok", "truncated" (cut at the limit, or aborted
-        because vLLM was put to sleep), "http_error" or "timeout" (the text then says what went wrong). The
-        tokens are None if the answer was shared.
+        (status, text, completion tokens). The status is "ok", "truncated" (cut off at the limit, or aborted
+        because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses the text says
+        what went wrong. The number of tokens is None if the answer was shared.
     """
-    # Half of a surrogate pair, such as a cut emoji leaves, is not valid UTF-8 and makes servers fail.
+    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
     prompt = prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -629,9 +645,9 @@ async def chat(
             while not shared.answer:
                 try:
                     return await _ask(address, body, shared)
-                except Exception as error:  # includes a bad address or reply
+                except Exception as error:  # A bad address or an unreadable reply ends here as well.
                     failure = f"{type(error).__name__}: {error}"
-                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Equal ones would crash more.
+                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Equal requests would crash more.
                         shared.answer = "http_error", failure
                     if not _is_retryable(error):
                         return "http_error", failure, 0
@@ -643,7 +659,7 @@ async def chat(
 
 
 def _is_retryable(error):
-    """Say whether another attempt may succeed."""
+    """Return whether another attempt may succeed after this error."""
     status = getattr(error, "status", None)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
@@ -651,7 +667,7 @@ def _is_retryable(error):
 
 
 async def _ask(address, body, shared):
-    """Make one attempt and return what `chat` returns. `shared` gets the answer, unless it was aborted."""
+    """Make one attempt and return what `chat` returns. `shared` gets the answer, unless vLLM aborted it."""
     reply = await _complete_chat(address, body)
     status, text, tokens, is_aborted = _read_reply(reply)
     if not is_aborted:
@@ -660,13 +676,13 @@ async def _ask(address, body, shared):
 
 
 async def _complete_chat(address, body):
-    """Send one request, with a model name and max_tokens that the server accepts, and return the reply."""
+    """Send one request with a model name and max_tokens that the server accepts, and return the reply."""
     url = f"http://{address}/v1/chat/completions"
     if "model" in body:
         return await _json_request("POST", url, json=body)
     served = await served_model(address)
     body = body | {"model": served["id"]}
-    context = served.get("max_model_len") or math.inf  # for prompt and answer together
+    context = served.get("max_model_len") or math.inf  # Prompt and answer together must fit into this.
     # Without max_tokens the server uses what the prompt leaves of the context.
     if body.get("max_tokens", 0) >= context:
         del body["max_tokens"]
@@ -679,7 +695,7 @@ async def _complete_chat(address, body):
                 raise
             body["model"] = renamed["id"]
         elif error.status == 400 and "max_tokens" in body and context < math.inf:
-            del body["max_tokens"]  # The prompt may leave less room than that.
+            del body["max_tokens"]  # The prompt may leave less room than max_tokens.
         else:
             raise
     return await _json_request("POST", url, json=body)
@@ -688,18 +704,19 @@ async def _complete_chat(address, body):
 def _read_reply(reply):
     """Return (status, text, completion tokens, whether the server aborted) of a chat completion.
 
-    Raises ReplyError for a reply without choices, or with an error in its choice, and ValueError for a
-    completion without text.
+    Raises:
+        ReplyError: The reply has no choices, or its first choice reports an error.
+        ValueError: The reply has no readable text.
     """
     if not isinstance(reply, dict) or reply.get("choices") is None:
         raise ReplyError(502, f"no choices in the reply {reply!s:.200}")
     try:
         choice = reply["choices"][0]
         _raise_if_failed(choice)
-        text = choice["message"]["content"] or ""  # null: the reasoning parser found no final part
-        if isinstance(text, list):  # content in parts
+        text = choice["message"]["content"] or ""  # It is null if a reasoning parser found no final part.
+        if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]
-        text = "".join(text)  # raises TypeError if the content is not text
+        text = "".join(text)  # This raises TypeError if the content is not text.
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
     end = choice.get("finish_reason")
@@ -713,11 +730,12 @@ NOT_ASKED = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", 
 
 
 async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:
-    """Ask the GenRM for its verdict on one solution. settings: see `chat`.
+    """Ask the GenRM for its verdict on one solution. `settings` are passed to `chat`.
 
-    Returns first_wrong (0-based paragraph, -1 if none, None if unknown), critique, genrm_error, genrm_shared
-    (whether an equal request got the answer) and genrm_status ("ok", "truncated", "unparsable", "http_error",
-    "timeout" or "skipped").
+    Returns:
+        A dict with first_wrong (index of the first wrong paragraph, from 0; -1 if there is none, None if
+        unknown), genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout" or "skipped"),
+        genrm_error, genrm_shared (whether the answer came from an equal request) and critique.
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, tokens = await chat(prompt, address, **settings)
@@ -737,11 +755,15 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
 async def compute_score_discriminative(
     data_source, solution_str, ground_truth, extra_info=None, *, prompt, reward_router_address,
     reward_model_tokenizer) -> dict:  # fmt: skip
-    """Score with a discriminative reward model: the logit that vLLM's /classify gives for the conversation.
+    """Score a conversation by the logit that vLLM's /classify returns for a discriminative reward model.
 
-    prompt: the row's messages. The chat template of the model's own tokenizer renders them, with BOS.
-    Returns score, and the rule's acc and pred (None if ground_truth is "").
-    Raises aiohttp.ClientError if the server fails, ValueError for a model with more than one label.
+    Args:
+        prompt: the messages of the row. The reward model's chat template renders them, including BOS.
+    Returns:
+        A dict with score, and with acc and pred of the outcome rule (None if ground_truth is "").
+    Raises:
+        aiohttp.ClientError: The server failed.
+        ValueError: The model has more than one label.
     """
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -761,31 +783,33 @@ async def compute_score_fapo(
     judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
     verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
     genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
-    """Score with FAPO: 1 if fully correct, 1 - penalty for a correct answer with a wrong step, -1 if wrong.
+    """Score one solution with FAPO (equation 8 of the paper).
 
-    See equation 8 of the paper.
+    The score is 1 if the solution is fully correct, 1 - penalty if the answer is correct but a step is wrong,
+    and -1 if the answer is wrong.
 
     Args:
-        turns: the turns of a rollout function. If there are several, the judge reads them, each with its
-            author, instead of paragraphs, and first_wrong counts turns.
-        penalty: lambda. 1.0 is the paper's majority-guided default (appendix A). With None the judge only
-            measures, and may be missing.
-        on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores it as
-            if the solution were sound, as the original does, and returns no None: verl averages all values.
-        judge_test: also query the judge on the test split, only to measure; the score stays the rule's.
-        judge_wrong: also query it on wrong answers, for first_wrong; their score stays the rule's.
+        turns: the turns of a rollout function. If there are several turns, the judge reads turns (each with
+            its author) instead of paragraphs, and first_wrong is the index of a turn.
+        penalty: lambda. 1.0 is the paper's majority-guided default (appendix A). If penalty is None, the
+            judge only measures, and the run needs no judge.
+        on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores the
+            sample as if the solution were sound, as the original does. "rule" also avoids None among the
+            returned numbers, because verl averages every value.
+        judge_test: also query the judge on the test split, only to measure: the score stays the rule's.
+        judge_wrong: also query the judge on wrong answers, for first_wrong: their score stays the rule's.
         keep_critique: return the text of the critique.
-        genrm_chat_kwargs: for the judge's chat template, such as {"enable_thinking": false}.
-        genrm_*: all others: see `chat`.
+        genrm_chat_kwargs: arguments for the judge's chat template, such as {"enable_thinking": false}.
+        genrm_*: all other settings are passed to `chat` without the prefix.
     Returns:
-        For every sample score, acc, pred, flawed_positive (None: unknown) and the values of `judge_solution`.
+        A dict with score, acc, pred, flawed_positive (None if unknown) and the values of `judge_solution`.
     Raises:
-        ValueError: if the judge is needed and has no address.
+        ValueError: The judge is needed, but its address or the text of the problem is missing.
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
     result = compute_score(data_source, solution_str, ground_truth)
-    if verifier != "rule":  # It blocks, and asyncio.to_thread's threads must be free for host names.
+    if verifier != "rule":  # math-verify blocks. asyncio.to_thread's threads must stay free for host names.
         grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
         if graded["acc"] is not None or on_no_verdict == "none":
@@ -803,7 +827,7 @@ async def compute_score_fapo(
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question']: missing; the judge needs the text of the problem")
         solution = solution_str
-        if len(turns) > 1:  # The author comes first, so that no text can claim another author.
+        if len(turns) > 1:  # Each paragraph begins with its author, so no text can claim another author.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
@@ -825,7 +849,10 @@ async def compute_score_fapo(
 
 
 async def compute_score_baseline(*sample, **settings) -> dict:
-    """Score with the rule alone. A GenRM, if one runs, only measures. Takes what compute_score_fapo takes."""
+    """Score by the outcome rule only. If a GenRM runs, it only measures.
+
+    The arguments are those of compute_score_fapo.
+    """
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
@@ -839,12 +866,16 @@ def compute_score_fapo_genrm(
     reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
     """Score one critique: R = R_outcome + R_process.
 
-    R_outcome is +1 if the critique is right about whether the solution is flawed (acc), else -1, also if the
-    last 300 characters contain no index. R_process is -|pred - true| / total_steps if both say flawed.
-    Returns score, acc, exact (the right index) and gt. Unless on_no_verdict is "rule", for verl, it also
-    returns pred (or None) and three values whose means are rates: recall and location, over flawed solutions,
-    and sound_kept, over sound ones.
-    Raises ValueError if ground_truth or extra_info["total_steps"] is missing or out of range.
+    R_outcome is +1 if the critique is right about whether the solution is flawed (acc), else -1. It is -1 as
+    well if the last 300 characters contain no index. R_process is -|pred - true| / total_steps if both the
+    critique and the label say that the solution is flawed, else 0.
+
+    Returns:
+        A dict with score, acc, exact (whether the index is right) and gt (the label). If on_no_verdict is
+        "none", the dict also has pred and three values whose means are rates: recall and location over the
+        flawed solutions, sound_kept over the sound solutions. They may be None, which verl cannot average.
+    Raises:
+        ValueError: ground_truth or extra_info["total_steps"] is missing or out of range.
     """
     try:
         truth, total_steps = int(ground_truth), int(extra_info["total_steps"])

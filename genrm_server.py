@@ -4,11 +4,11 @@
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own server
 
-ModelServers supervises the servers and the router of one model. VllmServer is one server, a Process: a child
-that ends with this program, however this program ends. Each server gets GPUs (of CUDA_VISIBLE_DEVICES, in
-order) or an equal share of the CPU cores. A server that dies leaves the router and is restarted after a
-growing delay; the service gives up on one that dies MAX_DEATHS times in a row before it is ready. Servers
-ask for a key on every path but /health (KeyGuard). cluster/placement.py runs them as Ray actors.
+ModelServers supervises the servers and the router of one model. A VllmServer is one server: a child process
+that ends with this program, however this program ends. Each server gets GPUs from CUDA_VISIBLE_DEVICES, in
+order, or an equal share of the CPU cores. A server that dies leaves the router and is restarted after a
+growing delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready.
+Servers ask for a key on every path except /health (KeyGuard). cluster/placement.py runs them as Ray actors.
 Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 
@@ -126,21 +126,21 @@ def choose_device() -> str:
 # ---- all servers of one model
 
 WATCH_EVERY = 0.5  # seconds between two health checks of a server
-HEALTH_TIMEOUT = 2.0  # seconds; a later answer of /health counts as none
+HEALTH_TIMEOUT = 2.0  # seconds; an answer of /health that takes longer counts as missing
 HANG_SECONDS = 180.0  # A server that does not answer /health for this long is killed and restarted.
 MAX_DEATHS = 5  # The service gives up on a server that dies this many times in a row before it is ready.
-RESTART_DELAY = 1.0  # seconds before a restart; doubles with each restart in a row, up to 60 times as long
-CONTROL_TIMEOUT = 600.0  # seconds; a control call reads new weights, or waits for the running requests
+RESTART_DELAY = 1.0  # seconds before a restart; doubles with each failed start in a row, up to 60 seconds
+CONTROL_TIMEOUT = 600.0  # seconds; a control call may load new weights or wait for running requests
 SLEEP = "/sleep?level=1&mode=wait"  # Weights move to CPU memory. Without mode=wait, vLLM aborts requests.
-# One lock per GPU, held by the server that starts there, whatever its model. During its start vLLM measures
-# how much memory it takes, and would count a second server that starts at the same time.
+# Servers on one GPU start one after the other: while vLLM starts, it measures its memory use, and would count
+# the memory of another server that starts at the same time.
 GPU_START_LOCKS = defaultdict(threading.Lock)
 
 
 def request(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0):
     """Send a small HTTP request and return (status, text), or (0, error) if there was no answer.
 
-    Hundreds of servers are checked twice a second, and the libraries' sessions take four times as long.
+    Hundreds of servers are checked twice a second, and sessions of HTTP libraries take four times as long.
     """
     host, _, path = url.removeprefix("http://").partition("/")
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
@@ -168,22 +168,21 @@ class ServerSlot:
     server: object  # a VllmServer or RouterProcess, or the handle of a Ray actor
     log: Path
     url: str = ""
-    joined: int = 0  # the number of the router's start that the server joined; 0: it is not in the router
-    ready: bool = False  # The server has been ready since its newest start.
+    joined: int = 0  # which start of the router the server has joined (1, 2, ...); 0: not in the router
+    ready: bool = False  # whether the server has been ready since its latest start
     restarts: int = 0
-    given_up: str = ""  # why the service gave up on this server; empty: it did not
+    given_up: str = ""  # why the service gave up on this server; empty: the server is still supervised
 
 
 class ModelServers:
     """The servers of one model and their router, each supervised by a thread.
 
     `servers` are Ray actors of VllmServer; by default the servers run on this machine. The constructor waits
-    until all are ready, unless `wait` is False. before_starting(slot) is called before a server starts, and
-    before_joining(slot) when it is healthy, before the router sends it requests.
-
-    Raises ValueError for impossible settings, OSError if the router's port is taken, and RuntimeError with
-    the end of the log if a server does not start. `router_address` is "host:port". The `lock` is held while a
-    server joins and during a control call to all servers, so that no server misses such a call.
+    until all servers are ready, unless `wait` is False. before_starting(slot) is called before a server
+    starts, before_joining(slot) once a server is healthy, but before the router sends requests to it.
+    `router_address` is "host:port". The `lock` is held while a server joins and during a control call to all
+    servers, so no server misses a control call. The constructor raises ValueError for impossible settings,
+    OSError if the router's port is taken, and RuntimeError with the log's end if a server does not start.
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
@@ -214,7 +213,7 @@ class ModelServers:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Block until all servers are ready. Raise RuntimeError if one does not start."""
+        """Block until all servers are ready. Raise RuntimeError if a server does not start."""
         try:
             while not self.all_ready.wait(0.1):
                 for slot in (self.router, *self.slots):
@@ -228,22 +227,22 @@ class ModelServers:
     def check(self) -> None:
         """Raise RuntimeError if the service has given up on every server."""
         if all(slot.given_up for slot in self.slots):
-            raise RuntimeError("every server was given up")
+            raise RuntimeError("no server is left: each of them failed too often (see GIVING UP above)")
 
     def supervise(self, slot: ServerSlot) -> None:
-        """Run a server or the router, and restart it when it dies. This is the body of a thread."""
-        failed_starts = 0  # in a row
-        deaths = 0  # the failed starts among them that the server caused itself
+        """Run a server or the router, and restart it when it dies. This method is the body of a thread."""
+        failed_starts = 0  # consecutive starts after which the server never got ready
+        deaths = 0  # failed starts that the server caused itself
         while not self.stopping.is_set():
             log_end = ""
             try:
                 event = self.watch(slot)
                 log_end = self.call_server(slot, "last_lines")
-                # The router never runs out of restarts. A sleeping model's GPU memory belongs to the trainer.
+                # A sleeping model may die because the trainer uses its GPU memory: such deaths do not count.
                 if slot is not self.router and not self.asleep:
                     deaths += 1
-            except Exception as error:  # such as a full disk or a lost node, which time may heal
-                last = str(error).strip().rpartition("\n")[2]  # An actor's error follows its traceback.
+            except Exception as error:  # A full disk or a lost node may recover, so this is not a death.
+                last = str(error).strip().rpartition("\n")[2]  # The last line follows the actor's traceback.
                 event = f"cannot be run ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
                 break
@@ -264,9 +263,9 @@ class ModelServers:
             self.call_server(slot, "stop")
 
     def watch(self, slot: ServerSlot) -> str:
-        """Start a server, or the router, and return what happened once it is dead or hangs."""
+        """Start a server or the router, watch it, and return what happened once it is dead or hangs."""
         slot.ready = False
-        with contextlib.ExitStack() as start_lock:  # released when the server is ready
+        with contextlib.ExitStack() as start_lock:  # The lock is released when the server is ready.
             if slot is not self.router:
                 if self.config.device == "cuda":
                     start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
@@ -277,7 +276,7 @@ class ModelServers:
                 while not self.stopping.wait(WATCH_EVERY):
                     status, _ = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                     silent = time.monotonic() - answered
-                    if status == 200 or slot is self.router and status:  # A router without servers says 503.
+                    if status == 200 or slot is self.router and status:  # An empty router says 503.
                         answered = time.monotonic()
                         self.join(slot, answered - started)
                     elif not self.call_server(slot, "alive"):
@@ -295,9 +294,9 @@ class ModelServers:
         return "was stopped"
 
     def join(self, slot: ServerSlot, seconds: float) -> None:
-        """Add a healthy server to the router, unless it is there. If that fails, the next check tries again.
+        """Add a healthy server to the router, unless it is there. If this fails, the next check tries again.
 
-        A router that was restarted knows no server, so `joined` holds the number of the router's start.
+        A restarted router knows no server, so `joined` tells which start of the router the server has joined.
         """
         router_start = self.router.restarts + 1
         if slot is self.router:
@@ -306,7 +305,7 @@ class ModelServers:
             return
         with self.lock:
             if not slot.joined:
-                if self.asleep:  # The server must not keep the memory that the trainer uses now.
+                if self.asleep:  # While the other servers sleep, the trainer needs the GPU memory.
                     self.post_control(slot, SLEEP)
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
@@ -324,12 +323,12 @@ class ModelServers:
             request("DELETE", url, None, self.config.server_key)
 
     def call_server(self, slot: ServerSlot, method: str, *args):
-        """Call a method of the server, here or in its Ray actor. The call waits until Ray has room for it."""
+        """Call a method of the server, here or in its Ray actor. Ray may have to find room for the actor."""
         function = getattr(slot.server, method)
         if isinstance(slot.server, Process):
             return function(*args)
         import ray
-        if not ray.is_initialized():  # A call would start a new Ray. The old one has ended its actors.
+        if not ray.is_initialized():  # A remote call would start a new Ray, which does not know the actor.
             raise RuntimeError("Ray was shut down")
         return ray.get(function.remote(*args))
 
@@ -340,10 +339,10 @@ class ModelServers:
             raise RuntimeError(f"{slot.name}: POST {path} failed ({status}): {text[:300]}")
 
     def post_control_all(self, path: str, body: dict | None = None) -> None:
-        """Send a control call to all servers in the router at once. The caller holds the lock.
+        """Send a control call to all servers in the router at the same time. The caller must hold the lock.
 
-        A server that dies of the call is restarted, and joins in the state that the others have by then.
-        Raise RuntimeError if a living server rejects the call, or if the service has given up on all.
+        A server that dies during the call is restarted, and joins with the state of the other servers.
+        Raises RuntimeError if a living server rejects the call, or if the service has given up on them all.
         """
         with ThreadPoolExecutor(len(self.slots)) as pool:
             joined = [slot for slot in self.slots if slot.joined]
@@ -356,14 +355,14 @@ class ModelServers:
             if healthy and slot.joined:
                 raise error
             say(f"{error}; the server is restarted")
-            if slot.joined:  # else its thread saw it die, and it may be back already
-                with contextlib.suppress(Exception):  # The actor may be gone, and its server with it.
+            if slot.joined:  # Otherwise its thread has noticed the death, and may have restarted it already.
+                with contextlib.suppress(Exception):  # The actor may be gone together with its server.
                     self.call_server(slot, "stop")
                 self.leave(slot)
         self.check()
 
     def sleep(self, asleep: bool = True) -> None:
-        """Release the GPU memory once the running requests have ended, or take it again (--sleep-mode)."""
+        """Free the GPU memory after the running requests, or allocate it again (with --sleep-mode only)."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             return
         with self.lock:
@@ -371,21 +370,21 @@ class ModelServers:
             self.post_control_all(SLEEP if asleep else "/wake_up")
 
     def shutdown(self) -> None:
-        """End the router and the servers, each by its own thread. A second call does nothing."""
+        """Stop the router and the servers, and release the router's port. Calling it twice is harmless."""
         self.stopping.set()
         for thread in self.threads:
             thread.join(20)
         self.router.server.reserved.close()
 
 
-# ---- one server, in a process of its own
+# ---- one server in its own process
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Bind a port for a child, and keep it for good without listening.
+    """Reserve a port for a child process: bind the port, but do not listen on it.
 
-    With SO_REUSEADDR the child can bind it too. Other programs hardly get it, neither before the child does
-    (vLLM takes 20 s) nor between two starts of the child.
+    SO_REUSEADDR lets the child process bind the same port. Other programs are unlikely to get the port before
+    the child binds it (vLLM takes 20 s), or between two starts of the child.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -394,9 +393,10 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
 
 
 class Process:
-    """A child in a process group of its own, with a log. The group ends with the child or with this program.
+    """A child process that leads its own process group and writes a log.
 
-    `url` is where the child will listen. `cores` are the CPU cores that it may use (empty: all).
+    All processes of the group end when `stop` is called or when this program ends. The child listens at `url`
+    and may use the CPU cores in `cores` (empty: all).
     """
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
@@ -404,16 +404,16 @@ class Process:
         self.command = command
         self.url = url
         self.cores = ",".join(cores)
-        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # for guard() and vLLM's middleware
+        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # guard() and vLLM's middleware are in FOLDER.
         self.env = env | {"PYTHONPATH": os.pathsep.join(paths)}
         self.log_start = 0
         self.child = None
 
     def start(self) -> str:
         """Start or restart the child, and return its URL."""
-        self.stop()  # An engine can outlive its API server.
+        self.stop()  # vLLM's engine can outlive its API server.
         self.log.parent.mkdir(parents=True, exist_ok=True)  # The folder may have been deleted meanwhile.
-        # A folder for sockets, whose full names must be short. guard() makes it, and removes it at the end.
+        # Sockets need a folder with a short name. guard() makes this folder, and kill_group() removes it.
         self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
         guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
         guard += [str(os.getpid()), self.folder, self.cores]
@@ -434,24 +434,25 @@ class Process:
         return child is not None and child.poll() is None
 
     def stop(self) -> None:
-        """Kill the whole group. vLLM's engine is a process of its own, and there is nothing to save."""
+        """Kill the whole process group, because vLLM's engine is a separate process. No state is lost."""
         child = self.child
-        self.child = None  # set first, because another thread may call stop at the same time
+        self.child = None  # This comes first, because another thread may call stop at the same time.
         if child:
             kill_group(child.pid, self.folder)
             child.wait()
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
-        """Return the last lines that the child wrote since its newest start and that contain `text`."""
+        """Return the last lines with `text` that the child has written since its latest start."""
         written = self.log.read_bytes()[self.log_start:]
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
 
 
 def guard() -> None:
-    """Become the command in sys.argv, and leave a watcher that ends the process group with this program.
+    """Start a watcher for the process group, then replace this process by the command in sys.argv.
 
-    The watcher's parent ends at once, because Ray would kill a direct child of an actor.
+    The watcher kills the group when the program that started it ends. The process that forks the watcher
+    exits immediately, because Ray would kill a direct child of an actor.
     """
     parent, folder, cores, *command = sys.argv[1:]
     parent_fd = os.pidfd_open(os.getppid())
@@ -470,9 +471,9 @@ def guard() -> None:
 
 
 def kill_group(group: int, folder: str) -> None:
-    """Kill a process group, after removing its folder and the shared memory that its processes have mapped.
+    """Kill a process group after removing its folder and the shared memory that its processes have mapped.
 
-    Inodes identify the files in /dev/shm, because a semaphore's file is renamed after it was mapped.
+    Files in /dev/shm are identified by inode, because a semaphore's file is renamed after it is mapped.
     """
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -488,7 +489,7 @@ def kill_group(group: int, folder: str) -> None:
 
 
 class RouterProcess(Process):
-    """The router as a process of its own. It keeps its address when it is restarted."""
+    """The router in its own process. A restarted router keeps its address."""
 
     def __init__(self, config: Config):
         import router
@@ -508,14 +509,14 @@ class RouterProcess(Process):
 class VllmServer(Process):
     """One vLLM server on this machine, used directly or as a Ray actor.
 
-    `config` comes from resolve_config. Without a GPU, the server gets the `part`-th of `parts` equal shares
-    of the CPU cores, else the GPUs in `gpus` (empty: all that this process sees). `driver_node` is the
-    router's Ray node: on another node, the server listens on its node's address.
+    `config` comes from resolve_config. On CPU, the server gets share number `part` of `parts` equal shares of
+    the CPU cores. Otherwise the server gets the GPUs in `gpus` (empty: all visible GPUs). `driver_node` is
+    the Ray node of the router: a server on another node listens on the address of its node.
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         self.host = "127.0.0.1"
-        if driver_node and self.node() != driver_node:  # asked here, because a restart may move the actor
+        if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.
             import ray
             self.host = ray.util.get_node_ip_address()
         self.reserved = reserve_port(self.host)
@@ -543,11 +544,11 @@ class VllmServer(Process):
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            # The engine in the API server's process starts 8 s sooner.
+            # An engine inside the API server's process starts 8 s sooner than a separate one.
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             cores = cores_of_server(config, part, parts)  # one list per process
             all_cores = [core for one in cores for core in one]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # ignored by a single process
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # A single process ignores it.
             env["OMP_NUM_THREADS"] = str(len(cores[0]))
         else:
             command += ["--dtype", config.dtype or "auto"]
@@ -577,12 +578,12 @@ class VllmServer(Process):
 
 
 def gpus_of_server(config: Config, index: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES of a machine's `index`-th server: this process's GPUs, in order."""
+    """Return CUDA_VISIBLE_DEVICES for server `index` of this machine; servers get the GPUs in order."""
     if config.device == "cpu":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
-        gpus = visible.split(",")  # numbers, or names such as GPU-6f...
+        gpus = visible.split(",")  # Each entry is a number, or a name such as GPU-6f...
     else:
         import torch
         gpus = list(map(str, range(torch.cuda.device_count())))
@@ -590,12 +591,12 @@ def gpus_of_server(config: Config, index: int) -> str:
     servers_per_gpu = int(1 / config.gpu_share)
     first = index // servers_per_gpu * size
     if len(gpus) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers}: the GPUs are {','.join(gpus)}; lower it")
+        raise ValueError(f"--num-servers {config.num_servers}: too few GPUs ({','.join(gpus)}); lower it")
     return ",".join(gpus[first:first + size])
 
 
 def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
-    """Return the CPU cores of each process of a server. Raise ValueError if one of --cpus does not exist."""
+    """Return the CPU cores of each process of a server. Raise ValueError if a core of --cpus is missing."""
     here = [str(core) for core in sorted(os.sched_getaffinity(0))]
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:
@@ -605,15 +606,15 @@ def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
 
 
 def split_evenly(cores: list, count: int) -> list[list]:
-    """Split the cores into `count` parts. If there are fewer cores than parts, some parts share one."""
+    """Split the cores into `count` parts. If there are fewer cores than parts, some parts share a core."""
     n = len(cores)
     return [cores[i * n // count:(i + 1) * n // count] or [cores[i % n]] for i in range(count)]
 
 
 class KeyGuard:
-    """vLLM's --middleware that asks for the servers' key on every path but /health.
+    """A middleware for vLLM's server that asks for the servers' key on every path except /health.
 
-    vLLM's own check covers /v1 only, and not the control endpoints, which can replace the weights.
+    vLLM's own check covers only /v1, but not the control endpoints, which can replace the weights.
     """
 
     def __init__(self, app):

@@ -1,28 +1,28 @@
-"""Put one HTTP address in front of many servers: a router for reward models that outlasts a training run.
+"""Put one HTTP address in front of many servers: a router for reward models that can outlive a training run.
 
     python router.py --port 30000 --workers http://a:8000 http://b:8000
 
 The router forwards the paths of --forward and rejects all others. Its own endpoints:
     GET /health                 200 while at least one server is healthy, else 503; needs no key
-    GET /workers, /metrics      the servers and their state, as JSON and as Prometheus text
+    GET /workers, /metrics      list the servers and their state, as JSON and as Prometheus text
     POST /workers {"url": U}    adds a server; needs the servers' key
     DELETE /workers?url=U       removes a server, whose running requests continue; needs the servers' key
-What follows from an attempt to send a request to a server:
+How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
-    /health does not answer     The server leaves the rotation, and another one gets its requests.
-    500, 502, 503, 504, or a    The router asks /health. If it is good, another server gets the request; after
-    broken connection           --unhealthy-after such failures in a row the server leaves the rotation,
-                                unless it is the last. If it is bad, the server has died, perhaps of the
-                                request. The requests on it are retried one per second. A request is rejected
-                                with 422, and must not be sent again, if its next server dies within a second,
-                                or if three servers die of it.
-    any other answer            is forwarded. Once a part of it has been sent, there is no retry.
-No request is sent twice to a server that lives. A server that left comes back when its /health answers. If a
-client disconnects, its server stops working on the request. Requests with the same X-Session-Id header go to
-the same server while it is healthy, whatever --policy says.
+    /health does not answer     The server leaves the rotation. Other servers get its requests.
+    500, 502, 503, 504, or a    The router asks /health. If the server is healthy, another server gets the
+    broken connection           request. After --unhealthy-after such failures in a row, the server leaves the
+                                rotation, unless it is the last. If /health fails, the server has died,
+                                perhaps of the request: its requests are retried one per second. A request is
+                                rejected with 422, and must not be sent again, if its next server dies within
+                                a second, or if three servers die of the request.
+    any other answer            The answer is forwarded. There is no retry once a part has been sent.
+No request is sent twice to a living server. A server that left comes back when its /health answers. If a
+client disconnects, the server stops working on the request. Requests with the same X-Session-Id header go to
+the same server while that server is healthy, whatever --policy says.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (curl waits a second
 for it with bodies over 1 MB), caching, several processes, prefix-aware routing, systems other than Linux.
-Needs none of our other files. genrm_server.py gives Generate, SGLang's /generate, to vLLM's servers.
+Standalone: imports nothing from this repository. genrm_server.py adds Generate (SGLang's /generate) to vLLM.
 """
 
 import asyncio
@@ -100,9 +100,9 @@ def clean_url(text) -> str:
 
 
 def read_key(given: str, variable: str) -> str:
-    """Return the given key, or the environment's: one or several, without empty ones, joined by commas."""
+    """Return the given keys, or those of the environment variable: joined by commas, without empty keys."""
     keys = (given or os.environ.get(variable, "")).split(",")
-    return ",".join(key.strip() for key in keys if key.strip())  # A secret's file may end with a newline.
+    return ",".join(key.strip() for key in keys if key.strip())  # A key's file may end with a newline.
 
 
 def address_of(host: str, port) -> str:
@@ -113,19 +113,19 @@ def address_of(host: str, port) -> str:
 
 
 def warn_if_open(host: str, api_key: str, say) -> None:
-    """Print a warning if the network can reach a router that asks for no key."""
+    """Print a warning if the network can reach a router that does not ask for a key."""
     if not api_key and not re.fullmatch(r"localhost|127\.[\d.]+|::1", host):
-        say(f"WARNING: --host {host} is open to the network and no key is asked for; set ROUTER_API_KEY")
+        say(f"WARNING: --host {host} opens the router to the network without a key; set ROUTER_API_KEY")
 
 
 FAILED = {500, 502, 503, 504}
-NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router has no file descriptor left, which is no server's fault.
-BUFFERED = 1 << 20  # bytes; a longer answer, or one of unknown length, is streamed and cannot be retried
-CONNECT_TIMEOUT = 5  # seconds for a connection to a server; then another server gets the request
-HEALTH_TIMEOUT = 10  # seconds for a server to answer /health; a busy one is slow
+NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors; the server is not to blame.
+BUFFERED = 1 << 20  # bytes; an answer that is longer or of unknown length is streamed and cannot be retried
+CONNECT_TIMEOUT = 5  # seconds to connect to a server before another server gets the request
+HEALTH_TIMEOUT = 10  # seconds for a server to answer /health; a busy server answers slowly
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes its own.
+NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
 
 
 @dataclass(eq=False)
@@ -134,16 +134,16 @@ class Worker:
 
     url: str
     healthy: bool = False
-    why: str = ""  # why it is healthy or not; empty before the first health check
-    turn: float = 0.0  # when it was last chosen; round robin takes the least recently chosen server
-    in_flight: int = 0  # requests that it is working on
-    failed_in_a_row: int = 0  # requests
-    polls_failed: int = 0  # health checks, in a row
-    is_silent: bool = False  # The last health check had no answer.
+    why: str = ""  # reason for being healthy or not; empty before the first health check
+    turn: float = 0.0  # time of the last choice; round robin takes the least recently chosen server
+    in_flight: int = 0  # number of requests that the server is working on
+    failed_in_a_row: int = 0  # number of consecutive requests that failed
+    polls_failed: int = 0  # number of consecutive health checks that failed
+    is_silent: bool = False  # whether the last health check timed out
     requests: int = 0
-    failures: int = 0  # attempts without an answer, or with one of FAILED
-    retries: int = 0  # requests that another server had failed to answer
-    seconds: float = 0.0  # duration of all attempts
+    failures: int = 0  # number of attempts without an answer or with a status in FAILED
+    retries: int = 0  # number of requests that another server had failed to answer
+    seconds: float = 0.0  # total duration of all attempts
 
 
 def say(text: str) -> None:
@@ -152,13 +152,13 @@ def say(text: str) -> None:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Return an error of the router itself, in the form that OpenAI clients expect."""
+    """Return an error response of the router itself, in the form that OpenAI clients expect."""
     body = {"error": {"message": message, "type": "router_error", "code": status}}
     return web.json_response(body, status=status)
 
 
 def forwarded_headers(headers, dropped: set[str]) -> CIMultiDict:
-    """Return the headers to forward: all but those about this one connection."""
+    """Return the headers to forward: all headers except the `dropped` ones."""
     kept = CIMultiDict(headers)
     for name in dropped:
         kept.popall(name, None)
@@ -166,7 +166,7 @@ def forwarded_headers(headers, dropped: set[str]) -> CIMultiDict:
 
 
 def session_weight(session: str, url: str) -> bytes:
-    """Return a server's weight for rendezvous hashing: the largest one gets the session."""
+    """Return a server's weight for rendezvous hashing: the server with the largest weight is chosen."""
     return hashlib.sha256(f"{session} {url}".encode("utf-8", "surrogateescape")).digest()
 
 
@@ -175,9 +175,9 @@ def error_text(error: Exception) -> str:
 
 
 class Connector(aiohttp.TCPConnector):
-    """Connections to servers, except those that hold unexpected bytes.
+    """A connector that discards connections with unread bytes.
 
-    Such bytes, e.g. a late 408 for an idle connection, would become the answer to the next request.
+    Such bytes, e.g. a late 408 for an idle connection, would be read as the answer to the next request.
     """
 
     async def connect(self, *arguments, **options):
@@ -189,7 +189,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class Router:
-    """The router as an object: `port = await router.start()`, and `await router.stop()` in the end."""
+    """The router as an object: `port = await router.start()` starts it, and `await router.stop()` ends it."""
 
     def __init__(self, config: Config):
         config.check()
@@ -198,27 +198,27 @@ class Router:
         self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
-        self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each request that it works on
+        self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
         self.waiting = 0
         self.warned_of_files = False
-        self.suspects = asyncio.Lock()  # held by the one request that may be retried after a server's death
+        self.suspects = asyncio.Lock()  # Its holder is the only request that may be retried after a death.
         self.health_changed = asyncio.Event()
 
     async def start(self) -> int:
-        """Check the health of every server, open the port and return it. Raise OSError if it is taken."""
+        """Check the health of every server, open the port and return its number. Raise OSError if it is taken."""
         config = self.config
         loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=Connector(limit=0, keepalive_timeout=1),  # below uvicorn's 5 s, which may end late
+            connector=Connector(limit=0, keepalive_timeout=1),  # Servers close idle connections after 5 s.
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT),
             auto_decompress=False,
         )
-        server = web.Server(  # has no URL dispatcher, and so is faster than web.Application
+        server = web.Server(  # It is faster than web.Application because it has no URL dispatcher.
             self.handle,
             request_factory=partial(web.BaseRequest, loop=loop, client_max_size=config.max_body_mib << 20),
-            handler_cancellation=True,  # If a client disconnects, its server's work ends.
+            handler_cancellation=True,  # If a client disconnects, the server stops working on its request.
             access_log=None,
             auto_decompress=False,
         )
@@ -231,7 +231,7 @@ class Router:
         return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Accept no new requests, wait up to 8 s for the running ones, then end them."""
+        """Accept no new requests, wait up to 8 s for the running requests, then cancel them."""
         await self.runner.cleanup()
         self.poller.cancel()
         await self.session.close()
@@ -245,7 +245,7 @@ class Router:
         await asyncio.gather(*map(self.poll, self.workers.values()))
 
     async def get_health(self, worker: Worker) -> tuple[bool, str]:
-        """Ask a server for its health. Return whether it is healthy, and why."""
+        """Ask a server for its health. Return whether the server is healthy, and the reason."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT):
                 async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
@@ -253,9 +253,9 @@ class Router:
                     if answer.status == 200:
                         return True, "/health is good"
                     return answer.status < 500, f"/health answers {answer.status}"
-        except Exception as error:  # No error is a sign of health, and none may end the poller.
+        except Exception as error:  # Every error counts as unhealthy, and no error may end the poller.
             worker.is_silent = isinstance(error, TimeoutError)
-            stays_healthy = worker.healthy and self.lacks_files(error)  # This says nothing about the server.
+            stays_healthy = worker.healthy and self.lacks_files(error)  # The server is not to blame.
             return stays_healthy, f"/health: {error_text(error)}"
 
     def lacks_files(self, error: Exception) -> bool:
@@ -264,7 +264,7 @@ class Router:
             return False
         if not self.warned_of_files:
             self.warned_of_files = True
-            say("WARNING: no file descriptor is left, requests wait for one; raise the limit (ulimit -n)")
+            say("WARNING: no file descriptor is left, so requests wait; raise the limit (ulimit -n)")
         return True
 
     async def poll(self, worker: Worker) -> None:
@@ -278,7 +278,7 @@ class Router:
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, why)
                 for limit in self.time_limits.pop(worker, ()):  # Another server gets the hanging requests.
-                    with contextlib.suppress(RuntimeError):  # The limit expires just now anyway.
+                    with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
                         limit.reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
@@ -287,17 +287,17 @@ class Router:
         worker.healthy = healthy
         worker.why = why
         worker.failed_in_a_row = 0
-        self.health_changed.set()  # wakes all requests that wait now
+        self.health_changed.set()  # This wakes all waiting requests.
         self.health_changed.clear()
         state = "in" if healthy else "not in"
         say(f"{worker.url} is {state} the rotation ({why})")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Handle any request."""
+        """Answer any request. Errors of /generate become plain text."""
         response = await self.respond(request)
         if response.status >= 400 and request.path == "/generate":
-            # Functions written for SGLang read keys of the answer, whatever its status. An error in a dict
-            # could pass for an answer; a string makes them fail.
+            # Functions written for SGLang read keys of the answer without checking its status. An error in a
+            # dict could pass for an answer, whereas a string makes these functions fail.
             response.text = json.dumps(response.body.decode("utf-8", "replace"))
             response.headers.pop("Content-Encoding", None)
             response.content_type = "text/plain"
@@ -312,7 +312,7 @@ class Router:
             return web.json_response(state, status=200 if healthy else 503)
         key = self.api_key
         if path == "/workers" and request.method != "GET" and self.server_key:
-            key = self.server_key  # A client that adds a server gets this key sent to it.
+            key = self.server_key  # Otherwise a client could add its own server, which would be sent the key.
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
         if key and not any(known):
@@ -341,11 +341,11 @@ class Router:
         return "\n".join(lines) + "\n"
 
     def acquire(self, tried, session: str) -> Worker | None:
-        """Choose a healthy server that was not tried, and count the request there. None: there is none."""
+        """Choose a healthy server that is not in `tried`, and count the request there. Return None without one."""
         ready = [one for one in self.workers.values() if one.healthy and one not in tried]
         if not ready:
             return None
-        if session:  # If a server leaves or joins, only its own sessions move.
+        if session:  # With rendezvous hashing, only the sessions of a server that leaves or joins move.
             worker = max(ready, key=lambda one: session_weight(session, one.url))
         elif self.config.policy == "least_loaded":
             worker = min(ready, key=lambda one: (one.in_flight, one.turn))
@@ -356,10 +356,11 @@ class Router:
         return worker
 
     async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
-        """Return a server for a request, like acquire, or None.
+        """Choose a server like `acquire`, but let some requests wait. Return None if no server can be had.
 
-        A request that no living server has seen may wait for one. A suspect, whose server has died, waits for
-        its turn: one of them is sent every ALONE_SECONDS, so that the one that kills servers is found.
+        A request that no living server has seen may wait for a server. A suspect, which is a request whose
+        server died, waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
+        kills servers.
         """
         timeout_s = min(self.config.queue_timeout, deadline - time.monotonic())
         turn = contextlib.nullcontext()
@@ -391,7 +392,7 @@ class Router:
         return headers
 
     async def forward(self, request, body: bytes) -> web.StreamResponse:
-        """Send the request to one server after the other until one answers."""
+        """Send the request to one server after another until a server answers."""
         config = self.config
         deadline = time.monotonic() + config.request_timeout
         headers = self.headers_for_servers(request)
@@ -423,17 +424,18 @@ class Router:
                     worker.failures += 1
                     self.set_health(worker, False, problem)
                     continue  # No server has seen the request.
-                # The request's own time is over (see below), or the server left the rotation meanwhile.
+                # A TimeoutError means that the request's time is over, or that `poll` found the server dead.
                 timed_out = isinstance(error, TimeoutError)
                 broken = not timed_out
             ended = time.monotonic()
-            # No server is to blame: health checks find one that hangs. The clocks differ a little.
+            # A request that runs out of time is not held against the server, because health checks find
+            # servers that hang. The clocks of asyncio and `time` differ a little.
             if ended >= deadline - 0.01:
                 return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
             attempts += 1
             worker.failures += 1
             if timed_out and worker.is_silent:
-                continue  # The server left because /health did not answer, which is not counted as a death.
+                continue  # The server left because /health timed out, which does not count as a death.
             if worker.polls_failed or not (await self.get_health(worker))[0]:
                 self.set_health(worker, False, f"{problem}, and /health fails")
                 if worker.is_silent and not broken:
@@ -457,15 +459,15 @@ class Router:
         return response
 
     async def send(self, worker: Worker, request, headers, body: bytes, deadline: float):
-        """Send the request to a server and return its answer, of which a long one is streamed to the client.
+        """Send the request to a server and return the answer. A long answer is streamed to the client.
 
-        Raises aiohttp's errors and OSError.
+        Raises aiohttp.ClientError and OSError.
         """
         worker.requests += 1
         begun = time.monotonic()
         response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
-        limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server's health is bad.
+        limit = asyncio.timeout(deadline - begun)  # `poll` cuts it short if the server is unhealthy.
         self.time_limits[worker].add(limit)
         call = self.session.request(
             request.method, url, headers=headers, data=body or None, allow_redirects=False)
@@ -485,7 +487,7 @@ class Router:
         except (aiohttp.ClientError, OSError) as error:
             if response is None or not response.prepared:
                 raise
-            raise asyncio.CancelledError from error  # This cuts the client's connection.
+            raise asyncio.CancelledError from error  # This closes the client's connection.
         finally:
             self.time_limits[worker].discard(limit)
             worker.in_flight -= 1
@@ -509,11 +511,11 @@ class Router:
 
 
 class Generate:
-    """vLLM's --middleware that answers SGLang's POST /generate by way of /v1/completions.
+    """A middleware for vLLM's server that answers SGLang's POST /generate by calling /v1/completions.
 
     The request is {"text" or "input_ids": one prompt or a list, "sampling_params": {"max_new_tokens": 128,
-    ...}}; the answer is {"text", "output_ids", "meta_info"}, or a list of them. Errors are those of
-    /v1/completions. Not covered: streams.
+    ...}}. The answer is {"text", "output_ids", "meta_info"}, or a list of such answers for a list of prompts.
+    Errors are passed on from /v1/completions. Not covered: streaming.
     """
 
     def __init__(self, app):
@@ -539,7 +541,7 @@ class Generate:
         await self.app(scope | {"path": "/v1/completions"}, receive_completion, collect)
         status = messages[0]["status"]
         body = b"".join(message.get("body", b"") for message in messages)
-        if status == 200 and body != b"null":  # vLLM answers null if the client has gone.
+        if status == 200 and body != b"null":  # vLLM answers null if the client has disconnected.
             answers = sglang_answers(json.loads(body))
             prompt = completion["prompt"]
             is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -550,7 +552,7 @@ class Generate:
 
 
 def completion_request(body: bytes) -> dict:
-    """Translate SGLang's request for /v1/completions, or return {}, which /v1/completions rejects."""
+    """Translate a request of SGLang into one for /v1/completions, or return {}, which vLLM rejects."""
     try:
         given = json.loads(body)
         params = {"max_new_tokens": 128} | (given.get("sampling_params") or {})
@@ -562,7 +564,7 @@ def completion_request(body: bytes) -> dict:
 
 
 def sglang_answers(completion: dict) -> list[dict]:
-    """Translate an answer of /v1/completions into SGLang's, one for each choice."""
+    """Translate an answer of /v1/completions into answers of SGLang, one for each choice."""
     answers = []
     for choice in completion["choices"]:
         answer = {
@@ -589,7 +591,7 @@ async def serve(config: Config) -> None:
         port = await router.start()
         address = address_of(config.host, port)
         print(f"router listening at http://{address} ({len(router.workers)} servers)", flush=True)
-        gc.freeze()  # Searching these objects for cycles again and again would take a fifth of the speed.
+        gc.freeze()  # Repeated garbage collection of these objects would cost a fifth of the throughput.
         gc.set_threshold(50_000)
         await stop.wait()
     finally:
@@ -597,7 +599,7 @@ async def serve(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    # A request takes two file descriptors, and the usual limit is 1,024.
+    # Each running request takes two file descriptors, and the usual limit is 1,024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

@@ -307,7 +307,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(port=-1), "--port -1"),
         (
             dict(device="cuda", num_servers=2),
-            "--num-servers 2: the GPUs are 7; lower it",
+            "--num-servers 2: too few GPUs (7); lower it",
         ),
         (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of several GPUs"),
         (dict(gpu_share=0), "--gpu-share 0: must be above 0 and at most 1"),
@@ -623,7 +623,7 @@ def test_generate_is_no_error_where_the_client_has_gone():
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert (
-            "WARNING: --host 0.0.0.0 is open to the network and no key is asked for" in capfd.readouterr().out
+            "WARNING: --host 0.0.0.0 opens the router to the network without a key" in capfd.readouterr().out
         )
     with running(settings(stand_in, host="0.0.0.0", api_key="k")):
         assert "WARNING" not in capfd.readouterr().out
@@ -700,7 +700,7 @@ def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokeni
         (servers.folder.path / "die_at_start").touch()
         os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
         options = dict(max_response_length=4, temperature=1.0, eos_ids=(), rollout_batch_size=1)
-        with pytest.raises(RuntimeError, match="every server was given up"):
+        with pytest.raises(RuntimeError, match="no server is left"):
             rollout_vllm(servers, [Sample({}, [1])], **options)
 
 

@@ -1106,7 +1106,7 @@ async def test_what_controls_a_server_is_not_forwarded(path):
 @in_a_loop
 async def test_a_router_open_to_the_network_without_a_key_says_so(host, key, warned, capfd):
     async with Running(host=host, api_key=key):
-        assert ("no key is asked for; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
+        assert ("to the network without a key; set ROUTER_API_KEY" in capfd.readouterr().err) == warned
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------
