@@ -1,26 +1,27 @@
-"""Reward Loop: scores every sample on its own, as soon as it is ready, on the workers of a Ray cluster.
+"""Reward Loop: scores each sample as soon as its rollout finishes, on the workers of a Ray cluster.
 
 You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md), and the loop calls it:
 
     options = RewardOptions(reward_fn="compute_score.py:compute_score_fapo", genrm=("PATH",))
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
-        future = manager.submit(sample)           # when a rollout ends, from any thread; returns at once
-        result = await manager.score_one(sample)  # the same for an event loop
-        results = manager.score_batch(samples)    # colocate: the reward models are awake only meanwhile
-        futures = manager.submit_group(samples)   # all of one prompt: for a function with `solution_strs`
+        future = manager.submit(sample)           # does not block; call it from any thread
+        result = await manager.score_one(sample)  # the same for coroutines
+        results = manager.score_batch(samples)    # blocks; sleeping reward models wake up for the batch
+        futures = manager.submit_group(samples)   # all samples of one prompt, for a group-wise function
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
-"timeout" | "error", "seconds": float}. A failure is a status, never a number: whatever the function does
-(raise, hang, return NaN, kill its process), its sample gets `reward_score: None`, and no other is affected.
+"timeout" | "error", "seconds": float}. A failure is a status, never a number: if the function raises, hangs,
+returns NaN or kills its process, its sample gets `reward_score: None`, and no other sample is affected.
 
 RewardLoopManager runs in the driver. A thread with an event loop sends each call to the least busy worker
 (reward_worker.py, a Ray actor) and enforces every limit for the whole cluster. Each worker has one `collect`
 call in progress, which returns the new results. Ray restarts a worker that dies; the manager kills a worker
-that is silent. Lost calls are repeated, in a process of their own after two losses, and fail in the end.
+that is silent. A lost call is repeated, after two losses in a separate process, and fails after six losses.
 Not covered: several drivers under one limit; cancelling a sample that a worker already has; grading in a
 container (a grading process has your permissions). The function's folder needs the same path on all nodes.
-Needs reward_worker.py; to start reward models genrm_server.py and cluster/; by default compute_score.py.
+Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, and compute_score.py for the
+default reward function.
 """
 
 import asyncio
@@ -52,15 +53,15 @@ from reward_worker import (HERE, ISOLATE_AFTER, START_S, Job, error_line, failur
                            fingerprints, flag, load_function, modules_of_the_user)  # fmt: skip
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
-IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many requests without slowing single ones down.
+IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many requests without slowing any of them down.
 BLOCKED_S = 5.0  # A worker that is silent for this long causes a warning.
 WEDGED_S = 20.0  # A worker that is silent for the timeout plus this long is killed.
-GIVE_UP_AFTER = 5  # A call that was lost more often gets the status "error".
-BLOCKED = ("a reward worker is silent: an async reward function blocks its event loop; `await` what takes "
-           "long, or define the function with `def`")  # fmt: skip
+GIVE_UP_AFTER = 5  # A call that was lost more than this many times gets the status "error".
+BLOCKED = ("a reward worker is silent: an async reward function blocks its event loop; use `await` for long "
+           "operations, or define the function with `def`")  # fmt: skip
 FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # passed to functions that name them
 
-# Without this, a call after the shutdown of Ray would start another cluster.
+# Without this setting, a call after the shutdown of Ray would start another cluster.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 log = logging.getLogger("reward_loop")
 
@@ -110,12 +111,12 @@ class RewardOptions:
     may_be_negative = ()
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
-        """Check the options and return what the workers need to know.
+        """Check the options and return the Job that the workers need.
 
         Args:
             started: {name: address} of reward models that are already running.
         Raises:
-            ValueError: for a wrong option, with its flag, its value and a remedy.
+            ValueError: An option is wrong. The message names the flag, its value and a remedy.
         """
         models = named("genrm", self.genrm)
         addresses = named("router_address", self.router_address)
@@ -142,7 +143,7 @@ class RewardOptions:
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
-        """Return {name: genrm_server.Config} of the reward models to start."""
+        """Return {name: genrm_server.Config} for the reward models to start."""
         if not self.genrm:
             return {}
         import genrm_server
@@ -175,7 +176,7 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
 
 
 def split_arguments(field: str, text: str) -> tuple[str, ...]:
-    """Split a text as a shell does. Raises ValueError with the option's name if a quotation is not closed."""
+    """Split a text as a shell does. Raise ValueError with the option's name if a quotation is not closed."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -183,15 +184,15 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 
 
 def json_object(field: str, text: str) -> dict:
-    """Parse a JSON object. Raises ValueError with the option's name if the text is anything else."""
+    """Parse a JSON object. Raise ValueError with the option's name if the text is anything else."""
     try:
-        return dict(**json.loads(text))  # Without ** a list of pairs would pass.
+        return dict(**json.loads(text))  # Without ** a list of pairs would be accepted.
     except (TypeError, ValueError):
         raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """Decide how to call the reward function with these reward models.
+    """Load the reward function and decide which arguments it gets with these reward models.
 
     Raises ValueError if the function cannot be loaded or does not accept the arguments.
     """
@@ -225,7 +226,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if "reward_router_addresses" in takes:
             models["reward_router_addresses"] = addresses
     is_needed = options.reward_model_tokenizer or "reward_model_tokenizer" in required
-    if "reward_model_tokenizer" not in models or not is_needed:  # Loading one takes seconds.
+    if "reward_model_tokenizer" not in models or not is_needed:  # Loading a tokenizer takes seconds.
         tokenizer = None
     columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
 
@@ -252,20 +253,20 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
 @dataclasses.dataclass(eq=False)
 class ScoringCall:
-    """One call of the function, for one sample or for a group, until it has a result."""
+    """One call of the function for one sample or a group, kept until its result arrives."""
     payload: bytes
     lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
-    losses: int = 0  # how often it got no result, because a process died or Ray lost the call
-    http_tries: int = 0  # how often it failed with an HTTP error or a broken connection
+    losses: int = 0  # how often no result came because a process died or Ray lost the call
+    http_tries: int = 0  # how often the call failed with an HTTP error or a broken connection
 
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One worker. If it dies, Ray restarts it, on another node if necessary."""
+    """One worker. If the worker dies, Ray restarts it, on another node if necessary."""
     actor: object
-    incarnation: str  # differs after each restart
+    incarnation: str  # changes with each restart
     ready: bool = True
-    pending: dict[int, ScoringCall] = dataclasses.field(default_factory=dict)  # by number
+    pending: dict[int, ScoringCall] = dataclasses.field(default_factory=dict)  # number of the call -> call
 
 
 class RewardLoopManager:
@@ -273,12 +274,12 @@ class RewardLoopManager:
 
     Args:
         options: with num_workers 0, each node gets one worker, and a single node gets two.
-        reward_models: a cluster.placement.RewardModelManager with the models of options.genrm, started.
-        overlong: maps the length of a response to its penalty (<= 0). Samples then need `response_length`,
-            in tokens.
+        reward_models: a cluster.placement.RewardModelManager that has started the models of options.genrm.
+        overlong: a function that maps the length of a response to its penalty (<= 0). Samples then need
+            `response_length`, in tokens.
     Raises:
-        ValueError: for a wrong option, before anything starts.
-        RuntimeError: if a worker does not start.
+        ValueError: An option is wrong. Nothing has been started in this case.
+        RuntimeError: A worker does not start.
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
@@ -289,8 +290,8 @@ class RewardLoopManager:
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
-        # Workers need the router's key, and a Ray that another shell has started lacks this variable. The key
-        # may have come from a file that ends with a newline.
+        # Workers need the router's key, but if another shell started Ray, they do not inherit this variable.
+        # `strip` removes the newline at the end of a key file.
         self._key = os.environ.get("ROUTER_API_KEY", "").strip()
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
@@ -299,9 +300,9 @@ class RewardLoopManager:
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
         self._unfinished = set()  # calls without a result
-        self._closed = None  # why the manager has closed, once it has
+        self._closed = None  # the reason why the manager has closed; None while it runs
         self._ending = False
-        self._loop = asyncio.new_event_loop()  # What follows is used in the loop's thread only.
+        self._loop = asyncio.new_event_loop()  # The attributes below are used in the loop's thread only.
         self._wake = asyncio.Event()  # set when there may be calls to dispatch
         self._numbers = itertools.count()
         self._warnings = set()
@@ -324,9 +325,9 @@ class RewardLoopManager:
         if not processes:
             processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
             if addresses:
-                processes *= 4  # Most of them wait for the judge.
+                processes *= 4  # Most grading processes wait for the judge.
         job = dataclasses.replace(self.job, sync_processes=processes)
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may be unable to import it.
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may be unable to import the module.
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(num_workers)]
@@ -339,7 +340,7 @@ class RewardLoopManager:
 
     # ---- Called from the callers' threads
     def submit(self, sample: dict) -> Future:
-        """Accept a row of the schema plus `response` and return the future of its result.
+        """Accept a sample (a row of the schema plus `response`) and return the future of its result.
 
         `response_length` and `step` are optional keys of the sample.
         """
@@ -367,7 +368,7 @@ class RewardLoopManager:
             for key, is_needed in self.job.columns.items():
                 if is_needed or key in row:
                     arguments[key] = row[key]
-            if self.job.sees_group:  # What differs within a group is a list.
+            if self.job.sees_group:  # Values that differ within the group are passed as lists.
                 arguments["solution_strs"] = [sample["response"] for sample in samples]
                 for key in {"response_length", "turns"} & arguments.keys():
                     arguments[key] = [sample[key] for sample in samples]
@@ -379,20 +380,21 @@ class RewardLoopManager:
             raise ValueError(f"the sample has no {error}: pass a row of the schema plus `response`") from None
         call = ScoringCall(pickle.dumps(arguments, protocol=5), lengths)
         self._unfinished.add(call)
-        if self._closed:  # Checked only now, so that a manager that closes meanwhile does not miss the call.
+        if self._closed:  # Checking earlier could miss a manager that is just closing.
             raise RuntimeError(self._closed)
         self._enqueue(call)
         return list(lengths)
 
     async def score_one(self, sample: dict) -> dict:
-        """`submit` for coroutines, of any event loop."""
+        """Score one sample in a coroutine of any event loop."""
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Score samples and return the results in the same order.
 
-        Reward models that sleep are awake only meanwhile. A function with `solution_strs` gets the groups of
-        `by_group`. on_result(index, result) is called as each result arrives; an error in it ends the batch.
+        Sleeping reward models are awake during this call only. A function with `solution_strs` gets the
+        groups of `by_group`. on_result(index, result) is called for each result as soon as it arrives; an
+        error in on_result ends the batch.
         """
         from tqdm import tqdm
         groups = [[index] for index in range(len(samples))]
@@ -412,13 +414,13 @@ class RewardLoopManager:
                     on_result(indices[future], result)
         finally:
             for future in indices:
-                future.cancel()  # If the batch ended early, calls that wait are never sent.
+                future.cancel()  # If the batch ended early, waiting calls are never sent.
             if self.reward_models:
                 self.reward_models.sleep()
         return [future.result() for future in sorted(indices, key=indices.get)]
 
     def shutdown(self):
-        """End the workers. Unfinished samples raise RuntimeError. A second call does nothing."""
+        """End the workers. Futures of unfinished samples raise RuntimeError. A second call does nothing."""
         atexit.unregister(self.shutdown)
         if self._thread.is_alive():
             self._ending = True
@@ -430,12 +432,12 @@ class RewardLoopManager:
 
     # ---- Called in the loop's thread
     async def _run(self):
-        """Run until `shutdown` or an error, and then fail every unfinished call, so that no caller waits."""
+        """Run until `shutdown` or an error, then fail every unfinished call. Otherwise callers would hang."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for work in (self._dispatch(), *map(self._collect_from, self._workers)):
                     self._tasks.create_task(work)
-                while self._ray.is_initialized() and not self._ending:  # Without Ray no result arrives.
+                while self._ray.is_initialized() and not self._ending:  # Without Ray, results never arrive.
                     await asyncio.sleep(0.1)
                 raise RuntimeError("the reward loop was shut down: start a new one")
         except ExceptionGroup as errors:
@@ -445,11 +447,11 @@ class RewardLoopManager:
             self._closed = "Ray was shut down while the reward loop was in use: start a new one"
         for call in list(self._unfinished):
             for future in call.lengths:
-                with contextlib.suppress(InvalidStateError):  # It was cancelled or has its result.
+                with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            if self._ray.is_initialized():  # Without Ray they are gone, and `kill` would start a new Ray.
-                with contextlib.suppress(self._ray.exceptions.RayError):  # The worker has ended already.
+            if self._ray.is_initialized():  # Otherwise `kill` would start a new Ray cluster.
+                with contextlib.suppress(self._ray.exceptions.RayError):  # The worker may have ended already.
                     self._ray.kill(worker.actor)
 
     async def _dispatch(self):
@@ -457,7 +459,7 @@ class RewardLoopManager:
         seconds_per_call = 60 / (self.options.max_rpm or math.inf)
         next_call = 0.0
         while await self._wake.wait():
-            self._wake.clear()  # This comes first, so that a call added from now on sets the event again.
+            self._wake.clear()  # This must come first: a call that is added from now on sets the event again.
             if not self._ray.is_initialized():
                 break
             ready = [worker for worker in self._workers if worker.ready]
@@ -469,7 +471,7 @@ class RewardLoopManager:
                     self._loop.call_later(next_call - now, self._wake.set)
                     break
                 call = self._queue.popleft()
-                if all(future.done() for future in call.lengths):  # The caller has cancelled it.
+                if all(future.done() for future in call.lengths):  # The caller has cancelled the call.
                     self._unfinished.discard(call)
                     continue
                 next_call = now + seconds_per_call
@@ -485,11 +487,11 @@ class RewardLoopManager:
         try:
             await worker.actor.submit.remote(batch)
         except self._ray.exceptions.RayActorError:  # The worker has died, or Ray has lost the call.
-            worker.ready = False  # until it answers again
+            worker.ready = False  # _collect_from sets this to True when the worker answers again.
             self._requeue(worker, list(batch))
 
     async def _collect_from(self, worker):
-        """Receive the results of one worker as long as the manager runs; notice if it dies or hangs."""
+        """Receive one worker's results as long as the manager runs. Notice if the worker dies or hangs."""
         arrived = []
         while self._ray.is_initialized():  # Without this check the call would start a new Ray.
             if worker.ready:
@@ -498,14 +500,14 @@ class RewardLoopManager:
                 warn_after_s = timeout_s = START_S + WEDGED_S
             warning = self._loop.call_later(warn_after_s, self._warn_once, BLOCKED)
             try:
-                async with asyncio.timeout(timeout_s):  # wait_for may ignore a cancellation in Python 3.11.
+                async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may swallow a cancellation.
                     incarnation, results = await worker.actor.collect.remote(arrived)
             except TimeoutError:
                 self._ray.kill(worker.actor, no_restart=False)
                 worker.ready = False
                 self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # Ray restarts it or has lost the call.
+            except self._ray.exceptions.ActorUnavailableError:  # Ray restarts the worker or lost the call.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
@@ -517,33 +519,33 @@ class RewardLoopManager:
             for number, (result, seconds) in results.items():
                 if result is None:
                     self._requeue(worker, [number])
-                elif number in worker.pending:  # Otherwise it was taken for lost and sent again.
+                elif number in worker.pending:  # Otherwise the call was considered lost and sent again.
                     self._finish(worker.pending.pop(number), result, seconds)
-            if worker.incarnation != incarnation:  # It has restarted and knows nothing of its calls.
+            if worker.incarnation != incarnation:  # The worker has restarted and lost its calls.
                 self._requeue(worker, list(worker.pending))
             worker.incarnation = incarnation
             worker.ready = True
             self._wake.set()
 
     def _requeue(self, worker, numbers: list[int], losses: int = 1):
-        """Send these calls again, since no result will come, unless they were lost too often."""
+        """Queue lost calls again. A call that was lost too often gets the status "error" instead."""
         for number in reversed(numbers):
             call = worker.pending.pop(number, None)
             if not call:
                 continue
             call.losses += losses
             if call.losses > GIVE_UP_AFTER:
-                message = f"no result, {call.losses} times: its grading process or worker died or hung"
+                message = f"no result, {call.losses} times: the grading process or worker died or hung"
                 self._finish(call, failure("error", message), 0.0)
             else:
                 self._queue.appendleft(call)
                 self._wake.set()
 
     def _finish(self, call, result: bytes, seconds: float):
-        """Give each sample of the call its result, or retry the call."""
+        """Set the result of each sample of the call, or retry the call."""
         try:
             outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN becomes None.
-        except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
+        except (ValueError, RecursionError) as error:  # An integer of 5,000 digits is an example.
             result = failure("error", f"the result cannot be read: {error_line(error)}")
             outcomes, try_again = json.loads(result)
         if try_again and call.http_tries < self.options.http_retries:
@@ -552,7 +554,7 @@ class RewardLoopManager:
             call.http_tries += 1
             return
         self._unfinished.discard(call)
-        if len(outcomes) < len(call.lengths):  # A failure holds for the whole group.
+        if len(outcomes) < len(call.lengths):  # A failure of the call is the result of each sample.
             outcomes = outcomes * len(call.lengths)
         for (future, length), (score, extra, status) in zip(call.lengths.items(), outcomes):
             if status in ("error", "timeout"):
@@ -570,18 +572,18 @@ class RewardLoopManager:
                 "status": status,
                 "seconds": seconds,
             }
-            with contextlib.suppress(InvalidStateError):  # The caller has cancelled it.
+            with contextlib.suppress(InvalidStateError):  # The caller may have cancelled the future.
                 future.set_result(values)
 
     def _warn_once(self, text: str):
-        """Log a warning, but no text twice and at most ten in all."""
+        """Log a warning, unless the same text or ten other texts have been logged."""
         if text not in self._warnings and len(self._warnings) < 10:
             self._warnings.add(text)
             log.warning(text)
 
 
 def count_servers(address: str, key: str) -> int:
-    """Return how many servers our router at this address has; 1 for another server, or without an answer."""
+    """Return how many servers router.py has at this address. Other servers count as 1, as does no answer."""
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
@@ -596,7 +598,7 @@ def count_servers(address: str, key: str) -> int:
 
 
 def start_error(error: Exception) -> RuntimeError:
-    """Keep the last line of Ray's long text about an actor that cannot be started."""
+    """Return an error with only the last line of Ray's long message about a worker that cannot start."""
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
 
@@ -613,9 +615,9 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 
 def connect_ray() -> bool:
-    """Join the Ray of RAY_ADDRESS or of this machine, or start one; return whether one was started.
+    """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether one was started.
 
-    Raises RuntimeError if Ray rejects this process.
+    Raises RuntimeError if the cluster cannot be joined.
     """
     import ray
     if ray.is_initialized():
@@ -623,12 +625,12 @@ def connect_ray() -> bool:
     from ray._private import services
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        address = services.find_bootstrap_address(None)  # from the last `ray start`
-        if address not in services.find_gcs_addresses():  # It has ended; Ray would try to join for minutes.
+        address = services.find_bootstrap_address(None)  # This is the cluster of the last `ray start`.
+        if address not in services.find_gcs_addresses():  # Joining an ended cluster would take minutes.
             address = "local"
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # for example another version of Ray or Python, or another key
+    except Exception as error:  # The cluster may run another version of Ray or Python, or use another key.
         text = f"Ray: the cluster {address} cannot be joined ({error_line(error):.300})"
         raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts a private one") from error
     where = f"joined the cluster at {address}; RAY_ADDRESS=local starts a private one"
@@ -645,9 +647,9 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
     Args:
-        reservation: the cluster.placement.Reservation of the models; by default they reserve their own.
-        sleep_mode: let the models sleep between batches.
-        overlong: see RewardLoopManager.
+        reservation: the cluster.placement.Reservation of the models; by default a new one is made.
+        sleep_mode: whether the models sleep between batches.
+        overlong: a function that maps the length of a response to its penalty, see RewardLoopManager.
     """
     options.check_rewards()
     if connect_ray():

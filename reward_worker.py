@@ -1,15 +1,15 @@
-"""Runs the user's reward function for the Reward Loop: on a worker, or in its grading processes.
+"""Runs the user's reward function for the Reward Loop, in a worker or in the worker's grading processes.
 
-An async function runs in the event loop of its worker. A sync function runs in grading processes: child
-processes of the worker that load the function, score one sample at a time, and are killed when overdue. The
-samples of a sync function pass through three processes:
+An async function runs in the event loop of a worker. A sync function runs in grading processes: child
+processes of the worker that load the function, score one sample at a time, and are killed when they exceed
+the timeout. The samples of a sync function pass through three processes:
 
     driver                       worker (Ray actor)                    grading process
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
                       <-collect- results gather    <-- pipe: JSON -----
 
-Standalone: imports nothing from this repository. Ray sends this module to the workers by value, so it imports
-the standard library only.
+Standalone: imports nothing from this repository. Ray sends this module to the workers by value, so it must
+import only the standard library.
 """
 
 import ast
@@ -40,15 +40,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STDLIB = sysconfig.get_paths()["stdlib"]
-GATHER_S = 0.01  # A worker gathers results for this long before it sends them, so that messages are few.
+GATHER_S = 0.01  # A worker gathers results for this many seconds, so that it sends few messages.
 HEARTBEAT = 100  # After this many periods of GATHER_S, a worker answers `collect` even without results.
-START_S = 300.0  # Time limit for loading the function; a busy node or a heavy import takes long.
+START_S = 300.0  # Time limit in seconds for loading the function, which is slow on a busy node.
 ISOLATE_AFTER = 2  # A call that was lost this often runs alone, in a grading process.
 
 
 @dataclasses.dataclass
 class Job:
-    """What workers and grading processes need to know. All values are plain, so that JSON can carry them."""
+    """What workers and grading processes need to know. All values are plain, so JSON can represent them."""
     function: str  # FILE:NAME with the full path
     kwargs: dict  # keyword arguments that are the same for every sample
     columns: dict[str, bool]  # row columns that the function names -> whether it requires them
@@ -56,7 +56,7 @@ class Job:
     is_async: bool
     sees_group: bool  # the function takes `solution_strs`: one call gets all responses to a prompt
     timeout: float
-    files: dict[str, str] = dataclasses.field(default_factory=dict)  # {path: SHA-256}, see `fingerprints`
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> SHA-256, see `fingerprints`
     sync_processes: int = 1
 
 
@@ -66,9 +66,9 @@ class FileChanged(ValueError):
 
 
 def fingerprints(function_file: str) -> dict[str, str]:
-    """Return {path: SHA-256} of the function's file and of all local files that it imports, even indirectly.
+    """Return {path: SHA-256} of the function's file and all local files that it imports, even indirectly.
 
-    Local files are those in its folder and those of this repository. Imports inside functions count as well.
+    Local files are files in the function's folder or in this repository. Imports inside functions count too.
     """
     folders = [Path(function_file).parent, HERE]
     found = {}
@@ -82,7 +82,7 @@ def fingerprints(function_file: str) -> dict[str, str]:
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError):
-            continue  # Loading the file reports what is wrong with it.
+            continue  # The error is reported when the file is loaded.
         for node in nodes:
             names, places = [], folders
             if isinstance(node, ast.Import):
@@ -110,7 +110,7 @@ def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
 
 
 def check_files(job: Job):
-    """Raise FileChanged if a file of the function differs from the version that the run began with."""
+    """Raise FileChanged if a file of the function has changed since the run began."""
     for file, digest in job.files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
@@ -119,15 +119,15 @@ def check_files(job: Job):
 
 
 def load_function(spec: str, kind: str = "reward function"):
-    """Load the function named by "FILE:NAME"; the file may import others in its folder.
+    """Load the function that "FILE:NAME" names. The file may import other files in its folder.
 
-    Raises ValueError with a message of one line.
+    Raises ValueError with a one-line message.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file)
     sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # A file in toy/ imports compute_score.py.
     module_name = path.stem
-    if module_name in sys.modules:  # The user's file must not replace a module of the same name.
+    if module_name in sys.modules:  # The user's file must not replace another module with the same name.
         module_name += "_of_user"
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
@@ -137,7 +137,7 @@ def load_function(spec: str, kind: str = "reward function"):
     except (Exception, SystemExit) as error:
         reason = f"loading the file failed: {error_line(error, file)}"
         if "relative import" in reason:  # The file is part of a package.
-            reason += "; import it in a file of your own"
+            reason += "; import it in another file, and name that file"
         raise ValueError(f"{kind} {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -146,7 +146,7 @@ def load_function(spec: str, kind: str = "reward function"):
 
 
 def file_and_name(field: str, spec: str) -> tuple[Path, str]:
-    """Split FILE:NAME. Raises ValueError with the option's name if there is no such file."""
+    """Split FILE:NAME. Raise ValueError with the option's name if there is no such file."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():
@@ -162,14 +162,14 @@ def flag(field: str) -> str:
 def load_in_this_process(field: str, spec: str):
     """Load a user's function that this process will call itself.
 
-    Modules next to its file can be imported later, too.
+    Modules in the function's folder can still be imported after this call.
     """
     path, name = file_and_name(field, spec)
     with modules_of_the_user(path.parent):
         function = load_function(f"{path}:{name}", flag(field))
         theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
     for module, loaded in theirs.items():
-        sys.modules.setdefault(module, loaded)  # If both have a module of this name, ours stays.
+        sys.modules.setdefault(module, loaded)  # If both have a module of the same name, ours stays.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return function
@@ -177,7 +177,7 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hide our modules inside the block and remove the user's after it: both may have a policy.py."""
+    """Hide our modules inside the block and remove the user's after it, because both may have a policy.py."""
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):
@@ -193,7 +193,7 @@ def modules_of_the_user(folder: Path):
 
 
 def local_modules(*folders: Path) -> list[str]:
-    """Return the names of loaded modules in these folders, without the standard library and packages."""
+    """Return the names of loaded modules in these folders, except the standard library and packages."""
     names = []
     for name, module in sys.modules.copy().items():
         spec = getattr(module, "__spec__", None)
@@ -210,15 +210,15 @@ def local_modules(*folders: Path) -> list[str]:
 
 # --- 2. Calling it ------------------------------------------------------------------------------------------
 class Scorer:
-    """The function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
+    """The reward function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
 
-    Arguments arrive pickled. A result is JSON, so that a user's object cannot break the message that carries
-    other results: [[[score or None, extra info, status] for each response], whether to retry].
+    Arguments arrive pickled. A result is JSON: [[[score or None, extra info, status] for each response],
+    whether to retry]. JSON keeps an object of the user from breaking a message that carries other results.
     """
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
-        self.is_spent = False  # True once a SystemExit has left the event loop unusable
+        self.is_spent = False  # A SystemExit leaves the event loop unusable and sets this to True.
         check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
         check_files(job)  # The files may have changed during a long import.
@@ -230,15 +230,15 @@ class Scorer:
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
     async def score(self, payload: bytes) -> bytes:
-        """Call an async function once. Never raises, not even SystemExit, which would end the worker."""
+        """Call an async function once. This method never raises, because SystemExit would end the worker."""
         try:
-            arguments = pickle.loads(payload)  # Our own manager has pickled them.
+            arguments = pickle.loads(payload)  # The data is trusted, because our own manager pickled it.
             return as_result(await self.function(**arguments), arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", error_line(error, self.file), is_retryable(error))
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
-        """Call any function once, outside of an event loop, since the function may call asyncio.run."""
+        """Call any function once, outside of an event loop, because the function may call asyncio.run."""
         try:
             arguments = pickle.loads(payload)
             value = self.function(**arguments)
@@ -254,17 +254,17 @@ class Scorer:
 
 
 def failure(status: str, message: str, try_again: bool = False) -> bytes:
-    """Return the result of a call that failed. It holds for every sample of a group."""
+    """Return the result of a failed call, which applies to every sample of a group."""
     return json.dumps([[[None, {"error": message}, status]], try_again]).encode()
 
 
 def as_result(value, group: list[str] | None) -> bytes:
-    """Turn what the function returned into a result. group: the responses, if the function got a group."""
+    """Turn the function's return value into a result. `group` holds the responses if it scores groups."""
     values = [value]
     if group is not None:
         values = value
         if hasattr(value, "tolist"):
-            values = value.tolist()  # an array
+            values = value.tolist()  # The value is an array.
         if not isinstance(values, (list, tuple)):  # Other collections may have no order.
             raise ValueError(f"{value!r:.80} is not a list of scores")
         if len(values) != len(group):
@@ -273,17 +273,17 @@ def as_result(value, group: list[str] | None) -> bytes:
 
 
 def as_json(value):
-    """Convert what JSON does not know: arrays to lists, anything else to its text."""
+    """Convert a value that JSON cannot represent: arrays to lists, anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def outcome(value) -> tuple[float | None, dict, str]:
-    """Return score, extra info and status of one response."""
+    """Return the score, the extra info and the status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score = extra.get("score", "missing")
     if score is None:
         return None, extra, "no_verdict"
-    if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would also accept "1".
+    if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would accept the text "1".
         extra["score"] = float(score)
         return extra["score"], extra, "ok"
     complaint = f"the score is {score!r:.80}, not a finite number"
@@ -291,7 +291,7 @@ def outcome(value) -> tuple[float | None, dict, str]:
 
 
 def error_line(error: BaseException, file: str = "") -> str:
-    """Describe an error in one line: its kind, its message, and the last line of `file` that raised it."""
+    """Describe an error in one line: its type, its message, and the last line of `file` that led to it."""
     # TracebackException has a message even if str(error) fails.
     details = traceback.TracebackException.from_exception(error, lookup_lines=False)
     line = f"{type(error).__name__}: {details}"[:500]
@@ -302,9 +302,9 @@ def error_line(error: BaseException, file: str = "") -> str:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Say whether to call again: after a broken connection and HTTP 408, 429 or 5xx.
+    """Return whether to retry after this error: a broken connection, or HTTP 408, 429 or 5xx.
 
-    It knows the errors of aiohttp, openai, requests and httpx.
+    The errors of aiohttp, openai, requests and httpx are recognised.
     """
     status = None
     for place in (error, getattr(error, "response", None)):
@@ -320,21 +320,23 @@ def is_retryable(error: BaseException) -> bool:
 def grading_main(fd: int):
     """Run a grading process, which reads a job and then numbered samples from the pipe `fd`.
 
-    Each answer is a line with the number and JSON: an error or null for the job, a result for a sample.
+    Each answer is one line with the number and JSON. The JSON is an error or null for the job, and a result
+    for a sample.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
-    if os.fork() == 0:  # When the worker or this process ends, the child kills what the function has started.
+    # The child process waits until the worker or this process ends, then kills all that the function started.
+    if os.fork() == 0:
         os.close(fd)
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
-    os.register_at_fork(after_in_child=pipe.close)  # A process that the function forks gets no pipe.
+    os.register_at_fork(after_in_child=pipe.close)  # Processes that the function forks do not get the pipe.
     answers = open(fd, "wb", closefd=False)
     pid = os.getpid()
 
     def answer(number: bytes, result: bytes):
-        if os.getpid() != pid:  # A forked child returned from the function; it must not answer.
+        if os.getpid() != pid:  # A child that the function forked has returned, but it must not answer.
             os._exit(0)
         answers.write(number + b" " + result + b"\n")
         answers.flush()
@@ -353,7 +355,7 @@ def grading_main(fd: int):
 
 
 class Grader(threading.Thread):
-    """A thread of the worker that owns one grading process and replaces it when it dies or is overdue."""
+    """A thread of the worker that owns one grading process, and replaces a dead or overdue process."""
 
     def __init__(self, worker):
         super().__init__(daemon=True)
@@ -371,24 +373,24 @@ class Grader(threading.Thread):
                 result = self.ask(number, payload, self.worker.job.timeout)
             except Exception as error:
                 self.close()
-                result = None  # The process died: the call is lost and will be repeated.
+                result = None  # The process died, so the call is lost and will be repeated.
                 if isinstance(error, TimeoutError):
                     result = failure("timeout", f"{error}: process killed")
-                elif isinstance(error, ValueError):  # The function can no longer be loaded.
+                elif isinstance(error, ValueError):  # The function could not be loaded.
                     result = failure("error", str(error))
             self.worker.report(number, result, started)
 
     def open(self):
         """Start the process and wait until it has loaded the function.
 
-        Raises ValueError if the function cannot be loaded, and what `ask` raises.
+        Raises ValueError if the function cannot be loaded, and the errors of `ask`.
         """
         self.pipe, its = Pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-u", str(HERE / "reward_worker.py"), str(its.fileno())],
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # What the function prints goes to the worker's log.
+            stdout=2,  # The function's output goes to the worker's log.
             start_new_session=True,
         )
         its.close()
@@ -400,8 +402,9 @@ class Grader(threading.Thread):
     def ask(self, number: int, message: bytes, timeout: float) -> bytes:
         """Send a message to the process and return the answer.
 
-        Raises OSError or EOFError if the process dies or answers with another number, TimeoutError if it is
-        overdue.
+        Raises:
+            OSError, EOFError: The process died, or answered with another number.
+            TimeoutError: The process did not answer within `timeout` seconds.
         """
         due = time.monotonic() + min(timeout, 1e6)  # `poll` does not accept infinity.
         self.pipe.send_bytes(b"%d " % number + message)
@@ -414,12 +417,12 @@ class Grader(threading.Thread):
                 raise EOFError
         line, _, rest = b"".join(chunks).partition(b"\n")
         answered, _, result = line.partition(b" ")
-        if answered != b"%d" % number or rest:  # The function wrote to the pipe: this is not its result.
+        if answered != b"%d" % number or rest:  # The function itself wrote to the pipe.
             raise OSError("the grading process did not answer with the number of its sample")
         return result
 
     def close(self):
-        """Kill the process and everything that the function has started in it."""
+        """Kill the process and all processes that the function has started."""
         if self.process:
             self.pipe.close()
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -429,7 +432,7 @@ class Grader(threading.Thread):
 
 # --- 4. The worker ------------------------------------------------------------------------------------------
 class RewardLoopWorker:
-    """The Ray actor that scores the samples it gets and returns each result with the next `collect`."""
+    """A Ray actor that scores the samples of `submit` and returns each result with the next `collect`."""
 
     def __init__(self, job: Job, api_key: str):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -437,18 +440,19 @@ class RewardLoopWorker:
         if api_key:
             os.environ["ROUTER_API_KEY"] = api_key
         self.job = job
-        self.incarnation = os.urandom(8).hex()  # differs after each restart by Ray
-        self.done = {}  # number -> (result or None if lost, seconds), until the manager has received it
+        self.incarnation = os.urandom(8).hex()  # changes when Ray restarts the worker
+        # number -> (result or None if lost, seconds); an entry stays until the manager has received it
+        self.done = {}
         self.running = {}  # number -> (task, timer of its timeout), for async functions
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
-        graders = [Grader(self) for _ in range(job.sync_processes)]  # Each starts its process when needed.
+        graders = [Grader(self) for _ in range(job.sync_processes)]  # Their processes start when needed.
         self.pid = os.getpid()
         self.changed = None  # the result of every call if a file of an async function has changed
         try:
             if job.is_async:
                 self.scorer = Scorer(job)
             else:
-                graders[0].open()  # This shows whether the function can be loaded here.
+                graders[0].open()  # The worker fails early if the function cannot be loaded on this node.
         except FileChanged as error:  # Ray has restarted this worker during the run.
             graders[0].close()
             self.changed = failure("error", str(error))
@@ -456,11 +460,11 @@ class RewardLoopWorker:
             grader.start()
 
     async def begin(self) -> str:
-        """Return the incarnation of this worker, once it has loaded the function."""
+        """Return the incarnation of this worker. Ray calls this method once the function is loaded."""
         return self.incarnation
 
     async def submit(self, batch: dict[int, tuple[bool, bytes]]):
-        """Accept calls, {number: (whether to isolate it, payload)}, and return at once."""
+        """Accept calls, {number: (whether to isolate the call, payload)}, and return without waiting."""
         loop = asyncio.get_running_loop()
         for number, (isolated, payload) in batch.items():
             if isolated or not self.job.is_async:
@@ -471,10 +475,10 @@ class RewardLoopWorker:
                 self.running[number] = loop.create_task(self._run(number, payload)), timer
 
     async def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes | None, float]]]:
-        """Return (incarnation, {number: (result, seconds)}) soon after results exist.
+        """Return (incarnation, {number: (result, seconds)}) as soon as there are results.
 
-        Without results it returns after a while as a sign of life. Each result is kept until a later call
-        lists it in `arrived`.
+        Without results, `collect` returns after HEARTBEAT periods to show that the worker is alive. A result
+        is kept until a later call lists its number in `arrived`.
         """
         for number in arrived:
             self.done.pop(number, None)
@@ -490,7 +494,7 @@ class RewardLoopWorker:
     async def _run(self, number, payload):
         started = time.monotonic()
         result = self.changed or await self.scorer.score(payload)
-        if os.getpid() != self.pid:  # A forked child returned; the event loop belongs to its parent.
+        if os.getpid() != self.pid:  # A forked child has returned, but the event loop belongs to its parent.
             os._exit(0)
         if number in self.running:  # Otherwise the timeout has been reported already.
             _, timer = self.running.pop(number)
@@ -499,11 +503,11 @@ class RewardLoopWorker:
 
     def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
-        task.cancel()  # The task may ignore this; nothing waits for it.
+        task.cancel()  # The task may ignore the cancellation, but nothing waits for it.
         timeout = self.job.timeout
         result = failure("timeout", f"no result within {timeout:g} s")
         if asyncio.get_running_loop().time() - due > 0.1:
-            result = None  # Another call blocked the event loop and used up the time of this one.
+            result = None  # Another call blocked the event loop and used up this call's time.
         self.report(number, result, time.monotonic() - timeout)
 
 

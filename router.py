@@ -205,7 +205,7 @@ class Router:
         self.health_changed = asyncio.Event()
 
     async def start(self) -> int:
-        """Check the health of every server, open the port and return its number. Raise OSError if it is taken."""
+        """Check every server's health, open the port and return its number. Raise OSError if it is taken."""
         config = self.config
         loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
@@ -341,7 +341,7 @@ class Router:
         return "\n".join(lines) + "\n"
 
     def acquire(self, tried, session: str) -> Worker | None:
-        """Choose a healthy server that is not in `tried`, and count the request there. Return None without one."""
+        """Choose a healthy server that is not in `tried`, or return None. Count the request there."""
         ready = [one for one in self.workers.values() if one.healthy and one not in tried]
         if not ready:
             return None
