@@ -6,16 +6,18 @@
     python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of that package
 
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
-    data_source  str, names the metric val/<data_source>/...; ability: "Math", "General" or "math_critic"
+    data_source  a text that names the metric val/<data_source>/...
+    ability      "Math", "General" or "math_critic"
     prompt       [{"role": "user", "content": str}]
-    reward_model {"style": "rule", "ground_truth": str}; a judge's: int, -1 or the first wrong paragraph
-    extra_info   {"split", "index", "question", ...}; a judge's: also total_steps, subset ...
+    reward_model {"style": "rule", "ground_truth": str}; in rows for a judge the ground truth is an integer:
+                 the index of the first wrong paragraph, or -1
+    extra_info   {"split", "index", "question", ...}; rows for a judge also have total_steps, subset ...
 A file in --source-dir (parquet, JSON, JSONL, CSV) belongs to a data set if its name begins with the data
-source. The first word "train" or "test" in its name gives the split (gsm8k_train_2000.jsonl). Without one,
-the split is the first that SOURCES lists for the data set (aime24.jsonl: test). A name with another split,
-such as gsm8k_dev.jsonl, belongs to none.
-Not covered: data larger than memory, filters (the trainer has them). Needs compute_score.py; for the toy
-world toy/, for reasoning_gym recipes/gym_tasks.py.
+source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). If the name has
+neither word, the split is the first that SOURCES lists for the data set (aime24.jsonl: test). A file of
+another split, such as gsm8k_dev.jsonl, is ignored.
+Not covered: data larger than memory, filters (the trainer has them). Needs compute_score.py; also toy/ for
+the toy world, and recipes/gym_tasks.py for reasoning_gym.
 """
 
 import csv
@@ -64,7 +66,7 @@ CRITIC = _schema(
     final_answer_correct=pa.bool_(),
 )
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-WITH_MARK = "utf-8-sig"  # Spreadsheets write a byte order mark.
+WITH_MARK = "utf-8-sig"  # Files from spreadsheets may begin with a byte order mark.
 
 
 def validate_row(row: dict, where: str) -> None:
@@ -81,9 +83,9 @@ def validate_row(row: dict, where: str) -> None:
 def read_rows(path: Path, needed=()) -> list[dict]:
     """Read the rows of a parquet, JSONL, JSON or CSV file.
 
-    JSON is a list of objects, or a sequence of objects, each of which may span several lines. If columns are
-    `needed`, each row must have them and a ground truth.
-    Raises ValueError with the file, the row and what is wrong with it.
+    A JSON file holds a list of objects, or a sequence of objects that may span several lines each. If there
+    are `needed` columns, each row must have these columns and a ground truth.
+    Raises ValueError with the file, the row and the fault.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -122,17 +124,17 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                 raise ValueError(f"{path} row {number}: no {column!r}, only {', '.join(row)}")
         about = row.get("reward_model")
         truth = about.get("ground_truth") if isinstance(about, dict) else None
-        if needed and (truth is None or truth != truth):  # Tables have NaN in empty cells.
+        if needed and (truth is None or truth != truth):  # Tables may have NaN in empty cells.
             raise ValueError(f"{path} row {number}: reward_model is {about!r}; it needs a ground_truth")
     return rows
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def _pick(raw, columns: str):
-    """Return the first value of `columns` ("this|that") that is not empty. Raises ValueError without one."""
+    """Return the first value of `columns` ("this|that") that is not empty. Raise ValueError if all are."""
     for column in columns.split("|"):
         value = raw.get(column)
-        if value is not None and value == value and str(value).strip():  # a NaN does not equal itself
+        if value is not None and value == value and str(value).strip():  # NaN does not equal itself.
             return value
     raise ValueError(f"no column {columns!r}, or it is empty; columns: {', '.join(map(str, raw))}")
 
@@ -148,7 +150,7 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 
 def _final_answer(raw, columns):
-    """Return the final answer as text. Raises ValueError if it is not one text or number."""
+    """Return the final answer as text. Raise ValueError if the answer is not one text or one number."""
     if any(column in raw for column in ANSWER.split("|")):
         columns = ANSWER  # In this case a column `solution` holds a worked solution.
     answer = _pick(raw, columns)
@@ -184,11 +186,11 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
-    """Build a row with four choices, whose order depends on the seed and the question only."""
+    """Build a row with four choices. Their order depends only on the seed and the question."""
     question = str(_pick(raw, "Question"))
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [str(_pick(raw, column)).strip() for column in columns]
-    order = [0, 1, 2, 3]  # Positions, not texts, since two choices of a question may be equal.
+    order = [0, 1, 2, 3]  # Positions are shuffled, because two choices of a question may have equal texts.
     Random(f"{seed} {question}").shuffle(order)
     shuffled = [choices[position] for position in order]
     problem = CHOICES.format(question, *shuffled)  # The judge needs the choices as well.
@@ -197,7 +199,7 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
-    """Convert a ready-made row of FAPO-Critic to the schema of judge rows. Its prompt is unchanged."""
+    """Convert a row of FAPO-Critic to the schema of judge rows. The prompt of the row stays unchanged."""
     messages = _pick(raw, "prompt")
     truth = _pick(_pick(raw, "reward_model"), "ground_truth")
     _, _, subset = _pick(raw, "data_source").partition("/")
@@ -242,13 +244,13 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
-class Source(NamedTuple):  # one output file and the source of its rows
+class Source(NamedTuple):  # A source describes one output file and where its rows come from.
     task: str
     data_source: str
     split: str
     repo: str  # on the Hugging Face hub
     files: str  # glob pattern of the files on the hub
-    answer: str = ANSWER  # columns to try in this order: the hub's and those of common copies
+    answer: str = ANSWER  # answer columns to try in this order: those of the hub and of common copies
     build: object = build_math  # raw row -> row
 
 
@@ -272,7 +274,7 @@ HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # Splits that no data 
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Say whether a local file has this data set and split, by the rule of the module's docstring."""
+    """Return whether a local file has this data set and split. The module's docstring states the rule."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
     name = re.split("[-_]", source.data_source)
     if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
@@ -285,7 +287,7 @@ def serves(path: Path, source: Source) -> bool:
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:
-    """Return the files in `source_dir` with this data set and split. Raises OSError if there are none."""
+    """Return the files in `source_dir` with this data set and split. Raise OSError if there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
         raise OSError(f"no file in {source_dir} is called {source.data_source}* (split {source.split})")
@@ -293,7 +295,7 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
 
 
 def hub_files(source: Source) -> list[Path]:
-    """Download the data set from the Hugging Face hub, or take it from the cache. Raises OSError."""
+    """Download a data set from the Hugging Face hub, or read it from the cache. Raise OSError on failure."""
     from huggingface_hub import snapshot_download
     print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...")
     try:
@@ -304,7 +306,7 @@ def hub_files(source: Source) -> list[Path]:
         raise OSError(f"{source.repo}: cannot be fetched from the hub ({why}); {remedy}") from error
     files = sorted(Path(folder).rglob(source.files))
     if not files:
-        raise OSError(f"{source.repo}: has no file {source.files}; download it and pass --source-dir")
+        raise OSError(f"{source.repo}: no file matches {source.files}; download it and pass --source-dir")
     return files
 
 
@@ -321,9 +323,9 @@ class Config:
 
 
 def add_answers(raw_rows: list[dict]) -> None:
-    """Give rows of ProcessBench a column `answer`: the last box of a correct solution of the same problem.
+    """Add a column `answer` to rows of ProcessBench: the last box of a correct solution to the problem.
 
-    Nothing else in the data tells the answer. Without a correct solution it is "".
+    ProcessBench contains the answer in no other place. Without a correct solution, `answer` is "".
     """
     answers = {}
     for raw in raw_rows:
@@ -365,7 +367,10 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
 
 
 def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
-    """Write the rows to `out`, whole or not at all, and return {name: rows}. names: their origin."""
+    """Write all rows to `out`, or no file at all, and return {file name: number of rows}.
+
+    `names` says where the rows come from.
+    """
     table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)

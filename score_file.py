@@ -1,12 +1,11 @@
-"""Scores a file of responses with a reward function: rows of the schema plus `response` in, with rewards out.
+"""Scores a file of responses (rows of the schema plus `response`) and writes the rows with their rewards.
 
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
-Each result is written to OUT.partial.jsonl at once. A run that was killed, or stopped by
+Each result is written to OUT.partial.jsonl immediately. A run that was killed, or stopped by
 --max-no-verdict-rate, resumes with --resume and keeps the results that have a score.
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
-Needs
-prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and run_folder.py.
+Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and run_folder.py.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
 from run_folder import averages, no_verdict_rate
 
 COLUMNS = {
-    "reward_score": pyarrow.float64(),  # the same type even if all are None
+    "reward_score": pyarrow.float64(),  # Without a type, a column of None alone would get the type null.
     "status": pyarrow.string(),
     "reward_extra_info": pyarrow.string(),
 }
@@ -49,15 +48,15 @@ async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
     models = {}
     for name, address in addresses.items():
         models[name] = None
-        with contextlib.suppress(Exception):  # Whatever answers there does not name a model.
+        with contextlib.suppress(Exception):  # The server does not answer, or does not name a model.
             card = await compute_score.served_model(address)
-            models[name] = f"{card['id']} {card.get('root')}"  # The root tells models of one name apart.
+            models[name] = f"{card['id']} {card.get('root')}"  # Models with the same id differ in their root.
     await compute_score.close_session()
     return models
 
 
 def is_same_run(before, header: dict) -> bool:
-    """Say whether a run with the header `header` may keep the results of a run with the header `before`."""
+    """Return whether a run with this header may keep the results of a run with the header `before`."""
     if not isinstance(before, dict) or before.keys() != header.keys():
         return False
     for name, model in before["models"].items():
@@ -69,12 +68,12 @@ def is_same_run(before, header: dict) -> bool:
 def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     """Read the results of an interrupted run from the file `partial`: {row: result}.
 
-    Each start of the run has written its header. Raises ValueError if the file belongs to another run.
+    Each start of the run adds its header to the file. Raises ValueError if the file belongs to another run.
     """
     if not partial.exists():
         return {}
     if not resume:
-        raise ValueError(f"{partial} is left from an interrupted run: pass --resume, or delete it")
+        raise ValueError(f"{partial} is left from an interrupted run: pass --resume, or delete the file")
     done = {}
     for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
         entry = None
@@ -91,7 +90,7 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
 
 
 def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
-    """Score the samples that `done` lacks, add the results to `done` and `partial`, return the seconds."""
+    """Score the samples that `done` lacks, add them to `done` and `partial`, and return the seconds."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
@@ -112,7 +111,7 @@ def score_the_rest(options, samples, done, partial: Path, header, on_result=lamb
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
-    """Write the rows of `data` with their results to `out`, which appears only when it is complete."""
+    """Write the rows of `data` with their results to `out`, which appears only when the file is complete."""
     added = []
     for result in results:
         info = json.dumps(result["reward_extra_info"])
@@ -133,7 +132,7 @@ def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
 
 
 def summary(results: list[dict]) -> str:
-    """Return what the run prints at its end: statuses, means, and the judge's statuses."""
+    """Return the summary that a run prints at its end: statuses, means, and the judge's statuses."""
     infos = [{"mean reward": result["reward_score"]} | result["reward_extra_info"] for result in results]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(info.get("genrm_status") for info in infos)
@@ -166,11 +165,11 @@ def run(config: Config):
 
     for row in rows:
         theirs = COLUMNS.keys() & row.keys()
-        if theirs and len(theirs) < len(COLUMNS):  # A row with all of them was scored before.
+        if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns was scored before.
             raise ValueError(f"--data {config.data}: the column {min(theirs)!r} would be overwritten by a "
                              "column of the result: rename it")  # fmt: skip
 
-    header = {  # What must be unchanged to resume. The address of the judge may change.
+    header = {  # A run can be resumed only if these values are unchanged. The judge's address may change.
         "reward_fn": config.reward_fn,
         "reward_kwargs": config.reward_kwargs,
         "genrm": list(config.genrm),

@@ -312,18 +312,18 @@ def test_hub(tmp_path, monkeypatch):
     # one of two splits is not all that was asked for
     (tmp_path / "hub/main/test-00000-of-00001.parquet").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path / "hub"))
-    with pytest.raises(OSError, match=r"--tasks: openai/gsm8k: has no file main/test"):
+    with pytest.raises(OSError, match=r"--tasks: openai/gsm8k: no file matches main/test"):
         prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "half"))
     assert (tmp_path / "half/gsm8k_train.parquet").is_file()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     # all goes on with the others
-    with pytest.raises(OSError, match=r"--tasks: .*gpqa: cannot be fetched.*MATH-500: has no file"):
+    with pytest.raises(OSError, match=r"--tasks: .*gpqa: cannot be fetched.*MATH-500: no file matches"):
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
         "gsm8k_train.parquet",
         "gsm8k_test.parquet",
     }
-    with pytest.raises(OSError, match="has no file test.jsonl"):
+    with pytest.raises(OSError, match="no file matches test.jsonl"):
         prepare(Config(tasks=["math500"], out_dir=tmp_path / "out"))
 
 
