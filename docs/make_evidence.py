@@ -36,7 +36,7 @@ from toy.report import COLUMNS, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
-PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md", DOCS / "questions.md")
 WAYS = {"mean@1": "temperature 1", "greedy": "greedy"}
 PANELS = {
     "acc": "answer accuracy",
@@ -110,6 +110,20 @@ VARIANTS = {  # from its first checkpoint; {steps} is the number of steps of the
     "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, judge queried on correct answers only",
 }
+SCHEDULES = {  # from its first checkpoint: of lambda (recipes/lambda_schedule.py)
+    "rule": "0 (outcome reward only)",
+    "fapo_oracle": "1",
+    "penalty2": "2",
+    "later": "0 for 20 steps, then 1",
+    "majority": "1 in groups with more fully correct than wrong answers, else 0",
+}
+FORBIDDING = {  # what becomes of flawed positives
+    "penalty2": "forbidden from the start (λ = 2)",
+    "later2": "forbidden in the second half (λ = 0, then 2)",
+    "fapo_oracle": "penalised (λ = 1)",
+    "rule": "never penalised (λ = 0)",
+}
+UNASKED = {"later": 20, "later2": 20}  # steps in which lambda is 0, so that no judge has to be asked
 OVERLOOKING = {  # from its second checkpoint: FAPO with judges that find a share of the flaws
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
@@ -177,7 +191,7 @@ def collect(folder: Path) -> list[dict]:
         )
         curves = {
             name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line]
-            for name in PANELS
+            for name in (*PANELS, "lambda")
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
         run |= dict(steps=metrics[-1]["step"], before=before, after=after)
@@ -285,7 +299,29 @@ def calls(run: dict) -> float:
         return 0.0
     if run["algorithm"].startswith(LOCATED):
         return 128.0
-    return 128 * statistics.fmean(run["curves"]["acc"])
+    right = run["curves"]["acc"]
+    return 128 * sum(right[UNASKED.get(run["algorithm"], 0) :]) / len(right)
+
+
+def schedule_table(runs: list[dict]) -> str:
+    """FAPO from the second world's first checkpoint with a fixed lambda and with schedules of it."""
+    rows = []
+    for name, title in SCHEDULES.items():
+        some = of(runs, name, OWN[0])
+        asked = f"{statistics.median(map(calls, some)):.0f}"
+        rows.append([*row(title, some, COLUMNS), cell(list(map(half_mended, some)), 0), asked])
+    return table(["λ", *COLUMNS, HALVED, "judge calls a step"], *rows)
+
+
+def forbidding_table(runs: list[dict], world: str) -> str:
+    """What becomes of a policy whose flawed positives are forbidden from the start, later or never."""
+    rows = [row("initial policy", of(runs, "rule", world), COLUMNS, when="before") + ["", ""]]
+    for name, title in FORBIDDING.items():
+        some = of(runs, name, world)
+        halfway = [smooth(run["curves"]["truly_correct"])[run["steps"] // 2 - 1] for run in some]
+        turns = [turning_point(run) or math.inf for run in some]
+        rows.append([*row(title, some, COLUMNS), cell(halfway), cell(turns, 0)])
+    return table(["flawed positives are", *COLUMNS, "fully correct, halfway", "ρ = 1 at step"], *rows)
 
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
@@ -437,6 +473,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
     heads = ["flawed positives, share of all samples", "first step", "highest", "last step", "ρ = 1 at step"]
     made["stepping stones"] = table(heads, *rows)
     made["second world by start"] = flaws_by_start(runs)
+    made["schedules of lambda"] = schedule_table(runs)
+    made["forbidden in the second world"] = forbidding_table(runs, OWN[0])
+    made["forbidden from a weak start"] = forbidding_table(runs, "again_weak")
     return made | {"overlooking": judges_table(runs)}
 
 

@@ -149,17 +149,6 @@ schedules() {  # schedules SEED: lambda by the step and by the group; flawed pos
   schedule majority "$1" by_majority '{}'
   schedule later2 "$1" by_step '{"first": 20, "penalty": 2.0}'
   schedule linear "$1" by_step '{"first": 0, "ramp": 20}'
-  schedule share "$1" by_share '{}'
-}
-early() {  # early NAME SEED FLAGS: from a policy of the second world that is hardly ever sound
-  once "early/$1_seed$2" train_own "$OUT/early" "$2" "$OUT/early/$1_seed$2" "${OWN[@]}" \
-    --model "$OUT/early/policy" "${@:3}"
-}
-forbid_early() {  # forbid_early SEED: flawed positives penalised and not, forbidden, forbidden only later
-  early rule "$1" "${RULE[@]}"
-  early fapo_oracle "$1" "${ORACLE[@]}"
-  early penalty2 "$1" "${ORACLE[@]}" --reward-kwargs '{"penalty": 2.0}'
-  early later2 "$1" --reward-fn "$SCHEDULE:by_step" --reward-kwargs '{"first": 20, "penalty": 2.0}'
 }
 overlook() {  # overlook SEED: judges that see only a share of the flaws
   local recall
@@ -229,7 +218,6 @@ second_world() {  # in an order in which every beginning says something
   world own1 own_flaws 1 judge
   world teacher0 own_flaws 0 policy --stop-at 0.7  # the warm starts of two of them once more, stopped later
   world teacher1 own_flaws 1 policy --stop-at 0.8
-  world early own_flaws 0 policy --stop-at 0.05
   all_done
   own_judges
   for seed in $SEEDS; do
@@ -241,7 +229,6 @@ second_world() {  # in an order in which every beginning says something
     longer $seed
     be_fair $seed
     schedules $seed
-    forbid_early $seed
     ablate $seed
     overlook $seed
   done
@@ -285,7 +272,7 @@ tool_world() {  # in an order in which every beginning says something
 }
 
 echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (four starts, two judges, 149 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
+echo "the second 3 to 4 (three starts, two judges, 134 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
 echo "Finished runs are not repeated."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world

@@ -1,4 +1,4 @@
-"""Schedules for FAPO's penalty lambda: three reward functions, to run as they are or to copy.
+"""Schedules for FAPO's penalty lambda: two reward functions, to run as they are or to copy.
 
     bash recipes/second_world.sh 0 outputs/own0_later --reward-fn recipes/lambda_schedule.py:by_step
     bash recipes/second_world.sh 0 outputs/own0_linear --reward-fn recipes/lambda_schedule.py:by_step \\
@@ -28,31 +28,9 @@ def by_step(
 def by_majority(data_source, solution_strs, ground_truth, extra_info, *, penalty=1.0):
     """Penalise flawed positives only in groups in which fully correct answers outnumber wrong ones."""
     results = [judged(data_source, text, ground_truth, extra_info, penalty=0.0) for text in solution_strs]
-    correct, wrong = count(results)
-    now = penalty if correct > wrong else 0.0
-    return penalised(results, now)
-
-
-def by_share(data_source, solution_strs, ground_truth, extra_info):
-    """Penalise with lambda = 2 alpha / (alpha + beta): 0 without fully correct answers, 2 without wrong ones.
-
-    Flawed positives are discouraged from the same point on as with lambda = 1, but more gradually.
-    """
-    results = [judged(data_source, text, ground_truth, extra_info, penalty=0.0) for text in solution_strs]
-    correct, wrong = count(results)
-    now = 2 * correct / max(correct + wrong, 1)
-    return penalised(results, now)
-
-
-def count(results: list[dict]) -> tuple[int, int]:
-    """Count the fully correct and the wrong answers of a group."""
     correct = sum(result["acc"] and not result["flawed_positive"] for result in results)
     wrong = sum(not result["acc"] for result in results)
-    return correct, wrong
-
-
-def penalised(results: list[dict], now: float) -> list[dict]:
-    """Subtract lambda from the score of each flawed positive; `lambda` becomes a curve of the run."""
+    now = penalty if correct > wrong else 0.0
     for result in results:
         result["score"] -= now * result["flawed_positive"]
         result["lambda"] = now

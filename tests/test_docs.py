@@ -17,7 +17,6 @@ import torch
 import compute_score
 import grpo_trainer
 import reward_loop
-import reward_worker
 from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
 from settings import PolicyOptions
@@ -341,6 +340,8 @@ def test_the_second_worlds_tables(tmp_path):
 
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
     assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
+    later = run("later", 0, 0.5, acc=[1.0] * 20 + [0.5] * 20)
+    assert module.calls(later) == 32  # asked about half of the samples in half of the steps
     rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
     assert [(one[0], one[1], *one[-5:]) for one in rows] == [
         ("0: initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
@@ -362,6 +363,16 @@ def test_the_second_worlds_tables(tmp_path):
     runs += [run(name, 0, 0.8) for name in module.LONG.values()]
     titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
     assert "FAPO, 200 steps" in titles and titles[1] == "outcome reward only"
+    with pytest.raises(ValueError, match="no finished run of rule in weak"):
+        module.forbidding_table(runs, "weak")
+    arms = [run(name, 0, 0.25, "weak") for name in module.FORBIDDING]
+    arms.append(run("penalty2", 1, 0.75, "weak"))
+    for one, sound in zip(arms, (0.0, 0.1, 0.1, 0.1, 0.5)):
+        one["curves"] = dict(acc=[0.6] * 40, truly_correct=[sound] * 40)
+    made = module.forbidding_table(arms, "weak").splitlines()
+    assert made[2] == "| initial policy | 0.10 | 0.10 | 0.10 | 0.10 |  |  |"
+    assert made[3].endswith("(0.25-0.75) | 0.25 (0.00-0.50) | never (1-never) |")
+    assert made[4].endswith("| 0.25 | 0.10 | never |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Remainder mod 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
@@ -401,7 +412,7 @@ def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
 
 
 def test_the_numbers_of_the_questions_are_those_of_the_runs():
-    """The page's own table, and its sentences on penalties, recalls and the world with a tool."""
+    """The page's sentences on penalties, stepping stones, recalls and the world with a tool."""
     module = load("docs/make_shop")
     runs, shop = module.evidence.read(), module.read()
     text = " ".join((ROOT / "docs/questions.md").read_text().split())
@@ -412,30 +423,26 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     def middle(name, world, key="toy/oracle_flawed_positive_rate"):
         return cells(module.evidence.of(runs, name, world), key).split()[0]
 
-    for name in ("penalty2", "fapo_oracle", "rule"):
-        some = module.evidence.of(runs, name, "own0")
-        correct, flawed = cells(some, "toy/truly_correct"), cells(some, "toy/oracle_flawed_positive_rate")
-        assert f"| {correct} | {flawed} |" in text
     told = [middle(name, "own0") for name in ("penalty0.5", "fapo_oracle", "penalty2")]
     assert "end at {}, {} and {} after 40 steps".format(*told) in text
     told = [middle(name, "warm0") for name in ("penalty0.667", "fapo_oracle", "penalty1.333")]
     assert "({}, {}, {};".format(*told) in text
+    weak = module.evidence.of(runs, "rule", "again_weak")
+    flawed = statistics.median(run["before"]["toy/oracle_flawed_positive_rate/mean@1"] for run in weak)
+    assert f"At the start, {flawed:.2f} of the correct answers are flawed".replace("0.", ".") in text
+    some = module.evidence.of(runs, "majority", "own0")
+    means = [statistics.fmean(run["curves"]["lambda"]) for run in some]
+    assert f"applies the penalty in {module.evidence.cell(means)} of the groups".replace("0.", ".") in text
+    told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
+    assert "λ = 2 ends at {} fully correct answers and λ = 1 at {}".format(*told) in text
+    told = middle("fapo_oracle", "weak", "toy/truly_correct")
+    assert f"from there, λ = 1 reaches {told} fully correct answers" in text
     told = [middle(f"fapo_recall{recall}", "own1") for recall in (0.9, 0.7, 0.5)]
     told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
     assert "ends at {}, {} and {}, against {} with a perfect judge and {} with".format(*told) in text
     outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
     for value in (outcome, fapo):
         assert value.replace("-", " to ") in text
-
-
-def test_the_schedule_of_the_questions_runs(tmp_path):
-    (block,) = [block for block in blocks(ROOT / "docs/questions.md", "python") if "schedule" in block]
-    (tmp_path / "schedule.py").write_text(block)
-    later = reward_worker.load_in_this_process("reward_fn", f"{tmp_path}/schedule.py:later")
-    problem = {"question": "Ben has 65 eggs, gets 9. Remainder mod 3?"}
-    text = "65+9=75\n\nRemainder \\boxed{2}"
-    scores = [later("toy", text, "2", problem, step)["score"] for step in (19, 20)]
-    assert scores == [1.0, 0.0]
 
 
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():

@@ -12,7 +12,7 @@ FLAWED = "65+9=64\n\nRemainder \\boxed{4}"
 WRONG = "65+9=75\n\nRemainder \\boxed{0}"
 
 
-@pytest.mark.parametrize("name", ["by_step", "by_majority", "by_share"])
+@pytest.mark.parametrize("name", ["by_step", "by_majority"])
 def test_the_loop_takes_each_schedule(name):
     job = RewardOptions(reward_fn=f"recipes/lambda_schedule.py:{name}").check_rewards()
     assert job.sees_group == (name != "by_step") and not job.is_async
@@ -38,24 +38,23 @@ def test_a_flawed_positive_costs_more_from_step_to_step(settings, steps, scores)
 
 
 @pytest.mark.parametrize(
-    ("sound", "flawed", "wrong", "majority", "share"),
+    ("sound", "flawed", "wrong", "penalty"),
     [
-        (3, 4, 1, 1, 1.5),
-        (1, 4, 3, 0, 0.5),
-        (2, 4, 2, 0, 1),  # as many: at rho = 1 a flawed positive is as good as the mean
-        (0, 4, 4, 0, 0),
-        (4, 4, 0, 1, 2),
-        (0, 8, 0, 0, 0),
-        (1, 0, 0, 1, 2),  # an evaluation has one answer
+        (3, 4, 1, 1),
+        (1, 4, 3, 0),
+        (2, 4, 2, 0),  # as many
+        (0, 4, 4, 0),
+        (4, 4, 0, 1),
+        (0, 8, 0, 0),
+        (1, 0, 0, 1),  # an evaluation has one answer
     ],
 )
-def test_the_majority_in_the_group_decides(sound, flawed, wrong, majority, share):
+def test_the_majority_in_the_group_decides(sound, flawed, wrong, penalty):
     texts = [SOUND] * sound + [FLAWED] * flawed + [WRONG] * wrong
-    for function, expected in ((lambda_schedule.by_majority, majority), (lambda_schedule.by_share, share)):
-        results = function(solution_strs=texts, **ABOUT)
-        scores = [result["score"] for result in results]
-        assert scores == [1] * sound + [1 - expected] * flawed + [-1] * wrong
-        assert {result["lambda"] for result in results} == {expected}
+    results = lambda_schedule.by_majority(solution_strs=texts, **ABOUT)
+    scores = [result["score"] for result in results]
+    assert scores == [1] * sound + [1 - penalty] * flawed + [-1] * wrong
+    assert {result["lambda"] for result in results} == {penalty}
 
 
 def test_the_majority_may_forbid_flawed_positives():

@@ -336,6 +336,8 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     wanted = {f"{world}/{name}" for world in evidence.OWN for name in evidence.OWN_ALGORITHMS}
     wanted |= {f"own0/{name}" for name in evidence.VARIANTS}
     wanted |= {f"own1/{name}" for name in evidence.OVERLOOKING}
+    wanted |= {f"own0/{name}" for name in evidence.SCHEDULES}
+    wanted |= {f"{world}/{name}" for world in ("own0", "weak") for name in evidence.FORBIDDING}
     wanted |= {f"{world}/{name}" for world in evidence.STANDARD for name in evidence.NAMES}
     shop = load("docs/make_shop")
     names = [*shop.NAMES, *(f"{name}_cost{cost:g}" for name in shop.SHOWN for cost in (0, 0.01, 0.1))]
