@@ -635,7 +635,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        servers = ModelServers(tyro.cli(Config))
+        servers = ModelServers(tyro.cli(Config, config=[tyro.conf.DisallowNone]))
         try:
             while True:
                 servers.check()

@@ -35,7 +35,7 @@ from settings import Config, parse_command_line
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = parse_command_line(description=__doc__)
+    CONFIG = parse_command_line(description=__doc__.partition("Read `train` first")[0])
 
 import huggingface_hub
 from tqdm import tqdm

@@ -1,23 +1,26 @@
-"""Converts data sets to parquet files in the row schema of the trainer, which is verl's.
+"""Convert data sets to parquet files in the row schema of the trainer, which is verl's.
 
     python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data     # the paper's problems
     python prepare_data.py --tasks critic processbench --out-dir data         # to train and evaluate a judge
     python prepare_data.py --tasks gsm8k --out-dir data --source-dir ~/files  # from local files, no network
     python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of that package
 
-Each data set becomes OUT_DIR/<data_source>_<split>.parquet with rows
+Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
+
     data_source  a text that names the metric val/<data_source>/...
     ability      "Math", "General" or "math_critic"
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; in rows for a judge the ground truth is an integer:
                  the index of the first wrong paragraph, or -1
     extra_info   {"split", "index", "question", ...}; rows for a judge also have total_steps, subset ...
+
 A file in --source-dir (parquet, JSON, JSONL, CSV) belongs to a data set if its name begins with the data
 source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). If the name has
-neither word, the split is the first that SOURCES lists for the data set (aime24.jsonl: test). A file of
-another split, such as gsm8k_dev.jsonl, is ignored.
-Not covered: data larger than memory, filters (the trainer has them). Needs compute_score.py; also toy/ for
-the toy world, and recipes/gym_tasks.py for reasoning_gym.
+neither word, the file has the first split of the data set (aime24.jsonl: test). A file of another split, such
+as gsm8k_dev.jsonl, is ignored.
+
+Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py for reasoning_gym.
+Not covered: data larger than memory, filters (the trainer has them).
 """
 
 import csv
@@ -453,7 +456,7 @@ def prepare(config: Config) -> dict[str, int]:
 
 def main() -> None:
     try:
-        prepare(tyro.cli(Config, description=__doc__))
+        prepare(tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone]))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -74,9 +74,9 @@ class RewardOptions:
     reward_fn: str | None = None
     # JSON object of arguments for every call of --reward-fn, such as '{"penalty": 0.5}'.
     reward_kwargs: str = "{}"
-    # Address host:port of a reward model that is running; several: NAME=host:port each.
+    # Address host:port of a running reward model; for several models, NAME=host:port each.
     router_address: tuple[str, ...] = ()
-    # Reward model to start: a folder or hub name; several: NAME=PATH each, the main one first.
+    # Reward model to start, a folder or a hub name; for several models, NAME=PATH each, the main one first.
     genrm: tuple[str, ...] = ()
     genrm_servers: int = 1  # Number of vLLM servers per --genrm model.
     genrm_tensor_parallel: int = 1  # Number of GPUs per vLLM server of --genrm.
@@ -91,7 +91,7 @@ class RewardOptions:
     reward_model_tokenizer: str | None = None
     # Number of Ray workers that score samples; 0: one per node, and at least two.
     num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
-    # Number of grading processes per worker for a reward function without async; 0: by CPU cores.
+    # Number of grading processes per worker if --reward-fn is not async; 0: by CPU cores, x 4 with a judge.
     sync_processes: int = 0
     # Seconds that a call of --reward-fn may take; after that the sample has the status "timeout".
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0
@@ -99,7 +99,7 @@ class RewardOptions:
     max_in_flight: int | None = None
     # Calls of --reward-fn per minute in the whole cluster, evenly paced; default: no limit.
     max_rpm: float | None = None
-    # Number of retries of a call that raised a broken connection or HTTP 408, 429 or 5xx.
+    # Number of retries of a call of --reward-fn that failed with a broken connection or HTTP 408, 429 or 5xx.
     http_retries: int = 6
     # Stop if more than this fraction of the samples that need a verdict have none.
     max_no_verdict_rate: float = 0.2

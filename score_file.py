@@ -1,11 +1,12 @@
-"""Scores a file of responses (rows of the schema plus `response`) and writes the rows with their rewards.
+"""Score a file of responses (rows of the schema plus `response`) and write the rows with their rewards.
 
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
 Each result is written to OUT.partial.jsonl immediately. A run that was killed, or stopped by
 --max-no-verdict-rate, resumes with --resume and keeps the results that have a score.
+
+Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, run_folder.py and settings.py.
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
-Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py and run_folder.py.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as pq
-import tyro
 
 import compute_score
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
 from run_folder import averages, no_verdict_rate
+from settings import parse_command_line
 
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # Without a type, a column of None alone would get the type null.
@@ -210,7 +211,7 @@ def run(config: Config):
 
 def main() -> None:
     """Parse the command line and run. The exit code is 2 for wrong input, 1 if the run had to stop."""
-    config = tyro.cli(Config)
+    config = parse_command_line(Config, description=__doc__.partition("Needs")[0])
     try:
         run(config)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ class PolicyOptions:
     """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
 
     model: str  # Model of the policy: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
-    trust_remote_code: bool = False  # Run code that comes with the model.
+    trust_remote_code: bool = False  # Run the Python code that comes with the model.
     max_positions: int = 0  # Value that replaces the model's max_position_embeddings; 0: keep the model's.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
     max_response_length: int = 8192  # Longest response in tokens; longer rollouts are cut off.
@@ -34,23 +34,27 @@ class PolicyOptions:
 
     # How rewards become advantages; docs/algorithms.md describes the choices.
     advantage: Literal["grpo", "dr_grpo", "papo", "vppo", "terms", "steps"] = "grpo"
-    # Weights of reward components for --advantage terms: acc=1 flawed_positive=-0.5.
+    # Weights of reward components for --advantage terms, such as acc=1 flawed_positive=-0.5.
     reward_terms: tuple[str, ...] = ()
-    prefix_reward: float = 0.5  # Reward of the tokens of a good prefix with --advantage vppo (its alpha).
-    # With --advantage vppo: tokens at the end of a good prefix that earn nothing, in prompt lengths.
+    # With --advantage vppo: reward of the tokens of a good prefix (VPPO's alpha).
+    prefix_reward: float = 0.5
+    # With --advantage vppo: number of tokens at the end of a good prefix that earn nothing, as a multiple of
+    # the prompt's length.
     prefix_cut: float = 1.0
-    # Whether negative advantages apply to the whole sample, or only after its good prefix.
+    # Tokens that a negative advantage applies to: sample, all; prefix, those after the good prefix.
     credit: Literal["sample", "prefix"] = "sample"
-    # Importance ratio of the loss: clip, per token; gspo, per sequence; cispo, as a constant weight.
+    # Policy loss: clip, PPO's clipped loss with a ratio per token; gspo, with a ratio per sequence; cispo,
+    # log-probabilities weighted by the clipped ratio.
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
     clip_low: float | None = None
     # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
     clip_high: float | None = None
     clip_c: float = 10.0  # Dual clip of --loss clip: bound of the ratio for negative advantages, above 1.
-    # Cap of the importance weights that correct for the sampler; default: off, or 2 with --overlap.
+    # Cap of the importance weights that correct for differences between sampler and policy; default: no
+    # correction, or 2 with --overlap.
     tis_cap: float | None = None
-    # Weight of the KL divergence from the initial --model; 0: off, without a second model in memory.
+    # Weight of the KL divergence from the initial --model; 0: no such term, and no second model in memory.
     kl_coef: float = 0.0
     entropy_coef: float = 0.0  # Weight of the entropy bonus.
 
@@ -67,7 +71,7 @@ class PolicyOptions:
     # Tokens per forward and backward pass, with padding; 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
-    seed: int = 0  # Seed of data order, sampling and new adapters.
+    seed: int = 0  # Random seed of the data order, of sampling and of new adapters.
 
 
 @dataclass(kw_only=True)
@@ -85,24 +89,25 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Longest prompt in tokens; rows with longer prompts are dropped before the first step.
     max_prompt_length: int = 2048
 
-    # When samples are scored: standalone, each when its rollout ends; colocate, all after the last rollout.
+    # When samples are scored: standalone, each when its rollout ends; colocate, all after the last rollout,
+    # so that --genrm can sleep during rollouts.
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     # Stop the run if more than this fraction of the samples that need a verdict have none.
     max_no_verdict_rate: float = 0.5
 
-    # Sampler of the policy: hf, in the trainer's process; vllm, on servers; auto: hf on a CPU without
-    # ranks and --overlap, vllm otherwise.
+    # Sampler of the policy: hf, in the trainer's process; vllm, on servers; auto, hf on a CPU with one rank
+    # and without --overlap, vllm otherwise.
     rollout: Literal["auto", "hf", "vllm"] = "auto"
     # Rollout function FILE:NAME, an async function for turns, tools or environments (docs/rollouts.md).
     rollout_fn: str | None = None
     rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
-    # Seconds that --rollout-fn may take per sample, without the time in which the policy writes.
+    # Seconds that --rollout-fn may take per sample, not counting the time in which the policy generates.
     rollout_timeout: float = 600.0
     rollout_servers: int = 1  # Number of vLLM servers of the policy.
     rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
     # Fraction of a GPU for each vLLM server of the policy; below 1, other processes can use the rest.
     rollout_gpu_share: float = 1.0
-    # CPU cores for the vLLM servers of the policy, such as "0,1"; default: all cores, divided evenly.
+    # CPU cores for the vLLM servers of the policy, such as 0,1; default: all cores, divided evenly.
     rollout_cpus: str = ""
     # Arguments for the vLLM servers of the policy: --rollout-vllm-args="--max-num-seqs 64".
     rollout_vllm_args: str = ""
@@ -110,7 +115,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     group_size: int = 8  # Number of samples per prompt.
     # Roll out and score the next step during the update, with weights that are one step old.
     overlap: bool = False
-    # Stop the run if rollout/logprob_diff exceeds this bound, or twice this bound with --overlap.
+    # Stop the run if rollout/logprob_diff exceeds this bound, or twice this bound if the samples are from
+    # weights that are one step old (--overlap).
     max_logprob_diff: float = 0.2
 
     # Replace groups without a learning signal by groups of further prompts (DAPO).
@@ -120,7 +126,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     max_idle_steps: int = 10
     # Number of tokens before the length limit in which the length penalty grows (DAPO); 0: no penalty.
     overlong_buffer: int = 4096
-    overlong_factor: float = 1.0  # Length penalty of a response that reaches the length limit.
+    overlong_factor: float = 1.0  # Largest length penalty, which a response at the length limit gets.
 
     total_steps: int = 200  # Number of training steps; 0: only evaluate.
     train_batch_size: int = 512  # Number of prompts per step.
@@ -137,12 +143,13 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of steps between checkpoints; 0: only after the last step, or if the run stops or fails.
     save_every: int = 20
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: all.
-    # Whether to resume: never; auto, from the newest checkpoint in --out-dir if there is one.
+    # Whether to resume: auto, from the newest checkpoint in --out-dir if there is one; never, --out-dir must
+    # not have any.
     resume: Literal["never", "auto"] = "never"
     # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
     samples_per_step: int = 8
     tensorboard: bool = False  # Write the metrics for TensorBoard as well, to tensorboard/ in --out-dir.
-    # Send the metrics to Weights & Biases as well (project WANDB_PROJECT, by default "fapo").
+    # Send the metrics to Weights & Biases as well, to the project WANDB_PROJECT (default: fapo).
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 
@@ -151,9 +158,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
     policy_ranks: int = 1
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
-    # Keep the weights and the optimizer state of the ranks in host memory, which is slower.
+    # Keep the weights and the optimizer state of the ranks in host memory: slower, with less GPU memory.
     policy_offload: bool = False
-    max_restarts: int = 3  # Number of times that ranks which died are restarted from the newest checkpoint.
+    max_restarts: int = 3  # Number of times that dead ranks are restarted from the newest checkpoint.
     # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
@@ -254,14 +261,23 @@ GROUPS = {
 }
 
 
-def group_of(setting: Field) -> str:
+def place_of(setting: Field) -> tuple[str, int]:
+    """Return the group of a setting in --help, and its place there."""
     if setting.default is MISSING:
-        return "required"
+        return "required", 0
     for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
         for group, names in GROUPS.items():
             if prefix in names.split():  # the whole name first: val_file is data, all other val_ evaluation
-                return group
-    return "other"
+                return group, names.split().index(prefix)
+    return "other", 0
+
+
+def grouped(config: type) -> dict[str, list[Field]]:
+    """Return the settings by the groups of --help."""
+    groups = {group: [] for group in ("required", *GROUPS, "other")}
+    for setting in sorted(fields(config), key=lambda one: place_of(one)[1]):
+        groups[place_of(setting)[0]].append(setting)
+    return groups
 
 
 def help_texts(config: type) -> dict[str, str]:
@@ -284,21 +300,24 @@ def help_texts(config: type) -> dict[str, str]:
 def parse_command_line(config: type = Config, args: list[str] | None = None, description: str = ""):
     """Parse the command line. --help shows the settings in groups, the required ones first.
 
-    Returns:
-        A `config`, which is Config or a subclass.
+    Args:
+        config: Config, or another dataclass of settings with a comment as help for each.
+        args: The arguments. Default: those of this process.
+        description: The text of --help above the settings.
     """
     hints = get_type_hints(config, include_extras=True)
     texts = help_texts(config)
-    groups = {group: [] for group in ("required", *GROUPS, "other")}
-    for setting in fields(config):
-        hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
-        groups[group_of(setting)].append((setting.name, hint, field(default=setting.default)))
     boxes = []
-    for group, settings in groups.items():
-        if settings:
-            boxes.append((group, make_dataclass(group, settings, kw_only=True)))
-    grouped = tyro.conf.OmitArgPrefixes[make_dataclass("Grouped", boxes)]
-    parsed = tyro.cli(grouped, description=description, args=args)
+    for group, settings in grouped(config).items():
+        box = []
+        for setting in settings:
+            hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
+            box.append((setting.name, hint, field(default=setting.default)))
+        if box:
+            boxes.append((group, make_dataclass(group, box, kw_only=True)))
+    everything = make_dataclass("Everything", boxes)
+    without = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # no --data.seed, no {None}|STR
+    parsed = tyro.cli(everything, description=description, args=args, config=without)
     values = {}
     for box in vars(parsed).values():
         values |= vars(box)

@@ -82,11 +82,9 @@ def page() -> str:
     """docs/settings.md."""
     trainer = settings.Config
     parts = [HEAD, "## The trainer (`grpo_trainer.py`)\n"]
-    grouped = {group: [] for group in ("required", *settings.GROUPS)}
-    for field in dataclasses.fields(trainer):
-        grouped[settings.group_of(field)].append(field)
-    for group, fields in grouped.items():
-        parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
+    for group, fields in settings.grouped(trainer).items():
+        if fields:
+            parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
     for script, about in OTHERS.items():
         config = importlib.import_module(script).Config
         inherited = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}

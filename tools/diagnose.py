@@ -221,7 +221,11 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Print why the run in a folder does not learn."""
+    """Print why a run does not learn: each finding with its steps, numbers as evidence, and a remedy.
+
+    Args:
+        folder: Output directory of the run (--out-dir), which may be in progress.
+    """
     lines, _ = read_lines(folder / "metrics.jsonl")
     samples, _ = read_lines(folder / "samples.jsonl")
     try:
@@ -235,4 +239,4 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, config=[tyro.conf.PositionalMetavarFromFieldName])

@@ -1,4 +1,4 @@
-"""Measures a judge (GenRM) on ProcessBench and FlawedPositiveBench by majority vote (paper section 4.2).
+"""Measure a judge (GenRM) on ProcessBench and FlawedPositiveBench by majority vote (paper section 4.2).
 
     python prepare_data.py --tasks processbench --out-dir data
     python genrm_server.py --model dyyyyyyyy/FAPO-GenRM-4B --port 30000
@@ -15,9 +15,9 @@ prints two tables:
     FlawedPositiveBench  rows with a correct final answer: precision, recall and F1 of "flawed"
 
 The paper reports for FAPO-GenRM-4B an average F1 of 83.3, and precision 87.5, recall 91.4, F1 89.4. A
-critique that is unparsable or truncated has no vote. A solution without any vote is a miss in "error",
-"correct" and recall, but never counts as "flawed" (the original counts it so). A failed request is excluded
-and reported (exit code 1), and the next run repeats it.
+critique that is unparsable or truncated has no vote. A solution without any vote is a miss in error, correct
+and recall, but never counts as flawed (the original counts it so). A failed request is excluded and reported
+(exit code 1), and the next run repeats it.
 Not covered: judges that answer True or False, scoring by log-probabilities.
 """
 
@@ -236,7 +236,7 @@ def names_of(row: dict, n: int) -> list[str]:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, config=[tyro.conf.DisallowNone])
     try:
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(pa.Table.from_pylist(judged), config.out)

@@ -1,10 +1,12 @@
-"""Merges a checkpoint of LoRA adapters into an ordinary model.
+"""Merge a checkpoint of LoRA adapters into an ordinary model.
 
     python -m tools.merge_lora outputs/run/checkpoints/step_60 outputs/run/merged
 
 OUT is a Hugging Face folder that every server and script here can load, in the dtype of the base model.
 CHECKPOINT/adapter_config.json names the base model; pass --model if it has moved. Merging takes 4 bytes of
-memory per weight. A LoRA run merges its last checkpoint itself. Needs run_folder.py.
+memory per weight. A LoRA run merges its last checkpoint itself.
+
+Needs run_folder.py.
 """
 
 import json
@@ -54,7 +56,8 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    about = __doc__.partition("Needs ")[0]
+    config = tyro.cli(Config, description=about, config=[tyro.conf.PositionalMetavarFromFieldName])
     try:
         merge(**vars(config))
     except (ValueError, OSError) as error:

@@ -1,16 +1,18 @@
-"""A run, or several side by side, as one web page: curves, groups of samples, one sample, configuration.
+"""Show a run, or several side by side, as a web page: curves, groups of samples, one sample, configuration.
 
     python -m tools.view_run outputs/demo_seed0    # writes outputs/demo_seed0/report.html, to open from disk
     python -m tools.view_run outputs/demo_seed0 --serve    # serves the page and follows runs in progress
 
 Give the output directory of a run (--out-dir of grpo_trainer.py), or a directory that holds runs. Runs in
-progress are shown as far as they are. This script chooses the data; tools/page/ says what they look like:
-page.html, page.css and four scripts in plain JavaScript, which are put into the page together with the data.
-The page loads nothing from elsewhere. Its address says what is looked at, so that it can be sent as a link.
-What models wrote stays data: JSON that cannot end its script element, of which the scripts make text nodes.
+progress are shown as far as they are.
 
 Needs tools/page/, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the oracle of
 the toy world. Not covered: statistical tests between runs, and all messages of a prompt but the last.
+
+This script chooses the data; tools/page/ says what they look like: page.html, page.css and four scripts in
+plain JavaScript, which are put into the page together with the data. The page loads nothing from elsewhere.
+Its address says what is looked at, so that it can be sent as a link. What models wrote stays data: JSON that
+cannot end its script element, of which the scripts make text nodes.
 """
 
 import itertools
@@ -262,7 +264,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone])
     try:
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:

@@ -1,4 +1,4 @@
-"""Prints tables of finished runs in the toy worlds.
+"""Print tables of finished runs in the toy worlds.
 
     python -m toy.report --runs outputs/demo_seed0                    # a demo; also writes report.md there
     python -m toy.report --runs outputs/demo_seed0 --so-far           # while its runs are not finished
@@ -113,7 +113,7 @@ def report(runs: Path, so_far: bool = False) -> str:
 
 def main() -> None:
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config, description=__doc__.partition("docs/make_evidence.py")[0])
         if (config.runs[0] / "metrics.jsonl").is_file():
             runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}
             print(policy_table(runs, COLUMNS | {"all sums right": "toy/sums_right"}))

@@ -1,4 +1,4 @@
-"""The models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
+"""Make the models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
 
     python prepare_data.py --tasks toy --out-dir data/toy             # a world, with copies of toy/models/
     python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
@@ -45,7 +45,7 @@ class Config:
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = tyro.cli(Config, description=__doc__)
+    CONFIG = tyro.cli(Config, description=__doc__.partition("What it leaves out")[0])
 
 import pyarrow as pa
 import pyarrow.parquet as pq
