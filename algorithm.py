@@ -7,10 +7,10 @@ Each `--advantage` is one function and one line in ADVANTAGES, and each `--loss`
 in LOSSES; docs/algorithms.md has a table of all of them. The README has the equations of FAPO. FAPO's reward
 itself (equation 8 of the paper) is computed in compute_score.py.
 
-This file knows nothing about models, files or servers. Needs none of our other files.
+This file knows nothing about models, files or servers, and it imports nothing from this repository.
 Not covered: value functions (GAE), a KL term inside the reward, credit for less than a paragraph.
-Names end in the shape of a tensor: P prompts, G samples per prompt, B = P * G sequences, T tokens of the
-longest response, S paragraphs.
+The names of tensors end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens of
+the longest response, S paragraphs.
 """
 
 import copy
@@ -34,13 +34,13 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
     """Return (reward - mean) / (sample std + 1e-6) within each group (GRPO, arXiv:2402.03300).
 
     Args:
-        rewards_P_G: One row per prompt. NaN means that the sample has no verdict: its advantage is 0, and it
-            is excluded from the mean and the std of its group.
-        divide_by_std: False gives the advantage of Dr. GRPO (arXiv:2503.20783), whose loss is divided by a
-            constant length as well.
+        rewards_P_G: The rewards, with one row per prompt. NaN means that a sample has no verdict: its
+            advantage is 0, and the mean and the std of its group exclude it.
+        divide_by_std: If this is False, advantages are not divided by the std, as in Dr. GRPO
+            (arXiv:2503.20783).
 
     Returns:
-        advantages_P_G. A group gets 0 if it has fewer than two verdicts, or if all its rewards are equal.
+        The advantages. They are 0 in a group with fewer than two verdicts, or whose rewards are all equal.
     """
     known = ~rewards_P_G.isnan()
     count = known.sum(1, keepdim=True)
@@ -75,7 +75,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 
 
 def length_penalty_of(config) -> Callable[[int], float] | None:
-    """Return overlong_penalty with the settings of the trainer's `config`, or None if it is turned off."""
+    """Return overlong_penalty with the settings of the trainer's `config`, or None if it is off."""
     if not config.overlong_buffer:
         return None
     penalty = partial(
@@ -84,7 +84,7 @@ def length_penalty_of(config) -> Callable[[int], float] | None:
         buffer=config.overlong_buffer,
         factor=config.overlong_factor,
     )
-    penalty(0)  # raises ValueError for a buffer that does not fit
+    penalty(0)  # This call raises ValueError if the buffer does not fit.
     return penalty
 
 
@@ -92,22 +92,24 @@ def length_penalty_of(config) -> Callable[[int], float] | None:
 
 
 class Groups:
-    """The results of P groups of G samples as float64 tensors. NaN: no verdict, or no such number.
+    """The results of P groups of G samples as float64 tensors.
+
+    NaN means that a sample has no verdict, or that its result lacks the number.
 
     Advantage functions read these attributes:
         rewards_P_G: The score of the reward function plus the length penalty.
-        number(key): Any number of the reward function's dict, P x G.
+        number(key): The number with this key in the reward function's dict, P x G.
         penalties_P_G: The length penalty, at most 0.
-        lengths_P_G, prompt_lengths_P_G: Numbers of tokens.
-        tokens_T: 0, 1, ... for the tokens of the longest response.
-        prefixes_P_G: Tokens before the first wrong paragraph.
-        steps: One score per paragraph, and the paragraph of each token.
+        lengths_P_G, prompt_lengths_P_G: The numbers of tokens of responses and of prompts.
+        tokens_T: The indices 0, 1, ... of the tokens of the longest response.
+        prefixes_P_G: The number of tokens before the first wrong paragraph.
+        steps: The score of each paragraph, and the paragraph of each token.
 
     Args:
         groups: Lists of policy.Sample that have a `result`.
         decode: Returns the text of a list of token ids.
-        require_keys: Raise RuntimeError if the reward function returned a number that an advantage needs for
-            none of the samples. This is most likely the wrong reward function.
+        require_keys: Raise RuntimeError if an advantage needs a number that no sample's result has. The
+            reward function is then most likely the wrong one.
     """
 
     def __init__(self, groups: list[list], decode, require_keys: bool = False):
@@ -115,7 +117,7 @@ class Groups:
         self.samples = list(chain(*groups))
         self.decode = decode
         self.require_keys = require_keys
-        self.infos = []  # The reward function's dict of each sample. It is empty without a verdict.
+        self.infos = []  # The reward function's dict of each sample; empty without a verdict.
         rewards = []
         for sample in self.samples:
             reward = sample.result["reward_score"]
@@ -141,7 +143,7 @@ class Groups:
         return self.tensor([number_or_nan(info.get(key)) for info in self.infos])
 
     def check_key(self, key: str) -> None:
-        """Raise RuntimeError if require_keys is set and no sample has this number (a text is no number)."""
+        """Raise RuntimeError if require_keys is set and in no sample this key has a number or a list."""
         infos = [info for info in self.infos if info]
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
@@ -152,7 +154,7 @@ class Groups:
 
     @cached_property
     def prefixes_P_G(self) -> torch.Tensor:
-        """Tokens before the first wrong paragraph (or turn), 0 if no paragraph is known to be wrong.
+        """The number of tokens before the first wrong paragraph (or turn), or 0 if none is known to be wrong.
 
         NaN means that `first_wrong` is not a number, so that the sample has no verdict.
         """
@@ -165,7 +167,7 @@ class Groups:
                 prefix = 0
             elif first_wrong > 0 and sample.has_turns:
                 starts = starts_of(sample, int(first_wrong) + 1, self.decode)
-                starts = [*starts, len(sample.response_ids) - 1]  # the start of a turn that does not exist
+                starts = [*starts, len(sample.response_ids) - 1]  # A turn that does not exist starts here.
                 prefix = starts[min(int(first_wrong), len(starts) - 1)]
             elif first_wrong > 0:
                 prefix = count_tokens_before(int(first_wrong), sample.text, sample.response_ids, self.decode)
@@ -185,7 +187,7 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            # The first paragraph without a score has a start too: there the last score's tokens end.
+            # The first paragraph without a score needs a start, because the last score's tokens end there.
             starts = starts_of(sample, len(scores) + 1, self.decode)
             numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
@@ -212,28 +214,28 @@ def number_or_nan(value) -> float:
 
 # ---- 3. one function per advantage
 #
-# Each takes Groups and settings.PolicyOptions, and returns one advantage per sample (P x G) or per token
-# (P x G x T). NaN means that the sample has no verdict.
+# Each function takes Groups and settings.PolicyOptions. It returns one advantage per sample (P x G) or per
+# token (P x G x T). NaN means that the sample has no verdict.
 
 
 def grpo(groups, options):
-    """The normalised reward (GRPO; FAPO uses it as well)."""
+    """Return the normalised reward (GRPO; FAPO uses it as well)."""
     return compute_advantages(groups.rewards_P_G)
 
 
 def dr_grpo(groups, options):
-    """GRPO without the std; policy.py divides the loss as if all responses had the maximum length."""
+    """Return GRPO's advantage, not divided by the std; policy.py divides the loss by the maximum length."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
 def papo(groups, options):
-    """A_outcome + A_process, each normalised on its own (PAPO, arXiv:2603.26535).
+    """Return A_outcome + A_process, which are normalised separately (PAPO, arXiv:2603.26535).
 
-    The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. It is normalised over
-    the whole group. The process is 1 if the reasoning is sound and 0 if it is flawed. It is normalised among
-    the correct answers, and is 0 for the wrong ones: a wrong answer never gains from good steps, while a
-    group whose answers are all correct can still learn from its steps. A correct answer whose reasoning was
-    not judged has no verdict; neither has a sample without `acc`.
+    The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. A_outcome is
+    normalised over the whole group. The process reward is 1 if the reasoning is sound and 0 if it is flawed.
+    A_process is normalised among the correct answers and is 0 for wrong answers. So a wrong answer never
+    gains from good steps, but a group whose answers are all correct can still learn from its steps. A correct
+    answer whose reasoning was not judged has no verdict. A sample without `acc` has no verdict either.
     """
     acc_P_G = groups.number("acc")
     correct_P_G = acc_P_G == 1
@@ -247,13 +249,13 @@ def papo(groups, options):
 
 
 def vppo(groups, options):
-    """One advantage on a sample's rewarded prefix and one after it (VPPO, arXiv:2601.18984, eq. 6 and 7).
+    """Return one advantage for the rewarded prefix and one for the rest (VPPO, arXiv:2601.18984, eq. 6, 7).
 
     A token of a correct solution has the value 1. A token of a wrong solution has the value `prefix_reward`
     (alpha) in the rewarded part of the prefix before the first error, and 0 after it. The advantage of a
-    token is its value minus the baseline: the mean value of a solution's tokens, averaged over the group. It
-    is not divided by a std. Unlike in the paper, a length penalty is part of the outcome. A group with fewer
-    than two verdicts gets 0.
+    token is its value minus the baseline: the mean value of a solution's tokens, averaged over the group.
+    Advantages are not divided by a std. Unlike in the paper, the outcome includes the length penalty. A group
+    with fewer than two verdicts gets 0.
     """
     correct_P_G = groups.number("score") > 0  # With FAPO's score and penalty 1 this means correct and sound.
     outcome_P_G = correct_P_G + groups.penalties_P_G
@@ -272,10 +274,11 @@ def vppo(groups, options):
 
 
 def terms(groups, options):
-    """The weighted sum of reward components, normalised again over the step (GDPO, arXiv:2601.05242).
+    """Return the weighted sum of reward components, normalised over the step (GDPO, arXiv:2601.05242).
 
-    Each component is normalised within its group first. NaN excludes a sample from this component only; a
-    sample without any component has no verdict. The mean of the sums is 0 already, as it is in every group.
+    Each component is normalised within each group first. A component that is NaN excludes the sample from
+    this component only; a sample without any component has no verdict. The sums have mean 0 in every group,
+    so the step's mean is not subtracted.
     """
     total_P_G = 0.0
     size_P_G = 0.0
@@ -305,10 +308,10 @@ def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
 
 
 def steps(groups, options):
-    """GRPO with process supervision: outcome advantage plus step scores (arXiv:2402.03300, section 4.1.3).
+    """Return outcome advantages plus step scores (process supervision, arXiv:2402.03300, section 4.1.3).
 
-    The scores are normalised over all paragraphs of a group. A token gets the advantage of its response plus
-    the sum of the scores of its own paragraph and of all later ones. A sample without any score has no
+    The step scores are normalised over all paragraphs of a group. A token gets the advantage of its response
+    plus the sum of the scores of its own paragraph and of all later ones. A sample without any score has no
     verdict.
     """
     steps_P_G_S, paragraphs_P_G_T = groups.steps
@@ -334,7 +337,7 @@ ADVANTAGES = {  # settings.py has the same names as choices of --advantage
 def spare_good_prefix(advantages, groups):
     """Set negative advantages before the first wrong paragraph to 0 (--credit prefix; VPPO, equation 8).
 
-    advantages: P x G or P x G x T. Returns P x G x T.
+    The advantages are P x G or P x G x T. The result is P x G x T.
     """
     if advantages.dim() == 2:
         advantages = advantages[..., None]
@@ -359,22 +362,22 @@ def set_advantages(
 ) -> list[list]:
     """Fill in the advantage of each sample, or one advantage per token, and return the groups to train on.
 
-    A sample without a verdict keeps None. A sample also loses its verdict if the reward function returned
-    something that is not a number for what the advantage needs; its group is then compared without it.
+    A sample without a verdict keeps None. A sample also loses its verdict if a value that the advantage needs
+    is not a number. The other samples of its group are then compared without it.
 
     Args:
         groups: Lists of policy.Sample that have a `result`.
         options: settings.PolicyOptions.
         decode: Returns the text of a list of token ids.
         drop_zero_advantages: Leave out groups without a learning signal, and set no advantages in them.
-        require_keys: Check that the reward function returns what the advantage needs for some sample.
+        require_keys: Check that every key that the advantage needs is in the result of some sample.
 
     Raises:
         RuntimeError: require_keys is set and a key is missing in every sample.
     """
     results = Groups(groups, decode, require_keys)
     advantages = apply_formula(results, options)
-    # In float32, which is what the loss computes with, a large number may become infinite.
+    # The loss computes in float32, in which a large number may become infinite.
     has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
     has_number_B &= ~results.rewards_P_G.isnan().flatten()
     has_lost_verdict = False
@@ -424,11 +427,11 @@ class Clip:
 
     low: float
     high: float
-    dual: float = 10.0  # Dual clip: bound on the ratio of tokens with a negative advantage.
+    dual: float = 10.0  # The dual clip bounds the ratio of tokens with a negative advantage.
 
 
 def clip_loss(logprobs, log_ratio, advantages, mask, clip):
-    """PPO's clipped loss with DAPO's clip-higher and dual clip (arXiv:1912.09729)."""
+    """Compute PPO's clipped loss with DAPO's clip-higher and dual clip (arXiv:1912.09729)."""
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -439,9 +442,10 @@ def clip_loss(logprobs, log_ratio, advantages, mask, clip):
 
 
 def gspo_loss(logprobs, log_ratio, advantages, mask, clip):
-    """GSPO-token (arXiv:2507.18071): all tokens have the ratio of their sequence. There is no dual clip."""
+    """Compute the loss of GSPO-token (arXiv:2507.18071), which has no dual clip."""
     sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
-    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()  # gradient of each token
+    # The value is the sequence's ratio, but each token keeps the gradient of its own log-probability.
+    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss_B_T = torch.maximum(unclipped, clipped)
@@ -449,9 +453,9 @@ def gspo_loss(logprobs, log_ratio, advantages, mask, clip):
 
 
 def cispo_loss(logprobs, log_ratio, advantages, mask, clip):
-    """CISPO (arXiv:2506.13585): the clipped ratio is a constant weight of the log-probabilities.
+    """Compute CISPO's loss (arXiv:2506.13585): log-probabilities with the detached clipped ratio as weight.
 
-    Unlike a clipped loss, it gives every token a gradient. There is no dual clip.
+    Unlike a clipped loss, this loss gives every token a gradient. There is no dual clip.
     """
     ratio = log_ratio.exp().detach()
     weight = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -464,7 +468,8 @@ class Loss:
 
     compute: Callable
     clip: Clip
-    over_sequences: bool = False  # Average over sequences, each the mean of its tokens, not over all tokens.
+    # Average over sequences the mean over each sequence's tokens. Otherwise, average over all tokens.
+    over_sequences: bool = False
 
     def clip_with(self, low: float | None, high: float | None, dual: float) -> Clip:
         return Clip(self.clip.low if low is None else low, self.clip.high if high is None else high, dual)
@@ -473,7 +478,7 @@ class Loss:
 LOSSES = {  # settings.py has the same names as choices of --loss
     "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
     "gspo": Loss(gspo_loss, Clip(3e-4, 4e-4), over_sequences=True),
-    "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # 0 to 5, as in ScaleRL (arXiv:2510.13786)
+    "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # ScaleRL (arXiv:2510.13786) clips the ratio to 0 .. 5.
 }
 
 
@@ -499,14 +504,14 @@ def compute_policy_loss(
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the current policy, B x T.
-        old_logprobs: The same under the policy before the first update of this step, B x T.
-        advantages: One per sequence (B) or per token (B x T).
+        old_logprobs: Their log-probabilities before the first update of this step, B x T.
+        advantages: One number per sequence (B) or per token (B x T).
         mask: True on the tokens that the policy wrote, B x T.
-        num_tokens: Number of these tokens in the whole mini-batch.
-        num_sequences: Number of sequences in the whole mini-batch. Default: B. Only gspo uses it.
+        num_tokens: Number of tokens that the policy wrote in the whole mini-batch.
+        num_sequences: Number of sequences in the whole mini-batch, by default B. Only gspo uses it.
         loss: A name in LOSSES.
-        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high. Default: as published.
-        clip_c: Dual clip of "clip".
+        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high, by default as in LOSSES.
+        clip_c: Bound of the dual clip for the loss "clip".
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
 
@@ -518,7 +523,7 @@ def compute_policy_loss(
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
-    logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may hold anything, even NaN.
+    logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may contain anything, even NaN.
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss_B_T, is_clipped = chosen.compute(logprobs, log_ratio, advantages, mask, clip)
     kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
@@ -547,7 +552,7 @@ def lengths_of(mask):
 def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
     """Return the KL divergence to the reference, a token mean of exp(d) - d - 1 (arXiv:2402.03300, eq. 4).
 
-    d is the reference's log-probability minus the policy's. Shapes and `num_tokens` are those of
+    d is the reference's log-probability minus the policy's. Shapes and `num_tokens` are as in
     compute_policy_loss.
     """
     mask = mask > 0
@@ -559,7 +564,7 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
 
 
 def starts_of(sample, count: int, decode) -> list[int]:
-    """Return the first token of each of the first `count` paragraphs, or turns if the sample has turns."""
+    """Return the index of the first token of `count` paragraphs, or of turns if the sample has turns."""
     if sample.has_turns:
         lengths = [turn["tokens"] for turn in sample.turns]
         return list(accumulate(lengths[:-1], initial=0))[:count]
@@ -568,7 +573,7 @@ def starts_of(sample, count: int, decode) -> list[int]:
 
 
 def paragraph_starts(text: str) -> list[int]:
-    """Return where the paragraphs of a text begin. compute_score.split_paragraphs splits it the same way."""
+    """Return where the paragraphs of a text begin. compute_score.split_paragraphs splits texts alike."""
     starts = []
     end = 0
     for part in text.split("\n\n"):
@@ -581,7 +586,7 @@ def paragraph_starts(text: str) -> list[int]:
 def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
     """Return how many tokens of a response come before a paragraph, which is counted from 0.
 
-    A paragraph that does not exist begins with the last token. Other arguments: see tokens_before.
+    A paragraph that does not exist begins with the last token. The other arguments are as in tokens_before.
     """
     starts = paragraph_starts(text)
     if paragraph >= len(starts):
@@ -592,9 +597,10 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
     """Return how many tokens of a response come before each place in its text.
 
-    A token that crosses a place counts as part of what follows. The text is not encoded again, which could
-    give other tokens. For each place, a binary search finds the first token with which the decoded text goes
-    beyond it. To save time, the search continues from the place before and decodes only the tokens since.
+    A token that crosses a place counts as part of the text after the place. The text is not encoded again,
+    because encoding could give other tokens. For each place, a binary search finds the first token with which
+    the decoded text goes beyond the place. To save time, each search starts from the previous place and
+    decodes only the tokens after that place.
 
     Args:
         places: Indices of characters, in ascending order.
@@ -629,7 +635,7 @@ def goes_beyond(before: str, decoded: str) -> bool:
 
 
 def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
-    """Return a token shortly before `end` at which decoding can start, and where its text starts.
+    """Return a token shortly before `end` at which decoding can start, and the offset of this token's text.
 
     Decoders drop a leading space and join the bytes of a character. So a start is only valid if the tokens
     from there to `end` decode to the same text as before. Otherwise the old start is returned.

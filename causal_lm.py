@@ -3,12 +3,12 @@
     model = load_causal_lm("PATH")
     logprobs_B_T, entropy_B_T = logprobs_and_entropy(model, sequences, counts, temperature=1.0)
 
-policy.py trains such a model, and rollout.py samples from it. Every family that transformers can load works:
-its layers give hidden states, and its own forward turns these into logits. LoRA is peft's.
-Needs none of our other files; speedups.py if it is there.
+policy.py trains such a model, and rollout.py samples from it. Every model family that transformers can load
+works: the layers give hidden states, and the model's own forward turns these into logits. LoRA uses peft.
+This file imports nothing from this repository except speedups.py, which is optional.
 Not covered: images, packed sequences, quantised weights, adapters on the experts of a mixture of experts.
-Names end in the shape of a tensor: B sequences of a micro-batch, T tokens of the longest response, N tokens
-in a row, n of them in a chunk, H hidden size, V vocabulary.
+The names of tensors end in their shapes: B sequences of a micro-batch, T tokens of the longest response, N
+response tokens in all, n tokens in a chunk, H hidden size, V vocabulary.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ try:
 except ImportError:  # Everything is slower without this file, but the results are the same.
     speedups = None
 
-# Number of float32 logits that exist at a time. A forward and backward pass holds five or six copies of them.
+# Number of float32 logits that exist at a time. A forward and backward pass keeps five or six copies.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 
 
@@ -43,7 +43,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
         source: A Hugging Face folder or hub name.
         dtype: The type in which the weights are read; "auto" reads them as they are stored.
         trust_remote_code: Run code that comes with the model.
-        max_positions: Replaces the model's max_position_embeddings. 0 keeps it.
+        max_positions: The value that replaces the model's max_position_embeddings; 0 keeps the model's.
 
     Raises:
         ValueError: The model is quantised.
@@ -51,7 +51,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     options = dict(dtype=dtype, trust_remote_code=trust_remote_code)
     config = read_config(source, trust_remote_code).get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
-        options["attn_implementation"] = "eager"  # Other implementations ignore the cap.
+        options["attn_implementation"] = "eager"  # The other implementations ignore the cap.
     if max_positions:
         options["max_position_embeddings"] = max_positions
     model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
@@ -60,7 +60,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
 
 
 def read_config(source: str, trust_remote_code=False):
-    """Read a model's config.json. Raises ValueError if the model is quantised and so cannot be trained."""
+    """Read a model's config.json. Raises ValueError if the model is quantised."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         quantised = getattr(part, "quantization_config", None)
@@ -79,11 +79,12 @@ def set_dtypes(model, lora_rank: int, device_type: str) -> None:
             for parameter in layer.parameters():
                 if not parameter.requires_grad:
                     dtypes[parameter] = torch.bfloat16
-    model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))  # also works on sharded weights
+    # Unlike a loop over parameters, _apply works on sharded weights as well.
+    model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))
 
 
 def can_share_prompts(model) -> bool:
-    """Return whether a prompt that several sequences begin with can be computed once (speedups.py)."""
+    """Return whether the model can compute a prompt once for several sequences (speedups.py)."""
     return speedups is not None and speedups.can_share_prompts(model)
 
 
@@ -91,14 +92,14 @@ def can_share_prompts(model) -> bool:
 def check_logprobs(logprobs_function, model, name: str, device: torch.device) -> None:
     """Compare log-probabilities from `logprobs_function` with those of the model's own forward.
 
-    Some of the texts share a prompt. If the result is wrong only because of that, prompts are not shared from
-    then on.
+    Some of the sequences share a prompt. If the log-probabilities are wrong only when prompts are shared,
+    prompts are never shared.
 
     Args:
-        logprobs_function: logprobs_and_entropy, or a function with the same arguments.
+        logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
         model: The model.
         name: The model's name in the error message.
-        device: Where the model is computed. Its weights may be in the host's memory.
+        device: The device that computes the model. The weights may be in the host's memory.
 
     Raises:
         ValueError: The log-probabilities differ.
@@ -127,17 +128,17 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 
 
 def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
-    """Return log-probabilities of the response tokens and entropies, stacked: 2 x B x T, 0 in the padding.
+    """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
-    At most LOGITS_AT_ONCE logits exist at a time: for a large vocabulary, they and not the layers are what
-    limits the length of a sequence.
+    The padding is 0. At most LOGITS_AT_ONCE logits exist at a time, because with a large vocabulary the
+    logits need more memory than the layers.
 
     Args:
         model: The model.
         sequences: The token ids of each prompt and its response.
         counts: The number of response tokens of each sequence.
         temperature: Divides the logits.
-        with_entropy: Compute entropies. Otherwise they are NaN, so that using them by mistake is noticed.
+        with_entropy: Compute entropies. Otherwise they are NaN, which makes a use by mistake visible.
     """
     device = model.device
     states = None
@@ -155,7 +156,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
         entropy_n = torch.full_like(logprobs_n, math.nan)
-        if with_entropy:  # The clamp makes an impossible token (-inf) add 0.
+        if with_entropy:  # With the clamp, an impossible token (-inf) adds 0 and not NaN.
             entropy_n = -(logp_n_V.exp() * logp_n_V.clamp(min=torch.finfo(logp_n_V.dtype).min)).sum(-1)
         return torch.stack([logprobs_n, entropy_n])
 
@@ -174,10 +175,10 @@ def response_states(model, sequences, counts, device):
     """Compute the layers on whole sequences.
 
     Returns:
-        The backbone's output, the hidden states that predict each response token (N x H), and these tokens
-        (N).
+        The backbone's output, the hidden states that predict the response tokens (N x H), and the response
+        tokens (N).
     """
-    # The padding is on the right, where a causal model does not see it, so no attention mask is needed.
+    # A causal model does not see padding on the right, so no attention mask is needed.
     ids = padded(sequences, device, torch.long)
     output = backbone(model)(input_ids=ids, use_cache=False)
     ends = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)[:, None]
@@ -188,14 +189,14 @@ def response_states(model, sequences, counts, device):
 
 
 def next_logits(model, ids, attended, positions, cache=None):
-    """Return the logits of the token that follows these tokens (B x V), and the cache with them added.
+    """Return the logits of the next token of each sequence (B x V), and the cache with the new tokens added.
 
     Args:
         model: The model.
-        ids: New tokens of each sequence, left-padded.
-        attended: Attention mask over the cached and the new tokens.
-        positions: Positions of the new tokens.
-        cache: The key-value cache of the tokens before. None starts a new one.
+        ids: The new tokens of each sequence, left-padded.
+        attended: The attention mask over the cached and the new tokens.
+        positions: The positions of the new tokens.
+        cache: The key-value cache of the earlier tokens. None starts a new cache.
     """
     if cache is None:
         cache = DynamicCache(config=model.config)
@@ -207,7 +208,7 @@ def next_logits(model, ids, attended, positions, cache=None):
 
 
 def precision(device, keep_casts=False):
-    """Run matrix products in bf16 on a GPU, from weights that stay float32. On a CPU all is float32.
+    """Run matrix products in bf16 on a GPU, while the weights stay float32. A CPU computes in float32.
 
     keep_casts: Cast each weight once and keep the copy (2 bytes per parameter) until the context ends.
     """
@@ -215,16 +216,16 @@ def precision(device, keep_casts=False):
 
 
 def backbone(model):
-    """Return the module from which the model's forward gets hidden states: all layers, without the head."""
-    body = getattr(model, "model", model.base_model)  # Llama-4 gives base_model another meaning.
+    """Return the module that computes the hidden states: all layers without the head."""
+    body = getattr(model, "model", model.base_model)  # In Llama-4, base_model means another module.
     return getattr(body, "decoder", body)  # OPT has a decoder inside its backbone.
 
 
 def logits_of(model, output, hidden_N_H):
     """Return the logits (N x V, float32) of hidden states that were selected from the backbone's `output`.
 
-    Families differ in what follows the layers: soft caps, scales, one more layer. So the model's own forward
-    computes the logits. While it runs, its backbone is replaced by a function that returns these hidden
+    Model families differ in what follows the layers: soft caps, scales, one more layer. So the model's own
+    forward computes the logits. Meanwhile the backbone is replaced by a function that returns these hidden
     states.
     """
     body = backbone(model)
@@ -245,11 +246,11 @@ def logits_of(model, output, hidden_N_H):
 def checkpointed_layers(model):
     """Inside this context, the backward pass recomputes the activations of layers, which saves memory.
 
-    This does not use transformers' own switch, which needs training mode: some models then turn on dropout.
+    transformers' own switch needs training mode, in which some models turn on dropout, and so is not used.
     """
     layers = layers_of(model, "--gradient-checkpointing")
     shares = model.shares_prompts
-    model.shares_prompts = False  # The second computation would add the keys to the cache again.
+    model.shares_prompts = False  # The recomputation would add the keys to the cache again.
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -264,7 +265,7 @@ def layers_of(model, flag: str) -> list:
     """Return the model's repeated layers, as transformers marks them.
 
     Raises:
-        ValueError: The model has none; the message names the `flag` that needs them.
+        ValueError: The model has no such layers; the message names the `flag` that needs them.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -279,12 +280,12 @@ def layers_of(model, flag: str) -> list:
 def add_adapters(model, options, source: str) -> None:
     """Freeze the model and add float32 adapters to its layers.
 
-    The adapters are those of the checkpoint `source` if it has any. New ones change nothing at first, because
-    their matrix B is 0, and are the same for the same seed.
+    If the checkpoint `source` has adapters, they are loaded. New adapters depend only on the seed, and change
+    nothing at first, because their matrix B is 0.
 
     Args:
         model: The model.
-        options: Has lora_rank, lora_alpha, lora_targets and seed (settings.PolicyOptions).
+        options: An object with lora_rank, lora_alpha, lora_targets and seed (settings.PolicyOptions).
         source: A folder or hub name.
 
     Raises:
@@ -307,8 +308,8 @@ def add_adapters(model, options, source: str) -> None:
     torch.manual_seed(options.seed)
     for name, layer in adapter_layers(model).items():
         kind = type(layer.get_base_layer())
-        # Experts are not linear layers, a router returns more than a product, and a tied head is also the
-        # embedding.
+        # Experts are not linear layers, a router returns more than a product, and a tied head shares its
+        # weight with the embedding.
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
         if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
             raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer of its "
@@ -342,9 +343,10 @@ def count_adapters(model) -> str:
 
 @contextlib.contextmanager
 def without_adapters(model):
-    """Inside this context, the model computes what it did before it got adapters.
+    """Turn off the model's adapters inside this context.
 
-    The adapters are scaled by 0. peft's own switch would also freeze them, which FSDP does not support.
+    The adapters are scaled by 0. peft's own switch would also freeze the adapters, and FSDP does not support
+    that.
     """
     layers = adapter_layers(model).values()
     try:
@@ -358,7 +360,7 @@ def without_adapters(model):
 
 @torch.no_grad()
 def merged_weights(model):
-    """Yield name and tensor of each weight with the adapter merged in, under the names of the base model.
+    """Yield the name in the base model and the tensor of each weight, with its adapter merged.
 
     The weight of a layer with an adapter is W + alpha / rank * B @ A, in float32. If W is sharded over ranks,
     the sum is sharded the same way.
@@ -379,8 +381,8 @@ def left_padded(prompts, device):
     """Pad the distinct prompts on the left, so that all of them end in the same column.
 
     Returns:
-        For each prompt its row among the distinct ones, and of these the token ids, the attention mask and
-        the positions.
+        The row of each prompt among the distinct prompts, and the token ids, the attention mask and the
+        positions of the distinct prompts.
     """
     rows = {}
     row_of_prompt = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
@@ -392,7 +394,7 @@ def left_padded(prompts, device):
 def mask_of(lengths, device):
     """Return a mask (B x T) that is true on tokens.
 
-    It is made from lengths and never from tokens, because the padding token may be the end token.
+    The mask is made from lengths and not from tokens, because the padding token may be the end token.
     """
     return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 

@@ -5,11 +5,11 @@
 
 The losses are in algorithm.py, the forward pass is in causal_lm.py, and sampling is in rollout.py.
 docs/plain_grpo.py trains with these four files and the options in settings.py. cluster/ranks.py is the same
-policy on many GPUs: a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`,
-and whose `update_mini_batches` gets its own share of the samples.
-Needs algorithm.py and causal_lm.py; speedups.py if it is there.
+policy on many GPUs: a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`.
+There, `update_mini_batches` gets one rank's share of the samples.
+This file needs algorithm.py and causal_lm.py; speedups.py is optional.
 Not covered: a critic model, images, several passes over the same samples.
-Names end in the shape of a tensor: B sequences of a micro-batch, T tokens of the longest response.
+The names of tensors end in their shapes: B sequences of a micro-batch, T tokens of the longest response.
 """
 
 import contextlib
@@ -46,34 +46,34 @@ from causal_lm import (
 # Tokens per forward and backward pass, with padding, if --max-tokens-per-micro-batch is 0.
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
 LAYER = re.compile(r"(.*?\.\d+\.)?")  # The name of a weight starts with its layer, such as model.layers.3.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # A single process saves alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # It is not needed here.
 
 
 @dataclass
 class Sample:
-    """One response to one prompt. It collects everything that is known about it on its way through a step."""
+    """One response to one prompt. Each part of a training step adds fields to the sample."""
 
-    row: dict  # The row of the data file.
+    row: dict  # The sample's row of the data file.
     prompt_ids: list[int]
-    response_ids: list[int] = field(default_factory=list)  # These include the end token, if there is one.
-    rollout_logprobs: list[float] = field(default_factory=list)  # One per response token, from the sampler.
+    response_ids: list[int] = field(default_factory=list)  # They include the end token if there is one.
+    rollout_logprobs: list[float] = field(default_factory=list)  # The sampler gives one per response token.
     text: str = ""  # The decoded response.
     # What the Reward Loop returned: reward_score, reward_extra_info and status.
     result: dict = field(default_factory=dict)
-    # None means no verdict: the sample has no part in the loss. If tokens have advantages of their own, this
-    # is the last one.
+    # None means that the sample has no verdict and is not part of the loss. If each token has an advantage,
+    # this is the advantage of the last token.
     advantage: float | None = None
-    token_advantages: list[float] = field(default_factory=list)  # Empty: `advantage` holds for all tokens.
+    token_advantages: list[float] = field(default_factory=list)  # If empty, all tokens have `advantage`.
     verdict: Future | None = None  # The result while the sample is being scored.
-    # Whether the policy wrote each response token, and so learns from it. Empty: it wrote all of them.
+    # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all tokens.
     loss_mask: list[bool] = field(default_factory=list)
     # A rollout function (trajectory.py) sets the next five fields.
     turns: list[dict] = field(default_factory=list)  # {"who": "policy", "text": "65+9=?", "tokens": 5}
-    info: dict = field(default_factory=dict)  # Anything that the reward function should know.
-    failure: str = ""  # "error" or "timeout" if the rollout failed. Such a sample has no reward.
-    truncated: bool | None = None  # Whether it ran out of tokens. None: there is no rollout function.
-    tool_seconds: float = 0.0  # Time that it took, without waiting for the policy.
-    # Policy.update fills in these two, before the first update of a step: one log-probability per token.
+    info: dict = field(default_factory=dict)  # Anything that the reward function should get.
+    failure: str = ""  # "error" or "timeout" if the rollout failed; then there is no reward.
+    truncated: bool | None = None  # Whether the response ran out of tokens; None without a rollout function.
+    tool_seconds: float = 0.0  # Time of the rollout function, without waiting for the policy.
+    # Policy.update fills in the next two before a step's first update: one log-probability per token.
     old_logprobs: torch.Tensor | None = field(default=None, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, compare=False)
 
@@ -99,16 +99,16 @@ class Sample:
 
 @dataclass
 class MiniBatch:
-    """The samples of one optimizer update. If there are several ranks, each has its own samples."""
+    """The samples of one optimizer update. With several ranks, each rank has a share of the samples."""
 
-    samples: list[Sample]  # Only those with a gradient.
-    # The next two count all samples with a verdict, on all ranks; they divide the loss.
+    samples: list[Sample]  # Samples without a gradient are left out.
+    # The next two count all samples with a verdict on all ranks, and divide the loss.
     num_tokens: int = 0  # Number of tokens that the policy wrote.
-    num_sequences: int = 0  # If this is 0, nothing is trained: the sampler is only checked.
+    num_sequences: int = 0  # If this is 0, the update only checks the sampler.
 
 
 class RanksLost(RuntimeError):
-    """A process with a shard of the policy has died. The run resumes from its newest checkpoint."""
+    """A rank has died, and its shard of the policy is lost. The run resumes from its newest checkpoint."""
 
 
 class Policy:
@@ -121,14 +121,14 @@ class Policy:
     Args:
         options: settings.PolicyOptions, or anything else with its attributes.
         source: The folder or hub name to load: options.model, or a checkpoint.
-        device: Where the model is computed.
+        device: The device that computes the model.
 
     Raises:
-        ValueError: The model's log-probabilities come out wrong, or an option does not fit the model.
+        ValueError: The model's log-probabilities are wrong, or an option does not fit the model.
     """
 
-    is_main_rank = True  # Of several ranks, one writes checkpoints and sends weights.
-    # True if rollouts are sampled by this very model, so that rollout_logprobs are exact in float32.
+    is_main_rank = True  # The main rank writes checkpoints and sends weights.
+    # True if this process also samples the rollouts, so that rollout_logprobs are exact in float32.
     samples_itself = False
     load_dtype = torch.float32  # The type in which weights are read.
 
@@ -144,7 +144,7 @@ class Policy:
         self.model = self.load(source)
         self.reference = None
         if options.kl_coef and self.has_adapters:
-            self.reference = self.model  # computed without its adapters
+            self.reference = self.model  # The adapters are turned off while this is computed.
         elif options.kl_coef:
             self.reference = self.load(options.model)
         self.optimizer = self.new_optimizer()
@@ -174,7 +174,7 @@ class Policy:
     # ---- methods that a rank of many overrides
 
     def setup_model(self, model) -> None:
-        """Move a loaded model to where it is computed."""
+        """Move a loaded model to the device that computes it."""
         set_dtypes(model, self.config.lora_rank, self.device.type)
         model.to(self.device)
         model.shares_prompts = can_share_prompts(model)
@@ -190,8 +190,8 @@ class Policy:
     def forward(self, samples: list[Sample], model=None):
         """Compute log-probabilities and entropies in micro-batches.
 
-        Yields (samples, logprobs, entropy, mask), the last three B x T. The mask is true on tokens that the
-        policy wrote. model: Another model than the policy's.
+        Yields (samples, logprobs, entropy, mask); the last three are B x T. The mask is true on tokens that
+        the policy wrote. `model` is the policy's model by default.
         """
         for indices in micro_batches([sample.length for sample in samples], self.max_tokens):
             part = [samples[index] for index in indices]
@@ -210,31 +210,30 @@ class Policy:
     # ---- the update
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        """Train on the groups of a step once, in mini-batches with one optimizer update each.
+        """Train on the groups of a step once. Each mini-batch gets one optimizer update.
 
-        Samples without a gradient are not computed: those without a verdict, and those with advantage 0
-        unless entropy or KL coefficients move the policy. The token mean still counts every sample with a
-        verdict.
+        Samples without a gradient are skipped. Such samples have no verdict, or they have advantage 0 and
+        there is no entropy or KL coefficient. The token mean still counts every sample with a verdict.
 
         Returns:
-            Metrics. actor/entropy is estimated from all samples as they were sampled. rollout/logprob_diff
-            compares sampler and policy on the tokens that are computed before the first update. Everything
-            else is a mean over the tokens trained on.
+            Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
+            rollout/logprob_diff compares sampler and policy on the tokens that are computed before the first
+            update. Other rates are means over the tokens trained on.
 
         Raises:
-            RuntimeError: Sampler and policy differ by more than max_logprob_diff (no weight has changed
-                then), or a loss or gradient is not finite.
+            RuntimeError: Sampler and policy differ by more than max_logprob_diff (the weights are then
+                unchanged), or a loss or gradient is not finite.
         """
         batches = mini_batches(groups, self.config)
         metrics = self.update_mini_batches(batches, lr, max_logprob_diff)
         return metrics | {"actor/entropy": entropy_of(groups)}
 
     def update_mini_batches(self, batches: list[MiniBatch], lr: float, max_logprob_diff: float) -> dict:
-        """Do what `update` does, on the mini-batches that mini_batches() returned."""
+        """Train as `update` does, on the mini-batches that mini_batches() returned."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norms = []
-        if not batches[0].num_sequences:  # There is nothing to train on.
+        if not batches[0].num_sequences:  # No sample has a gradient.
             sums = self.compare_with_sampler(batches[0].samples)
             check_sampler(sums, max_logprob_diff)
             return self.metrics(sums, norms)
@@ -243,15 +242,15 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             found = self.all_reduce(self.accumulate_gradients(batch, is_first_update=not norms))
             sums.update(found)
-            if not norms:  # Now all tokens that are computed before the first update have been compared.
+            if not norms:  # All tokens to compare have been computed by now.
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.optimizer_step(found["loss_sum"]))
         return self.metrics(sums, norms)
 
     def fill_old_logprobs(self, batches: list[MiniBatch]) -> Counter:
-        """Fill in old and reference log-probabilities, which are those before the first update of a step.
+        """Fill in the old and reference log-probabilities, before the first update of a step.
 
-        The first mini-batch is left out: its old log-probabilities are computed during its own update.
+        The first mini-batch gets no old log-probabilities here, because its update computes them.
         Returns the sums of compare_with_sampler.
         """
         sums = Counter()
@@ -267,7 +266,7 @@ class Policy:
         return sums
 
     def compare_with_sampler(self, samples: list[Sample]) -> Counter:
-        """Fill in old log-probabilities, and sum up how far they are from the sampler's on all processes."""
+        """Fill in old log-probabilities, and sum their distance from the sampler's over all processes."""
         sums = Counter()
         for sample, logprobs in self.logprobs_of(samples):
             sample.old_logprobs = logprobs
@@ -277,11 +276,11 @@ class Policy:
         return self.all_reduce(sums)
 
     def accumulate_gradients(self, batch: MiniBatch, is_first_update: bool) -> Counter:
-        """Add up the gradient of these samples' part of the loss, and return sums for the metrics.
+        """Accumulate the gradient of this mini-batch's loss, and return sums for the metrics.
 
-        Every micro-batch is divided by numbers of the whole mini-batch. So any split of the samples over
-        micro-batches or ranks gives the same gradient and the same sums. is_first_update: The model has not
-        changed in this step, so old log-probabilities are what it computes now.
+        The loss of a micro-batch is divided by counts of the whole mini-batch. So any split of the samples
+        over micro-batches or ranks gives the same gradient and the same sums. If is_first_update is set, the
+        model has not changed in this step, and the log-probabilities that it computes are the old ones.
         """
         config = self.config
         sums = Counter()
@@ -337,14 +336,14 @@ class Policy:
         """
         norm = gather_full(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
-            raise RuntimeError(f"loss {loss:g} or gradient norm {norm:g} is not finite; see samples.jsonl "
-                               "and pass a lower --lr")  # fmt: skip
-        self.num_updates += 1  # Counted before the weights change, so that a failure counts as changed.
+            raise RuntimeError(f"loss {loss:g} or gradient norm {norm:g} is not finite; look for "
+                               "unusual samples in samples.jsonl, and pass a lower --lr")  # fmt: skip
+        self.num_updates += 1  # If the next line fails, the weights may have changed.
         self.optimizer.step()
         return norm
 
     def metrics(self, sums: Counter, norms: list[float]) -> dict:
-        """Return the metrics of an update from its sums and the norms of its gradients."""
+        """Compute the metrics of an update from its sums and the norms of its gradients."""
         metrics = {
             "actor/updates": len(norms),
             "rollout/logprob_diff": sums["difference_sum"] / sums["compared_tokens"],
@@ -373,12 +372,12 @@ class Policy:
     # ---- weights and checkpoints
 
     def release_memory(self) -> None:
-        """Give unused GPU memory back to the device, for other processes that share it."""
+        """Return unused GPU memory to the device, which other processes may share."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
     def model_info(self) -> dict:
-        """Return what serving or saving this model needs to know about it."""
+        """Return the properties of the model that serving and saving need."""
         return {
             "config": self.model.config,
             "architecture": type(self.model).__name__.removeprefix("FSDP"),
@@ -388,10 +387,10 @@ class Policy:
         }
 
     def weights(self, dtype: torch.dtype | None = None):
-        """Yield name and full tensor of every weight, with adapters merged in.
+        """Yield the name and the full tensor of every weight, with adapters merged.
 
-        The names are those of the model's files, which vLLM reads; in memory, transformers uses other names
-        and joins all experts of a layer into one tensor. A tied head is yielded like any other weight.
+        vLLM reads the names of the model's files. In memory, transformers uses other names and joins all
+        experts of a layer into one tensor. A tied head is yielded like any other weight.
         """
         if self.has_adapters:
             named = merged_weights(self.model)
@@ -401,11 +400,11 @@ class Policy:
             tensors = {}
             for name, tensor in of_layer:
                 tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
-                tensors[name] = gather_full(tensor)  # After the cast there is less to gather.
+                tensors[name] = gather_full(tensor)  # The cast comes first, because it leaves less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()
 
     def trainable(self):
-        """Yield name and parameter of everything that is trained: all weights, or the adapters."""
+        """Yield the name and the tensor of every trained parameter: all weights, or the adapters."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -419,20 +418,20 @@ class Policy:
         named = self.trainable() if self.has_adapters else self.model.state_dict().items()
         weights = {}
         for name, tensor in named:
-            tensor = gather_full(tensor.detach().to(self.device))  # All ranks gather together.
+            tensor = gather_full(tensor.detach().to(self.device))  # Every rank must take part.
             if not tensor.isfinite().all():
-                raise RuntimeError(f"the weights are not finite (the first is {name}) and are not saved")
+                raise RuntimeError(f"weight {name} is not finite, so nothing was saved; pass a lower --lr")
             if self.is_main_rank:
                 weights[name] = tensor.cpu()
         if weights:
             self.model.save_pretrained(folder, state_dict=weights)
         state = {}
-        if self.optimizer.state:  # Otherwise torch would fill in the state by taking a step.
+        if self.optimizer.state:  # If it were empty, torch would take a step to fill it.
             state = self.optimizer_state()
         dcp.save(state, checkpoint_id=folder / "optimizer")
 
     def load_optimizer(self, folder: Path) -> None:
-        """Load the optimizer that `save` wrote. The number of ranks may have changed since."""
+        """Load the optimizer that `save` wrote. The number of ranks may differ."""
         if dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata:
             dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
 
@@ -452,7 +451,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     """Return the samples of each optimizer update.
 
-    There is at least one mini-batch. If no sample has a gradient, it is there only to check the sampler.
+    There is at least one mini-batch. If no sample has a gradient, the only one serves to check the sampler.
     """
     batches = []
     for samples in split_mini_batches(groups, options.mini_batch_size):
@@ -466,7 +465,7 @@ def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
 def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
     """Split the samples into mini-batches of at most `mini_batch_size` groups, as evenly as possible.
 
-    Each mini-batch is one optimizer update, so a remainder of one group would weigh as much as all others.
+    Each mini-batch is one optimizer update, so a remainder of one group would weigh as much as a full one.
     """
     count = math.ceil(len(groups) / mini_batch_size)
     bounds = [len(groups) * number // count for number in range(count + 1)]
@@ -483,9 +482,9 @@ def has_gradient(sample: Sample, options) -> bool:
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Group indices of similar lengths, with at most `max_tokens` tokens after padding.
+    """Group the indices of sequences with similar lengths into micro-batches.
 
-    A sequence that is longer than `max_tokens` is alone.
+    A micro-batch has at most `max_tokens` tokens after padding, or one longer sequence.
     """
     batches = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -527,6 +526,6 @@ def logprob_difference(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -
 def check_sampler(sums: Counter, limit: float) -> None:
     """Raise RuntimeError if the samples do not seem to come from the policy's weights."""
     apart = sums["difference_sum"] / sums["compared_tokens"]
-    if not apart <= limit:  # NaN is over the limit, too.
+    if not apart <= limit:  # This is also true for NaN.
         raise RuntimeError(f"rollout/logprob_diff {apart:.3f} is over --max-logprob-diff {limit:g}: the "
                            "sampler does not use the trainer's weights, or not their precision")  # fmt: skip

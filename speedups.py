@@ -1,12 +1,13 @@
 """Optimizations only: without this file, every result is the same.
 
     shared_states   the update computes equal prompts once (20-25 % less time if answers are short)
-    make_roomy      rollouts write into a key-value cache with room, not copying it (8-40 % less time)
-    use_gqa         on a CPU, keys that several query heads share are not copied for each of these heads
+    make_roomy      rollouts write into a preallocated key-value cache and do not copy it (8-40 % less time)
+    use_gqa         on a CPU, attention does not copy the keys that several query heads share
 
-causal_lm.py imports this file if it is there. When a model is loaded, check_logprobs tries whether it can
-share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (slower on CPU).
-Needs none of our other files. Names end in the shape of a tensor, as in causal_lm.py.
+causal_lm.py imports this file if it is there. When a model is loaded, check_logprobs tests whether it
+can share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (which is
+slower on CPU). This file imports nothing from this repository. The names of tensors end in their shapes, as
+in causal_lm.py.
 """
 
 import torch
@@ -26,8 +27,8 @@ SHARE_FROM = 0.25
 def shared_states(model, body, sequences, counts, left_padded):
     """Return what causal_lm.response_states does, but compute each distinct prompt only once.
 
-    The responses share the keys and values of their prompt, and so their gradients. Returns None if the model
-    cannot share prompts, or if sharing would not be faster.
+    All responses to a prompt use the same keys and values of this prompt, so these get the gradients of all
+    responses. Returns None if the model cannot share prompts, or if sharing would not be faster.
     """
     prompts = []
     responses = []
@@ -55,7 +56,7 @@ def shared_states(model, body, sequences, counts, left_padded):
 
 
 def worth_sharing(prompts, counts):
-    """Return whether enough tokens repeat the prompts of other samples, and some response has two tokens."""
+    """Return whether repeated prompts have enough tokens, and some response has at least two tokens."""
     if max(counts) == 1:
         return False
     in_prompts = sum(map(len, prompts))
@@ -72,23 +73,23 @@ def can_share_prompts(model):
 
 
 def make_roomy(cache):
-    """Give room to the full-attention layers of an empty cache."""
+    """Preallocate room in the full-attention layers of an empty cache."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer()
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer, in buffers with room for new ones, which saves copying the old ones."""
+    """Keys and values of a layer in buffers with spare room, which saves copying them for each token."""
 
     room = 32
-    front = False  # The used part of the key buffer: `self.keys` as `update` set it.
+    front = False  # The used part of the key buffer, which `update` made `self.keys`.
 
     def update(self, keys, values, *args, **kwargs):
         keys = keys.to(values.dtype)  # On a GPU, rotary embeddings return float32.
         start = self.get_seq_length()
         end = start + keys.shape[-2]
-        # If rows were selected since, `self.keys` is another tensor than the front of the buffer.
+        # If rows were selected since the last update, `self.keys` is no longer the front of the buffer.
         if self.keys is not self.front or end > self.key_buffer.shape[-2]:
             super().update(keys, values)
             self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
@@ -107,10 +108,10 @@ THEIR_USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
 def use_gqa(mask, key, *value):
-    """Return whether attention takes shared keys as they are. On a CPU, decide as if there were no mask."""
+    """Return whether attention takes shared keys without copies. On a CPU, the mask is ignored."""
     if key.device.type == "cpu":
         mask = None
     return THEIR_USE_GQA(mask, key, *value)
 
 
-sdpa_attention.use_gqa_in_sdpa = use_gqa  # This holds for every model of this process.
+sdpa_attention.use_gqa_in_sdpa = use_gqa  # This affects every model in this process.
