@@ -1,6 +1,6 @@
-"""One run of the trainer: what it reads, what it starts, how it is stopped, and how it resumes.
+"""One run of the trainer: its input, its processes, its checkpoints, and how it stops and resumes.
 
-grpo_trainer.py uses it: its `train` shows what happens during a run.
+grpo_trainer.py uses this file. The function `train` there shows the order of events in a run.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ from trajectory import Rollouts
 class Run:
     """One run of the trainer, from its input to its checkpoints.
 
-        with Run(config) as run:            # starts models and servers; saves the policy if it fails
+        with Run(config) as run:            # starts models and servers; saves the policy after a failure
             for step in run.steps(evaluate):
                 with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
                     ...
         run.result                          # the folder of the last checkpoint
 
-    The constructor reads and checks the input, and raises ValueError if anything in it is wrong.
+    The constructor reads and checks the input. It raises ValueError if the input is wrong.
     """
 
     def __init__(self, config):
@@ -64,12 +64,12 @@ class Run:
             torch.set_num_threads(config.num_threads)
         self.result = None
         self.servers = None
-        self.merged_dir = Path(config.out_dir, "merged")  # the model with its adapters, after the last step
-        self.cancelled = threading.Event()  # set: rollouts and waits for rewards that are under way must end
+        self.merged_dir = Path(config.out_dir, "merged")  # with LoRA: the final merged model
+        self.cancelled = threading.Event()  # If set, rollouts and waits for rewards end.
         self.num_restarts = 0
-        self.num_updates = 0  # optimizer steps of the policy by the end of the newest step
-        self.num_evaluations = 0  # of this process
-        self.lock = check_folder(config)  # no other run writes to the folder until the lock is closed
+        self.num_updates = 0  # optimizer steps up to the end of the newest step
+        self.num_evaluations = 0  # Only those of this process count.
+        self.lock = check_folder(config)  # No other run may use the folder meanwhile.
         try:
             self.find_checkpoint()
             self.read_tokenizer()
@@ -94,16 +94,16 @@ class Run:
             self.compare_model()
             print(f"resuming from {self.resume_from}")
         self.step = self.saved_step = state["step"]
-        self.num_prompts_trained = state["prompts_drawn"]  # drawn by the steps that are done
-        self.num_prompts_drawn = state["prompts_drawn"]  # these, and those drawn by the steps under way
-        self.prefetched = None  # the step that is collected during the update (--overlap)
+        self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
+        self.num_prompts_drawn = state["prompts_drawn"]  # drawn by completed and current steps
+        self.prefetched = None  # The step that is sampled during an update.
 
     def compare_model(self):
         """Print a warning if the run is resumed with another --model."""
         config = self.config
         file = Path(config.out_dir, "config.json")
         if not file.is_file() or not (config.kl_coef or config.lora_rank):
-            return  # a checkpoint of full weights does not need the model
+            return  # A checkpoint of full weights does not need --model.
         before = json.loads(file.read_text()).get("model")
         if before != config.model:
             use = "--kl-coef now compares with"
@@ -115,7 +115,7 @@ class Run:
     def read_tokenizer(self):
         config = self.config
         self.base_model = self.resume_from
-        if config.lora_rank:  # a checkpoint of adapters does not contain the model
+        if config.lora_rank:  # A checkpoint of adapters lacks the base model.
             self.base_model = config.model
         if Path(self.base_model, "adapter_config.json").is_file():
             raise ValueError(
@@ -142,7 +142,7 @@ class Run:
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
                 f"--lr-warmup-steps {config.lr_warmup_steps} exceeds --total-steps {config.total_steps}, so "
-                f"that the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps to reach it"
+                f"that the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps"
             )
         if len(self.train_rows) < config.train_batch_size:
             print(f"--train-file has {len(self.train_rows)} rows, fewer than --train-batch-size "
@@ -162,20 +162,20 @@ class Run:
         shape = self.model_config.get_text_config()
         self.check_tokens(rows, getattr(shape, "vocab_size", None) or math.inf)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
-        # Beyond this length these models encode every position differently, so that the log-probabilities of
-        # a sample would depend on the longest sample of its micro-batch.
+        # Beyond this length, these models encode every position differently. The log-probabilities of a
+        # sample would then depend on the longest sample of its micro-batch.
         rope = getattr(shape, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.max_sequence_length > limit:
             raise ValueError(
                 f"--max-response-length {config.max_response_length} and the longest prompt make "
-                f"{self.max_sequence_length} tokens, but the model takes {limit}; lower it, or "
-                "--max-prompt-length"
+                f"{self.max_sequence_length} tokens, but the model takes {limit}; lower "
+                "--max-response-length or --max-prompt-length"
             )
 
     def read_rollout_function(self):
-        """Load the rollout function, once for the whole run. ValueError if it does not fit."""
+        """Load the rollout function once for the whole run. Raises ValueError if that fails."""
         config = self.config
         self.rollouts = None
         if not config.rollout_fn:
@@ -184,8 +184,8 @@ class Run:
         settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
         options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
         models = reward_loop.named("router_address", config.router_address)
-        if not models and config.reward_mode == "standalone":  # else they may sleep during rollouts
-            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # see start_rewards
+        if not models and config.reward_mode == "standalone":  # Colocated judges may be asleep.
+            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # addresses follow later
         try:
             self.rollouts = Rollouts(
                 function,
@@ -209,10 +209,10 @@ class Run:
             )
 
     def check_weights(self):
-        """Raise ValueError if the model's folder has no weights. (tools/plan_run.py needs none.)"""
+        """Raise ValueError if the model's folder has no weights. tools/plan_run.py works without weights."""
         folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
-            raise ValueError(f"--model {folder} has no weights (*.safetensors); was the download complete?")
+            raise ValueError(f"--model {folder} has no weights (*.safetensors); download the model again")
 
     # ---- from start to end
 
@@ -224,7 +224,7 @@ class Run:
                 print(json.dumps(asdict(self.config), indent=2))
             else:
                 self.start(stack)
-            self.resources = stack.pop_all()  # kept open until the run ends
+            self.resources = stack.pop_all()  # They stay open until the run ends.
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -236,13 +236,13 @@ class Run:
                 self.result = Path(self.resume_from)
 
     def steps(self, evaluate):
-        """Yield the number of each step that is left; a step whose ranks died is yielded again.
+        """Yield the number of each step that is left. If ranks die, their step is yielded again.
 
-        Before each of them, and after the last, call evaluate(run) if an evaluation is due.
+        Before each step and after the last one, call evaluate(run) if an evaluation is due.
         """
         while not self.config.dry_run:
             if not self.log.history or self.log.history[-1]["step"] != self.step:
-                self.log.metrics({"step": self.step})  # step 0 has no line yet, nor a step after a power cut
+                self.log.metrics({"step": self.step})  # Step 0 lacks a line, as may a step after a power cut.
             if self.evaluation_is_due():
                 with self.restarting_ranks():
                     evaluate(self)
@@ -261,13 +261,13 @@ class Run:
         else:
             is_wanted = config.val_every and step % config.val_every == 0
         is_done = has_evaluation(self.log.history[-1])
-        if not config.total_steps:  # --total-steps 0 asks for another evaluation
+        if not config.total_steps:  # --total-steps 0 always evaluates, even if this was done before.
             is_done = self.num_evaluations > 0
         return bool(self.val_rows and is_wanted and not is_done)
 
     @contextlib.contextmanager
     def protected_step(self):
-        """Do one step inside: lost ranks are restarted, and `hold_interrupts` lasts until the end."""
+        """Restart ranks that are lost in this step. At its end, also end what `hold_interrupts` began."""
         self.step_started = time.perf_counter()
         with self.restarting_ranks():
             with contextlib.ExitStack() as self.until_step_ends:
@@ -277,22 +277,22 @@ class Run:
             check_progress(self.log)
 
     def hold_interrupts(self):
-        """Let Ctrl-C wait until the end of this step."""
+        """Make Ctrl-C wait until the end of this step."""
         self.until_step_ends.enter_context(self.interrupts.held())
 
     def count_step(self, step: int, num_prompts_drawn: int):
-        """Note that the policy has learned from a step, which from now on counts."""
+        """Record that the policy has learned from a step."""
         self.step = step
         self.num_prompts_trained = num_prompts_drawn
         self.num_updates = self.policy.num_updates
 
     def sync_weights(self) -> dict:
-        """Send the new weights to the policy's servers once they generate nothing. Returns metrics."""
+        """Send the new weights to the policy's servers when nothing is being generated. Returns metrics."""
         if not self.servers:
             return {}
         started = time.perf_counter()
         while self.prefetched and not self.prefetched.rolled_out.wait(0.2):
-            if self.interrupts.asked:  # a run that is about to end needs no new weights on its servers
+            if self.interrupts.asked:  # The run is about to end, and needs no sync.
                 return {}
         ended = time.perf_counter()
         self.servers.sync()
@@ -313,7 +313,7 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
-        self.reservation = None  # on a CPU every process reserves its own resources
+        self.reservation = None  # On a CPU, each process reserves its own resources.
         if config.device == "cuda":
             from cluster import placement
 
@@ -323,11 +323,11 @@ class Run:
         note_start(config, self.step)
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
-        if find_spec("tools"):  # a copy of the scripts alone has no page
+        if find_spec("tools"):  # A copy of the scripts may lack tools/.
             print(f"live page of this run: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
-        if shares_gpus:  # the judge comes first: it takes its fraction of the memory, then sleeps
+        if shares_gpus:  # The judge starts first: it allocates its memory and then sleeps.
             self.start_rewards(stack, sleep_mode=True)
             self.rewards.reward_models.sleep()
         self.start_policy(stack)
@@ -336,7 +336,7 @@ class Run:
         if config.rollout == "vllm":
             self.start_servers(stack)
         stack.callback(self.cancelled.set)
-        self.interrupts = Interrupts()  # last, because Ray installs signal handlers as well
+        self.interrupts = Interrupts()  # This comes last, because Ray sets handlers too.
 
     def start_rewards(self, stack, sleep_mode):
         penalty = length_penalty_of(self.config)
@@ -363,7 +363,7 @@ class Run:
                 self.policy.load_optimizer(Path(self.resume_from))
         except (ValueError, RanksLost):
             raise
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
                 f"cannot load {self.resume_from} ({why}); if a file of a checkpoint is truncated, delete the "
@@ -376,8 +376,8 @@ class Run:
                   "checkpoints lack all other parts, such as vision", flush=True)  # fmt: skip
         if info["adapters"]:
             print(info["adapters"], flush=True)
-        elif config.total_steps:  # an evaluation writes none
-            check_room(config, self.step, 12e-9 * info["numel"])  # adapters are small
+        elif config.total_steps:  # An evaluation writes no checkpoints.
+            check_room(config, self.step, 12e-9 * info["numel"])  # Adapters need no check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
             raise ValueError(f"--model {self.base_model} has no end token, nor has its tokenizer; add "
@@ -409,16 +409,16 @@ class Run:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
             raise
-        except Exception as error:  # on a full disk, safetensors and torch raise exceptions of their own
+        except Exception as error:  # On a full disk, safetensors and torch raise various types.
             raise RuntimeError(
                 f"the checkpoint of step {self.step} could not be written ({error}); --resume auto resumes "
                 f"after step {self.saved_step}"
             ) from error
         self.saved_step = self.step
-        shutil.rmtree(self.merged_dir, ignore_errors=True)  # made from an earlier checkpoint
+        shutil.rmtree(self.merged_dir, ignore_errors=True)  # It belongs to an older checkpoint.
 
     def finish(self):
-        """Write the page, and adapters as an ordinary model, after the last step."""
+        """Write report.html, and with LoRA the merged model, after the last step."""
         config = self.config
         try:
             from tools.merge_lora import merge
@@ -435,25 +435,25 @@ class Run:
 
     def save_after_failure(self):
         """Save the steps since the newest checkpoint, so that nothing learned is lost."""
-        # In the middle of an update the weights belong to no step.
+        # In the middle of an update, the weights belong to no step and must not be saved.
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
-            with contextlib.suppress(RanksLost):  # the error that ends the run says more
+            with contextlib.suppress(RanksLost):  # The first error says more.
                 self.save()
         print(f"stopped; --resume auto resumes after step {self.saved_step}", flush=True)
 
     @contextlib.contextmanager
     def restarting_ranks(self):
-        """Restart ranks that die inside: only the steps since the newest checkpoint are repeated."""
+        """Restart ranks that die inside this context, from the newest checkpoint."""
         try:
             yield
         except RanksLost as error:
             self.recover(error)
 
     def recover(self, error: RanksLost):
-        """Start new ranks from the newest checkpoint. Judges, workers and the policy's servers stay."""
-        self.cancelled.set()  # the prefetched step is drawn again
+        """Start new ranks from the newest checkpoint. Judges, workers and servers keep running."""
+        self.cancelled.set()  # The prefetched step will be drawn again.
         if self.prefetched:
-            self.prefetched.batch.exception()  # waits for its end
+            self.prefetched.batch.exception()  # This waits until the thread has ended.
         self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
@@ -475,7 +475,7 @@ class Run:
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
-    """Read the rows of a file and add `prompt_ids`. ValueError names the file, the row and the fault."""
+    """Read the rows of a file and add `prompt_ids`. A ValueError names the file, the row and the fault."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
@@ -498,7 +498,7 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
 
 
 def checked_row(row: dict) -> dict:
-    """Return the row with a prompt that chat templates accept. ValueError says what is wrong."""
+    """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed."""
     if not isinstance(row["data_source"], str):
         raise ValueError(f"data_source is {row['data_source']!r}; it must be text, the name of the data set")
     if not isinstance(row["extra_info"], dict | None):
@@ -510,7 +510,7 @@ def checked_row(row: dict) -> dict:
 
 
 def checked_message(message) -> dict:
-    """Drop keys that are None, which tables write for missing ones, and join the parts of the content."""
+    """Return a message without None values, which tables write for missing keys, and with its text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"prompt has the message {message!r:.60}; each must be a {{role, content}}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -526,9 +526,9 @@ def checked_message(message) -> dict:
 
 
 def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
-    """Return the tokens that the policy continues. ValueError if the template rejects or drops the question.
+    """Return the tokens of a prompt. If its last message is the assistant's, the policy continues it.
 
-    If the last message is the assistant's, the policy continues that message.
+    Raises ValueError if the chat template rejects the prompt or drops its last message.
     """
     is_prefilled = messages[-1]["role"] == "assistant"
     ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
@@ -536,7 +536,7 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-    except Exception as error:  # a template is a program that comes with the model, and may raise anything
+    except Exception as error:  # A template is a program and may raise anything.
         raise ValueError(f"the chat template rejected the prompt: {error}") from error
     last = messages[-1]
     text = last["content"].strip()
@@ -549,10 +549,10 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
 def check_progress(log: Log) -> None:
     """Print the findings that are new at the newest step.
 
-    RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
+    Raises RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
     """
     found = []
-    with contextlib.suppress(ImportError):  # a copy of this repository without tools/
+    with contextlib.suppress(ImportError):  # A copy of the scripts may lack tools/.
         from tools.diagnose import diagnose
 
         found = diagnose(log.history, log.recent, last=2)
@@ -562,36 +562,36 @@ def check_progress(log: Log) -> None:
             print(finding, flush=True)
     limit = log.config.max_idle_steps
     last = log.history[-limit:]
-    has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # step 0 has none
+    has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # Step 0 lacks the metric.
     if limit and len(last) == limit and not has_signal:
         raise RuntimeError(f"no group had a learning signal in {limit} consecutive steps "
-                           "(--max-idle-steps); see samples.jsonl")  # fmt: skip
+                           "(--max-idle-steps); look at the rewards in samples.jsonl")  # fmt: skip
 
 
 class Interrupts:
-    """Handles Ctrl-C, SIGTERM and a closed terminal: at once, or at the end of a `held` block."""
+    """Handles Ctrl-C, SIGTERM and a closed terminal: immediately, or at the end of a `held` block."""
 
     def __init__(self):
         self.hold = False
         self.asked = False
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
             signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number, _):
-        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
+        if number == signal.SIGHUP:  # The terminal is gone, and writing to it would fail.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
         if self.asked or not self.hold:
             raise KeyboardInterrupt
         self.asked = True
-        os.write(1, b"finishing this step, then saving; Ctrl-C again leaves at once\n")
+        os.write(1, b"finishing this step, then saving; press Ctrl-C again to quit immediately\n")
 
     @contextlib.contextmanager
     def held(self):
-        """Let the first Ctrl-C inside wait for the end of the block."""
+        """Delay the first Ctrl-C until the end of the block."""
         self.hold = True
         try:
             yield
