@@ -5,11 +5,12 @@
     rollout_vllm(servers, samples, ...)   one request per sample
     servers.sync()                        after each update: the new weights
 
-Both functions fill in `response_ids` and `rollout_logprobs` of the samples they get (policy.Sample). They
-report each sample as soon as it ends, so that its reward is computed while the others continue.
-trajectory.py samples the turns of multi-turn rollouts with the parts below. Needs policy.py, causal_lm.py and
-algorithm.py; for vLLM servers genrm_server.py and router.py. Not covered: speculative decoding, new weights
-in the middle of a response. Shapes: B sequences, V vocabulary.
+Both functions fill in `response_ids` and `rollout_logprobs` of the samples (policy.Sample). They report each
+sample as soon as its rollout ends, so its reward is computed while other rollouts continue. trajectory.py
+uses the functions of this file to sample the turns of multi-turn rollouts. This file needs policy.py,
+causal_lm.py and algorithm.py; vLLM servers also need genrm_server.py and router.py. Not covered: speculative
+decoding, new weights in the middle of a response. The names of tensors end in their shapes: B sequences, V
+vocabulary.
 """
 
 import asyncio
@@ -51,19 +52,19 @@ def rollout_hf(
 ):
     """Sample the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
-    Consecutive samples of one prompt share its computation. Temperature 0 is greedy. A response ends with an
-    end token, which belongs to it, or at max_response_length. rollout_logprobs are log-probabilities at this
-    temperature, before top_p.
+    Consecutive samples of one prompt share the computation of the prompt. Temperature 0 is greedy. A response
+    ends at max_response_length or with an end token, which is part of the response. rollout_logprobs are
+    log-probabilities at this temperature, before top_p.
 
     Args:
-        seed: On a CPU only its lowest 32 bits count.
+        seed: The seed of the random numbers. On a CPU, only its lowest 32 bits count.
         on_finished: Called with each sample as soon as it ends.
         is_done: Called with a sample after each of its tokens; a true result ends the response there.
     """
     device = model.device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    # Inference mode is 10 % faster on CPU. On a GPU it would turn off the cache of weights cast to bfloat16.
+    # Inference mode is 10 % faster on CPU. On a GPU, it would disable autocast's cache of bf16 weights.
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         for first in range(0, len(samples), rollout_batch_size):
             batch = samples[first : first + rollout_batch_size]
@@ -96,16 +97,16 @@ def generate_batch(
     device = stop_ids.device
     prompts = [sample.prompt_ids for sample in samples]
     prompt_of_row, ids, attended, positions = left_padded(prompts, device)
-    with precision(device, keep_casts=True):  # one context for the whole batch, so that casts are reused
+    with precision(device, keep_casts=True):  # One context, so that all tokens reuse the casts.
         logits, cache = next_logits(model, ids, attended, positions)
         cache.reorder_cache(prompt_of_row)
         logits = logits[prompt_of_row]
         attended = attended[prompt_of_row]
         position = positions[prompt_of_row, -1:]
-        rows = list(samples)  # the sample of each computed row; None if it has ended
+        rows = list(samples)  # The sample of each row; None if its rollout has ended.
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
-            # One tensor, so that the CPU waits for a GPU once per token. Doubles hold token ids exactly.
+            # With one tensor, the CPU waits for the GPU once per token. Doubles represent token ids exactly.
             is_end = torch.isin(tokens, stop_ids)
             sampled = torch.stack([tokens.double(), logprobs.double(), is_end.double()], 1).tolist()
             for row, (token, logprob, ends) in enumerate(sampled):
@@ -135,7 +136,7 @@ def generate_batch(
 def sample_tokens(logits_B_V, temperature, top_p, generator):
     """Sample one token per row (temperature 0: the likeliest) and return it with its log-probability.
 
-    The log-probability is the one before top_p.
+    The log-probability does not include the effect of top_p.
     """
     if temperature > 0:
         logits_B_V = logits_B_V / temperature
@@ -145,7 +146,7 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
     else:
         nucleus = logprobs
         if top_p < 1:
-            nucleus = TopPLogitsWarper(top_p)(None, logprobs)  # keeps the token that crosses top_p
+            nucleus = TopPLogitsWarper(top_p)(None, logprobs)  # This keeps the token that crosses top_p.
         # One random number per row; torch.multinomial draws one for every token of the vocabulary.
         sums = nucleus.exp().double().cumsum(-1)
         uniform = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
@@ -175,7 +176,7 @@ def check_sampling(policy: Policy):
     apart = 0.0
     for sample, logprobs in policy.logprobs_of(samples):
         apart += (logprobs - torch.tensor(sample.rollout_logprobs)).abs().mean().item() / len(samples)
-    if not apart <= 0.01:  # also true if the difference is NaN
+    if not apart <= 0.01:  # This is also true for NaN.
         name = type(policy.model).__name__
         raise ValueError(
             f"--rollout hf: samples wrongly from a {name} (log-probabilities differ by {apart:.2g}); "
@@ -199,9 +200,9 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The fields that are read of a server's answer.
+    """The fields of a server's answer that are decoded.
 
-    Decoding only these takes a sixth of the time, and this process reads the answers to all samples.
+    Decoding only these fields takes a sixth of the time. This process decodes the answers of all samples.
     """
 
     choices: list[Choice]
@@ -219,16 +220,16 @@ def rollout_vllm(
     on_finished=lambda sample: None,
     stop=threading.Event(),
 ):
-    """Sample the responses on a PolicyServers, as rollout_hf does in this process.
+    """Sample the responses on the vLLM servers of a PolicyServers, with one request per sample.
 
-    A request per sample sends token ids and gets token ids and log-probabilities. With top_p, these are the
-    log-probabilities within the nucleus. No request has a seed, because a seed kills vLLM's engine on CPU, so
-    two equal calls give different samples. Requests to a server that dies are sent again, and the router
-    holds them until a server is back. Raises RuntimeError if a request fails all the same, or if another
-    thread sets `stop`.
+    A request contains token ids, and its answer contains token ids and log-probabilities. With top_p, these
+    are the log-probabilities within the nucleus. No request has a seed, because a seed crashes vLLM's engine
+    on CPU. So two equal calls give different samples. Requests to a server that dies are sent again, and the
+    router queues them until a server is back. Raises RuntimeError if all attempts of a request fail, or if
+    another thread sets `stop`.
 
     Args:
-        rollout_batch_size: Requests at the same time, per server.
+        rollout_batch_size: Number of concurrent requests per server.
         on_finished: Called with each sample as soon as it ends.
     """
     address = servers.service.router_address
@@ -243,24 +244,24 @@ def rollout_vllm(
     async def roll_out_all():
         async with open_session(servers, rollout_batch_size) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
-            # An exception that nobody reads would be printed by asyncio as well.
+            # asyncio prints an exception that nobody reads, so this callback reads it.
             rollouts.add_done_callback(lambda rollouts: rollouts.exception())
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()
                 if stop.is_set():
-                    raise RuntimeError("the rollouts were given up")
+                    raise RuntimeError("the rollouts were cancelled")
             rollouts.result()
 
     asyncio.run(roll_out_all())
 
 
 def sampling_parameters(temperature, top_p, eos_ids) -> dict:
-    """Return what all requests have in common."""
+    """Return the sampling parameters that all requests share."""
     return {
         "temperature": temperature,
         "top_p": top_p,
-        "logprobs": 0,  # the log-probability of the sampled token only
+        "logprobs": 0,  # 0 asks for the sampled token's log-probability only.
         "return_token_ids": True,
         "stop_token_ids": sorted(eos_ids),
         "ignore_eos": True,  # A response ends with the trainer's end tokens only.
@@ -268,13 +269,13 @@ def sampling_parameters(temperature, top_p, eos_ids) -> dict:
 
 
 def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
-    """Return a session with the servers' router, for `rollout_batch_size` requests per server at once."""
+    """Return a session with the router, for `rollout_batch_size` concurrent requests per server."""
     config = servers.service.config
     limit = min(rollout_batch_size * config.num_servers, MAX_CONNECTIONS)
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
         headers={"Authorization": f"Bearer {config.api_key}"},
-        # The router's time limit does not count for requests that wait here for a connection.
+        # There is no time limit here, because requests may wait long for a connection. The router has one.
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),
     )
@@ -292,10 +293,10 @@ async def request_completion(session, address, body, headers=None) -> Choice:
             async with session.post("/v1/completions", json=body, headers=headers) as answer:
                 status = answer.status
                 text = await answer.text()
-        except (aiohttp.ClientError, OSError) as error:  # A server or the router died in the middle.
+        except (aiohttp.ClientError, OSError) as error:  # A server or the router has died.
             status = 502
             text = f"{type(error).__name__}: {error}"
-        if status < 500 and status != 422:  # 422: servers died, but perhaps not of this request.
+        if status < 500 and status != 422:  # 422: another request may be the cause.
             break
         if status == 504:
             timeouts += 1
@@ -312,11 +313,11 @@ async def request_completion(session, address, body, headers=None) -> Choice:
 
 # ---- the servers and their weights
 
-# Load the new weights, then drop the keys and values of the old ones. With reset_running_requests, every
-# version of vLLM reports a failed reset as an error.
+# Load the new weights, then drop the keys and values that the old weights computed. With
+# reset_running_requests, every version of vLLM reports a failed reset as an error.
 RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
           ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
-# vLLM's classes of these models use the embedding as head and reject a separate one.
+# vLLM's classes of these models use the embedding as head and reject a separate head.
 NO_HEAD = {"Gemma2ForCausalLM"}
 
 
@@ -324,23 +325,23 @@ class PolicyServers:
     """vLLM servers on this machine that serve a policy in training, and get its new weights at every `sync`.
 
     The servers read the weights from a WeightFolder, when they start and at every sync. A server that dies is
-    restarted and comes back with the newest weights; meanwhile the others do its work. The servers compute in
-    bfloat16 on GPUs, else in float32. `config` (genrm_server.Config) has all settings but the model's folder.
+    restarted with the newest weights; meanwhile the other servers do its work. The servers compute in
+    bfloat16 on GPUs and in float32 on CPUs. `config` (genrm_server.Config) has all settings except the model.
 
-    Raises what ModelServers raises, and RuntimeError naming the server if one rejects the weights.
+    Raises what ModelServers raises, and RuntimeError with the server's name if it rejects the weights.
     """
 
     def __init__(self, policy, tokenizer, config):
         from genrm_server import resolve_config
         self.policy = policy
-        self.service = None  # the ModelServers, once started
+        self.service = None  # the ModelServers, after the start
         self.has_synced = False
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         info = policy.model_info()
         check_servable(info, policy.device.type)
         path = folder_for(config.log_dir, self.dtype.itemsize * info["numel"])
-        self.contents = path, model_files(info, tokenizer)  # the arguments of a WeightFolder
-        # Log-probabilities after temperature, and no top_k or penalty that the model's folder may suggest.
+        self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
+        # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
         config = replace(
             config,
@@ -364,19 +365,19 @@ class PolicyServers:
         self.service = ModelServers(config, "policy", before_joining=self.reload)
 
     def write_weights(self):
-        # Copies: a tied head has the embedding's memory, which save_file rejects.
+        # A tied head shares the embedding's memory, which save_file rejects, so all weights are cloned.
         weights = {name: tensor.clone() for name, tensor in served_weights(self.policy, self.dtype)}
         save_file(weights, self.folder.path / "model.safetensors", {"format": "pt"})
 
     def reload(self, slot):
-        """Reload a server before it joins: one that was restarted may have read the weights before a sync."""
+        """Reload the weights of a restarted server before it joins, because a sync may have changed them."""
         if self.service:
             for call in RELOAD:
                 self.service.post_control(slot, *call)
 
     def sync(self):
-        """Send the policy's weights to all servers. None of them may be generating."""
-        with self.service.lock:  # No server joins between the writing and the reload.
+        """Send the policy's weights to all servers. No server may be generating."""
+        with self.service.lock:  # Meanwhile no server may join.
             self.write_weights()
             for call in RELOAD:
                 self.service.post_control_all(*call)
@@ -400,17 +401,17 @@ class PolicyServers:
 
 
 def check_servable(info: dict, device: str):
-    """Raise ValueError if vLLM cannot load new weights of this policy, or computes garbage with them."""
+    """Raise ValueError if vLLM cannot load new weights of this policy, or gives wrong results afterwards."""
     config = info["config"]
     name = info["architecture"]
     counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]
     if device == "cpu" and max(counts, default=0) > 1:
         raise ValueError(
-            f"--rollout vllm: after new weights, vLLM on CPU computes garbage with {name}, which is a "
-            "mixture of experts; take --rollout hf, or a GPU"
+            f"--rollout vllm: after new weights, vLLM on CPU gives wrong results with {name}, which is "
+            "a mixture of experts; pass --rollout hf, or use a GPU"
         )
     if name in NO_HEAD and not config.tie_word_embeddings:
-        raise ValueError(f"--rollout vllm: vLLM's {name} has no head of its own; take --rollout hf")
+        raise ValueError(f"--rollout vllm: vLLM's {name} has no separate head; pass --rollout hf")
 
 
 def served_weights(policy, dtype: torch.dtype):
@@ -422,7 +423,7 @@ def served_weights(policy, dtype: torch.dtype):
 
 
 def folder_for(log_dir: Path | None, size: int) -> str:
-    """Return the path of a folder for weights of `size` bytes, in shared memory if that has room here.
+    """Return the path of a folder for weights of `size` bytes, in shared memory if it has room.
 
     The path is the same on all nodes. A run that was killed and is resumed gets the same path again.
     """
@@ -444,10 +445,10 @@ def folder_for(log_dir: Path | None, size: int) -> str:
 def model_files(info: dict, tokenizer) -> dict[str, bytes]:
     """Return the files of a model's folder other than the weights: {name: content}."""
     served = copy.deepcopy(info["config"])
-    # Untied, because vLLM's reload silently leaves a tied head with its old weights.
+    # The head is untied, because vLLM's reload silently leaves a tied head with its old weights.
     served.tie_word_embeddings = info["architecture"] in NO_HEAD
     served.architectures = [info["architecture"]]
-    served.head_dtype = "float32"  # as in training; vLLM 0.24 cannot do it, and says so
+    served.head_dtype = "float32"  # Training does this; vLLM 0.24 warns that it cannot.
     with tempfile.TemporaryDirectory() as folder:
         served.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -459,15 +460,15 @@ class WeightFolder:
     """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
 
     `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
-    A server that starts meanwhile may fail and start again, or read some of each; it reads all of them once
-    more before it gets a request. A folder of this user is taken over, because its actor may have died.
-    Raises PermissionError if another user made the folder, who could read or replace the weights.
+    A server that starts meanwhile may fail and restart, or read a mixture of old and new weights. It reads
+    the weights again before it gets a request. An existing folder of this user is reused, because its actor
+    may have died. Raises PermissionError if another user owns the folder and so could change the weights.
     """
 
     def __init__(self, path: str, files: dict[str, bytes]):
         self.path = Path(path)
         self.path.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(self.path)  # lstat does not follow a link.
+        found = os.lstat(self.path)  # lstat does not follow links.
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
             raise PermissionError(f"policy servers: {path} is not this user's folder; remove it")
         os.chmod(self.path, 0o700)
@@ -483,11 +484,11 @@ class WeightFolder:
         (self.path / f"{name}.safetensors").write_bytes(memoryview(pack))
 
     def add(self, number: int, pack) -> None:
-        """Write a part while the next one is on its way. The caller must not change `pack`."""
+        """Write a part in a thread, while the next part is sent. The caller must not change `pack`."""
         self.written.append(self.writer.submit(self.write, number, pack))
 
     def finish(self) -> None:
-        """Wait until all parts are written. Raise OSError if that failed."""
+        """Wait until all parts are written. Raise OSError if writing failed."""
         for write in self.written:
             write.result()
         self.written = []

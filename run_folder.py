@@ -1,11 +1,11 @@
-"""What a run writes and measures: its checkpoints, metrics.jsonl, samples.jsonl and curves.png.
+"""The output directory of a run: its checkpoints, metrics.jsonl, samples.jsonl and curves.png.
 
-grpo_trainer.py uses it; `config` is the trainer's configuration. A group is a list of policy.Sample, whose
-`result` is what reward_loop.py returns. To add a metric, add a line to `reward_metrics` (training) or
-`source_metrics` (evaluation); whatever number the user's function returns is averaged anyway.
+grpo_trainer.py uses this file; `config` is the trainer's configuration. A group is a list of policy.Sample,
+whose `result` is what reward_loop.py returns. To add a metric, add a line to `reward_metrics` (training) or
+`source_metrics` (evaluation). Numbers that the reward function returns are averaged without a new line.
 
-Needs none of our other files; only the advantages of paragraphs need algorithm.py. Left out: object stores,
-histograms, error bars. tools/view_run.py shows more, and compares runs.
+This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
+covered: object stores, histograms, error bars. tools/view_run.py shows more and compares runs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from importlib import metadata
 from itertools import chain, groupby
 from pathlib import Path
 
-ON_SCREEN = {  # metrics of a step's line on the terminal, and their labels there
+ON_SCREEN = {  # The terminal shows these metrics with these labels.
     "reward/mean": "reward",
     "reward/acc": "acc",
     "reward/flawed_positive_rate": "flawed",
@@ -45,9 +45,9 @@ PANELS = {
     "entropy": ["actor/entropy"],
     "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
 }
-# Answers and indices, whose means say nothing; genrm_shared has a metric of its own.
+# The means of answers and indices say nothing; genrm_shared has a separate metric.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
-# How files encode half a surrogate pair, which a model may write: not possible in UTF-8, but \ud83d is JSON.
+# A model may write half a surrogate pair. UTF-8 cannot encode it, but JSON can, as in \ud83d.
 AS_JSON = "backslashreplace"
 
 
@@ -55,9 +55,9 @@ def check_folder(config):
     """Make the output directory and lock it for this run.
 
     Returns:
-        The lock, an open file. Closing it unlocks the directory.
+        The lock, which is an open file. Closing the file unlocks the directory.
     Raises:
-        ValueError: The directory has a run that may not be resumed, or one in progress. Nothing is deleted.
+        ValueError: The directory has a run that may not be resumed, or is in use by another run.
         OSError: The directory cannot be written.
     """
     out_dir = Path(config.out_dir)
@@ -71,19 +71,19 @@ def check_folder(config):
         raise ValueError(
             f"--out-dir {out_dir} is in use by another run: wait, or pass another directory"
         ) from None
-    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by a run that was killed while it wrote
+    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # Runs killed while saving leave these.
         shutil.rmtree(rest, ignore_errors=True)
     return lock
 
 
 def check_room(config, step: int, checkpoint: float) -> None:
-    """Raise ValueError if the disk has no room for the checkpoints to come, of `checkpoint` GB each."""
+    """Raise ValueError if the disk has no room for all further checkpoints of `checkpoint` GB each."""
     to_come = 1
     if config.save_every:
         to_come += (config.total_steps - 1) // config.save_every - step // config.save_every
     if config.keep_checkpoints:
         kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
-        # The newest one is written before the oldest one is deleted.
+        # The newest checkpoint is written before the oldest one is deleted.
         to_come = min(to_come, max(1, config.keep_checkpoints + 1 - kept))
     needed = checkpoint * to_come
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
@@ -97,7 +97,7 @@ def check_room(config, step: int, checkpoint: float) -> None:
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Write checkpoints/step_N: a Hugging Face folder, the optimizer, and `state` (with `step`) as JSON.
 
-    The checkpoint appears whole or not at all, even after a power cut. Only then are older ones deleted.
+    A checkpoint is complete or absent, even after a power cut. Older ones are deleted when it is complete.
     """
     folder = Path(config.out_dir, "checkpoints")
     name = f"step_{state['step']}"
@@ -111,19 +111,19 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         for path in temporary.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # on the disk before older ones are deleted
+                    os.fsync(file.fileno())  # Data must reach the disk before older ones go.
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if config.keep_checkpoints:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)  # a file may be open elsewhere, on NFS
+            shutil.rmtree(old, ignore_errors=True)  # On NFS, a file may be open elsewhere.
     return target
 
 
 def add_end_tokens(file: Path, tokenizer) -> None:
-    """Let programs that generate from the checkpoint stop at the same tokens. Adapters have no such file."""
+    """Make other programs end responses from this checkpoint at the same tokens. Adapters lack the file."""
     if file.is_file():
         settings = json.loads(file.read_text())
         ids = sorted(end_tokens(settings.get("eos_token_id"), tokenizer))
@@ -131,7 +131,7 @@ def add_end_tokens(file: Path, tokenizer) -> None:
 
 
 def end_tokens(model_eos: int | list[int] | None, tokenizer) -> set[int]:
-    """Return the tokens that end a response: those of the model and that of the tokenizer."""
+    """Return the tokens that end a response: the model's end tokens and the tokenizer's."""
     if not isinstance(model_eos, list):
         model_eos = [model_eos]
     return {*model_eos, tokenizer.eos_token_id} - {None}
@@ -150,13 +150,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def read_lines(path: Path) -> tuple[list[dict], int]:
     """Return the objects of a JSONL file, and the number of lines that are incomplete.
 
-    The file of a run in progress may end in the middle of a line, and even of a character.
+    The file of a run in progress may end in the middle of a line or of a character.
     """
     lines = []
     torn = 0
     if not path.is_file():
         return lines, torn
-    # Not splitlines(), which also splits at characters such as U+2028.
+    # splitlines() would also split at characters such as U+2028.
     for line in path.read_text(errors="replace").split("\n"):
         if not line:
             continue
@@ -168,7 +168,7 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:
-    """Write a JSONL file; at any moment either its old or its new content exists."""
+    """Replace a JSONL file as a whole, so that a crash leaves its old or its new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", errors=AS_JSON) as file:
         for line in lines:
@@ -177,7 +177,7 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 
 
 def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]:
-    """Return the valid lines of a JSONL file up to this step, and drop all others from the file."""
+    """Return the valid lines of a JSONL file up to this step, and delete all other lines."""
     lines, _ = read_lines(path)
     kept = [line for line in lines if line["step"] <= step and is_valid(line)]
     write_lines(path, kept)
@@ -185,7 +185,7 @@ def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]
 
 
 def has_evaluation(line: dict) -> bool:
-    """Whether a step's line of metrics includes those of an evaluation."""
+    """Return whether a step's line has the metrics of an evaluation."""
     return any(key.startswith("val/") for key in line)
 
 
@@ -198,7 +198,7 @@ class Log:
     def __init__(self, config, first_step: int):
         self.config = config
         self.folder = Path(config.out_dir)
-        # With --overlap a thread may write the samples that stop the run, while this one writes a step's.
+        # With --overlap, two threads may write samples at the same time.
         self.samples_lock = threading.Lock()
         self.rewind(first_step or -1)
         self.tensorboard = None
@@ -211,19 +211,19 @@ class Log:
             self.wandb = start_wandb(config, first_step)
 
     def rewind(self, step: int):
-        """Drop the lines of later steps."""
+        """Delete the lines of later steps."""
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 
-        def is_valid(line):  # an evaluation without metrics was interrupted, and is repeated
+        def is_valid(line):  # An evaluation without metrics was interrupted.
             return line["split"] != "val" or line["step"] in evaluated
 
-        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # of the last steps
+        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # only of the last steps
 
     def metrics(self, values: dict) -> None:
         """Write the metrics of a step that are not None, and print some of them.
 
-        Metrics that come later for the same step, such as those of its evaluation, join its line.
+        Later metrics of the same step, such as the metrics of its evaluation, are added to its line.
         """
         line = {}
         for key, value in values.items():
@@ -248,7 +248,7 @@ class Log:
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
     def seconds_left(self, step: int) -> float:
-        """Estimate the time until the last step from the last ten steps; 0 if no step is known."""
+        """Estimate the seconds until the last step from the newest ten steps; 0 if no step has a time."""
         seconds = [line["time/step"] for line in self.history[-10:] if "time/step" in line]
         if not seconds:
             return 0.0
@@ -257,8 +257,8 @@ class Log:
     def samples(self, step: int, split: str, groups: list[list], eos_ids, decode) -> None:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
 
-        Training writes whole groups, an evaluation the first sample of each group. decode: turns token ids
-        into text, to find the advantages of paragraphs.
+        Training writes whole groups, and an evaluation writes the first sample of each group. `decode` turns
+        token ids into text, which locates the paragraphs.
         """
         written = Counter()
         with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
@@ -290,7 +290,7 @@ class Log:
 
 
 def start_wandb(config, first_step: int):
-    """Start a run of Weights & Biases. A resumed run is the same run there: the directory keeps its id."""
+    """Start a run of Weights & Biases, or resume the run whose id is in the output directory."""
     import wandb
 
     folder = Path(config.out_dir)
@@ -322,7 +322,7 @@ def line_of(sample, eos_ids, decode) -> dict:
         line["turns"] = sample.turns
     elif sample.token_advantages:
         line["paragraph_advantages"] = paragraph_advantages(sample, decode)
-    if sample.token_advantages:  # [how many tokens, their advantage], one after another
+    if sample.token_advantages:  # runs of [number of tokens, their advantage]
         line["token_advantages"] = [
             [len(list(equal)), advantage] for advantage, equal in groupby(sample.token_advantages)
         ]
@@ -339,10 +339,10 @@ def paragraph_advantages(sample, decode) -> list[float]:
 
 
 def accuracies(line: dict) -> list[str]:
-    """Return the keys of an evaluation's accuracies, one per data source (its name may have slashes)."""
+    """Return the keys of an evaluation's accuracies, one per data source."""
     keys = []
     for key in line:
-        if "/no_verdict/" in key:  # each source has this one as well
+        if "/no_verdict/" in key:  # Each data source has this key.
             keys.append(key.replace("/no_verdict/", "/"))
     return keys
 
@@ -350,7 +350,7 @@ def accuracies(line: dict) -> list[str]:
 def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
     """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
 
-    terms: names of reward components, which are shown as well.
+    The names of reward components in `terms` are shown as well.
     """
     labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
     parts = [f"step {line['step']}/{total_steps}"]
@@ -376,7 +376,7 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
 
 def draw_curves(history: list[dict], path: Path) -> None:
     """Draw the metrics so far in the panels of PANELS."""
-    from matplotlib.figure import Figure  # importing it takes half a second
+    from matplotlib.figure import Figure  # This import takes half a second.
 
     known = {}
     for line in history:
@@ -402,14 +402,14 @@ def draw_curves(history: list[dict], path: Path) -> None:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; nothing if it is missing, fails or hangs."""
+    """Return what a program prints, or an empty text if the program is missing, fails or hangs."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return ""
 
 
 def note_start(config, step: int) -> None:
-    """Add a line to starts.jsonl: when, where and how the run was started or resumed after this step."""
+    """Add a line to starts.jsonl with the time, the command and the machine of this start after `step`."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -420,7 +420,7 @@ def note_start(config, step: int) -> None:
     gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     for name, count in Counter(gpus).items():
         hardware.append(f"{count} x {name}")
-    defaults = {}  # of the settings that differ from them
+    defaults = {}  # the defaults of the settings that were changed
     for field in fields(config):
         if field.default is not MISSING and getattr(config, field.name) != field.default:
             defaults[field.name] = field.default
@@ -449,14 +449,14 @@ def mean(values) -> float | None:
 
 
 def is_bounded(value) -> bool:
-    """Whether a value of the user's function can be averaged: it is a number, and sums do not overflow."""
+    """Return whether a value can be averaged: it is a number, and sums of such numbers do not overflow."""
     return isinstance(value, (int, float)) and abs(value) <= 1e300
 
 
 def averages(infos: list[dict]) -> dict:
-    """Average each number and boolean in these reward_extra_infos over the samples that have it.
+    """Average each number and boolean in these reward_extra_infos over the samples that have this key.
 
-    `flawed_positive`, and any key that ends in it, becomes a rate among correct answers, as in the paper.
+    A key that ends in `flawed_positive` becomes a rate among correct answers, as in the paper.
     """
     numbers = {}
     for info in infos:
@@ -471,7 +471,7 @@ def averages(infos: list[dict]) -> dict:
 
 
 def batch_metrics(batch, config, eos_ids) -> dict:
-    """Compute the metrics of a training step that its samples determine (batch: grpo_trainer.Batch)."""
+    """Compute the metrics of a training step from its samples. `batch` is a grpo_trainer.Batch."""
     samples = list(chain(*batch.groups))
     metrics = {"step": batch.step} | reward_metrics(samples) | batch.times
     if config.rollout_fn:
@@ -499,7 +499,7 @@ def reward_metrics(samples: list) -> dict:
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
-    metrics["reward/mean"] = mean(rewards)  # replaces a "mean" of the function
+    metrics["reward/mean"] = mean(rewards)  # This replaces a "mean" from the function.
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
     seconds = [sample.result["seconds"] for sample in samples if "seconds" in sample.result]
     if seconds:
@@ -508,7 +508,7 @@ def reward_metrics(samples: list) -> dict:
     statuses = Counter()
     shared = []
     for info in infos:
-        status = str(info.get("genrm_status", "skipped"))  # a function may return anything
+        status = str(info.get("genrm_status", "skipped"))  # The function may return anything.
         if status != "skipped":
             statuses[status] += 1
             if is_bounded(info.get("genrm_shared")):
@@ -523,7 +523,7 @@ def reward_metrics(samples: list) -> dict:
 
 
 def rollout_metrics(samples: list) -> dict:
-    """Compute what rollout functions did. A failed rollout has no reward, whatever else its sample has."""
+    """Compute the metrics of rollout functions. A failed rollout has no reward."""
     failures = Counter(sample.failure for sample in samples)
     seconds = [sample.tool_seconds for sample in samples]
     turns = [Counter(turn["who"] for turn in sample.turns) for sample in samples]
@@ -543,14 +543,14 @@ def rollout_metrics(samples: list) -> dict:
 def validation_metrics(groups: list[list], suffix: str = "") -> dict:
     """Compute the metrics of an evaluation, by data source and number n of samples per prompt.
 
-    These are mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each other number that the
-    reward function returns. `suffix` replaces "mean@n".
+    The metrics are mean@n, maj@n and pass@k (k = 1, 2, 4 ... n) of `acc`, and mean@n of each other number
+    that the reward function returns. `suffix` replaces "mean@n" in the keys.
     """
     of_source = {}
     for group in groups:
         of_source.setdefault((group[0].row["data_source"], len(group)), []).append(group)
     metrics = {}
-    for source, n in sorted(of_source):  # with several n, pass@k is that of the largest
+    for source, n in sorted(of_source):  # With several n, pass@k comes from the largest n.
         found = source_metrics(of_source[source, n], n, suffix or f"mean@{n}")
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
@@ -573,7 +573,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     chances[n] = []
     votes = []
     for group in groups:
-        # A sample without `acc`, for instance after an error, is not a wrong answer, and is left out.
+        # A sample without `acc`, for instance after an error, is left out and does not count as wrong.
         infos = [info for info in infos_of(group) if info.get("acc") is not None]
         votes.append(majority(infos))
         correct = sum(info["acc"] == 1 for info in infos)
@@ -591,7 +591,7 @@ def infos_of(samples: list) -> list[dict]:
 
 
 def majority(infos: list[dict]) -> bool | None:
-    """Whether the most frequent answer is correct; None if the function does not return answers.
+    """Return whether the most frequent answer is correct, or None if the samples have no answers.
 
     A sample without an answer casts no vote.
     """
@@ -604,14 +604,15 @@ def majority(infos: list[dict]) -> bool | None:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that at least one of k samples is correct (Chen, 2021)."""
+    """Return the unbiased estimate of pass@k: at least one of k samples is correct (Chen et al., 2021)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def no_verdict_rate(results, at_least: int = 1) -> float:
-    """Return the fraction of results without a score among those that needed a verdict (or `at_least`).
+    """Return the fraction of results without a score among all results that needed a verdict.
 
-    A sample with a score needed no verdict if the judge was not asked, or if its answer is wrong.
+    The divisor is at least `at_least`. A sample with a score needed no verdict if the judge was not asked, or
+    if its answer is wrong.
     """
     missing = needed = 0
     for result in results:

@@ -72,12 +72,12 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
 @pytest.mark.parametrize(
     "config, device, problem",
     [
-        (MixtralConfig(num_local_experts=4), "cpu", "mixture of experts; take --rollout hf"),
-        (Qwen3MoeConfig(num_experts=4), "cpu", "mixture of experts; take --rollout hf"),
+        (MixtralConfig(num_local_experts=4), "cpu", "mixture of experts; pass --rollout hf"),
+        (Qwen3MoeConfig(num_experts=4), "cpu", "mixture of experts; pass --rollout hf"),
         (MixtralConfig(num_local_experts=4), "cuda", ""),
         (LlamaConfig(), "cpu", ""),
         (Gemma2Config(), "cpu", ""),
-        (Gemma2Config(tie_word_embeddings=False), "cpu", "no head of its own; take --rollout hf"),
+        (Gemma2Config(tie_word_embeddings=False), "cpu", "no separate head; pass --rollout hf"),
     ],
 )
 def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, problem):
