@@ -504,7 +504,7 @@ def compute_policy_loss(
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the current policy, B x T.
-        old_logprobs: Their log-probabilities before the first update of this step, B x T.
+        old_logprobs: Log-probabilities of the sampled tokens before the first update of this step, B x T.
         advantages: One number per sequence (B) or per token (B x T).
         mask: True on the tokens that the policy wrote, B x T.
         num_tokens: Number of tokens that the policy wrote in the whole mini-batch.

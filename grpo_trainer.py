@@ -6,8 +6,8 @@
         --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --val-top-p 1 \\
         --num-threads 1
 
-Read `train` first: it is the algorithm. The functions below it follow in the order in which a sample passes
-them. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
+Read `train` first: it is the algorithm. The next functions follow in the order in which they handle a
+sample. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
 causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything
 that a run starts and saves in run.py, and what it writes in run_folder.py.
 
@@ -17,7 +17,7 @@ tools.plan_run` with the same flags estimates what a run needs.
 
 Four terms: the score is what the reward function returns, the length penalty is at most 0, the reward is
 their sum, and the advantage is the reward relative to its group.
-Left out: a critic model, prompts with images.
+Not covered: a critic model, prompts with images.
 """
 
 import os
@@ -65,25 +65,25 @@ def train(config: Config) -> Path | None:
     """
     with Run(config) as run:
 
-        def collect(batch: Batch) -> None:  # with --overlap in a thread, during the update of the step before
-            while batch.needs_prompts(run.config):  # once, unless --dynamic-sampling replaces groups
+        def collect(batch: Batch) -> None:  # with --overlap: in a thread, during the previous update
+            while batch.needs_prompts(run.config):  # This is one pass, or more with --dynamic-sampling.
                 prompts = draw_prompts(run, batch)
-                rollouts = roll_out(run, batch, prompts)  # each goes to its reward function when it ends
+                rollouts = roll_out(run, batch, prompts)  # Each sample is scored when it ends.
                 scored = await_rewards(run, batch, rollouts)
                 batch.groups_to_train += compute_group_advantages(run, batch, scored)
 
-        for step in run.steps(evaluate):  # evaluates whenever an evaluation is due
-            with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
+        for step in run.steps(evaluate):  # This evaluates whenever an evaluation is due.
+            with run.protected_step():  # If a rank dies, the newest checkpoint is used.
                 batch = next_batch(run, step, collect)
 
-                run.hold_interrupts()  # from here on Ctrl-C waits until the step is logged and saved
+                run.hold_interrupts()  # Ctrl-C now waits until the step is logged and saved.
                 run.log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
                 lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                 max_logprob_diff = config.max_logprob_diff * (1 + batch.staleness)
                 started = time.perf_counter()
                 metrics = run.policy.update(batch.groups_to_train, lr, max_logprob_diff)
                 metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - started}
-                run.count_step(step, batch.num_prompts_drawn)  # even if something fails from here on
+                run.count_step(step, batch.num_prompts_drawn)  # The step counts even if a later line fails.
 
                 metrics |= run.sync_weights()
                 run.log_step(batch.metrics | metrics)
@@ -101,14 +101,14 @@ class Batch:
     step: int
     temperature: float
     top_p: float = 1.0
-    groups: list[list[Sample]] = field(default_factory=list)  # one group of samples per prompt
+    groups: list[list[Sample]] = field(default_factory=list)  # One group has the samples of one prompt.
     groups_to_train: list[list[Sample]] = field(default_factory=list)
-    rounds: int = 0  # how often prompts were drawn; more than once only with --dynamic-sampling
-    num_prompts_drawn: int = 0  # by the whole run, up to the newest round of this batch
-    staleness: int = 0  # age of the weights that it was sampled from, in steps
+    rounds: int = 0  # Number of draws of prompts; above 1 only with --dynamic-sampling.
+    num_prompts_drawn: int = 0  # by the whole run, including this batch so far
+    staleness: int = 0  # Number of steps by which the sampled weights are old.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
-    rolled_out: threading.Event = field(default_factory=threading.Event)  # nothing more will be generated
+    rolled_out: threading.Event = field(default_factory=threading.Event)  # Nothing more is generated.
 
     def needs_prompts(self, config: Config) -> bool:
         if not config.dynamic_sampling:
@@ -121,16 +121,17 @@ class Batch:
 
 @dataclass
 class PrefetchedStep:
-    """A step whose batch a thread collects during the update of the step before (--overlap)."""
+    """A step whose batch a thread collects during the previous step's update (--overlap)."""
 
-    rolled_out: threading.Event  # the batch's; also set if collecting it failed
+    rolled_out: threading.Event  # The batch's event, which a failure sets as well.
     batch: Future
 
 
 def next_batch(run: Run, step: int, collect) -> Batch:
-    """Collect the batch of a step: its samples with their rewards, advantages and metrics.
+    """Collect the batch of a step: samples with rewards and advantages, and the batch's metrics.
 
-    With --overlap it was prefetched, and the next step's rollouts begin when this step's have ended.
+    With --overlap the batch was prefetched, and the rollouts of the next step begin when the rollouts of this
+    step have ended.
     """
     if not run.config.overlap:
         return collect_batch(run, Batch(step, run.config.temperature), collect)
@@ -138,7 +139,7 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     current = run.prefetched or start_prefetch(run, step, collect)
     current.rolled_out.wait()
     if current.batch.done():
-        current.batch.result()  # raises if collecting failed
+        current.batch.result()  # This raises the error if collecting failed.
     run.prefetched = None
     if step < run.config.total_steps:
         run.prefetched = start_prefetch(run, step + 1, collect)
@@ -151,18 +152,18 @@ def start_prefetch(run: Run, step: int, collect) -> PrefetchedStep:
     batch = Batch(step, run.config.temperature)
     pool = ThreadPoolExecutor(1, f"step {step} ")
     future = pool.submit(collect_batch, run, batch, collect)
-    pool.shutdown(wait=False)  # the thread ends when the batch is complete
+    pool.shutdown(wait=False)  # The thread ends with the batch.
     future.add_done_callback(lambda _: batch.rolled_out.set())
     return PrefetchedStep(batch.rolled_out, future)
 
 
 def collect_batch(run: Run, batch: Batch, collect) -> Batch:
-    """Collect a batch, settle which groups the update gets (at least one), and compute metrics."""
+    """Collect a batch, choose at least one group for the update, and compute the batch's metrics."""
     collect(batch)
     groups = batch.groups_to_train
-    if run.config.dynamic_sampling and groups:  # --advantage terms divides by the deviation within all groups
+    if run.config.dynamic_sampling and groups:  # --advantage terms normalises over all groups.
         set_advantages(groups, run.config, run.decode)
-    if not groups:  # the update then compares sampler and policy on this group, and trains on nothing
+    if not groups:  # The update then compares sampler and policy without training.
         groups = batch.groups[-1:]
     batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
     batch.metrics = batch_metrics(batch, run.config, run.eos_ids)
@@ -170,17 +171,17 @@ def collect_batch(run: Run, batch: Batch, collect) -> Batch:
 
 
 def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:
-    """Draw the rows of a round, each with the number of samples to take."""
+    """Draw the rows of a round. Returns each row with its number of samples."""
     config = run.config
     rows = draw(run.train_rows, run.num_prompts_drawn, batch.num_missing(config), config.seed)
     run.num_prompts_drawn += len(rows)
-    batch.num_prompts_drawn = run.num_prompts_drawn  # noted now, because a prefetch may draw more
+    batch.num_prompts_drawn = run.num_prompts_drawn  # A prefetch may draw more later.
     batch.rounds += 1
     return [(row, config.group_size) for row in rows]
 
 
 def draw(rows: list, first: int, count: int, seed: int) -> list:
-    """Return rows `first` to `first + count` of an endless stream of epochs, each newly shuffled."""
+    """Return `count` rows, beginning with row `first`, of an endless stream of shuffled epochs."""
     epoch, start = divmod(first, len(rows))
     stream = []
     while len(stream) < start + count:
@@ -200,7 +201,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     started = time.perf_counter()
     groups = [[Sample(row, row["prompt_ids"]) for _ in range(count)] for row, count in prompts]
     samples = list(chain(*groups))
-    units = groups  # what is scored together
+    units = groups  # The samples of a unit are scored together.
     if not run.rewards.job.sees_group:
         units = [[sample] for sample in samples]
     unit_of_running = {id(sample): unit for unit in units for sample in unit}
@@ -209,7 +210,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         sample.text = run.decode(sample.response_ids)
         unit = unit_of_running.pop(id(sample))
         has_ended = not any(id(other) in unit_of_running for other in unit)
-        unit = [other for other in unit if not other.failure]  # a failed rollout has no response to score
+        unit = [other for other in unit if not other.failure]  # A failed rollout has no response to score.
         if has_ended and unit and config.reward_mode == "standalone":
             verdicts = run.rewards.submit_group([scoring_row(other, batch.step) for other in unit])
             for other, verdict in zip(unit, verdicts):
@@ -224,7 +225,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         eos_ids=run.eos_ids,
         on_finished=finished,
     )
-    seed = config.seed  # an evaluation draws no prompts, and takes the same seed each time
+    seed = config.seed  # Every evaluation has the same seed.
     if batch.rounds:
         seed = config.seed * 1_000_003 + batch.step
     if batch.rounds > 1:
@@ -239,7 +240,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         else:
             rollout_hf(run.policy.model, samples, seed=seed, **options)
     batch.times["time/rollout"] += time.perf_counter() - started
-    if not config.dynamic_sampling:  # otherwise verdicts decide whether more is generated
+    if not config.dynamic_sampling:  # Otherwise the verdicts decide about a next round.
         batch.rolled_out.set()
     return groups
 
@@ -250,14 +251,14 @@ def scoring_row(sample: Sample, step: int) -> dict:
     row["turns"] = sample.turns or [{"who": "policy", "text": sample.text}]
     if sample.turns:
         row["extra_info"] = (row["extra_info"] or {}) | sample.info
-        row["num_turns"] = len(sample.turns) + 1  # verl counts the prompt as a turn
+        row["num_turns"] = len(sample.turns) + 1  # verl counts the prompt as a turn.
     return row
 
 
 def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
     """Wait for the results of these samples and store them in `Sample.result`. Returns the groups."""
     started = time.perf_counter()
-    ended = without_failures(groups)  # samples whose rollout failed have their results
+    ended = without_failures(groups)  # Samples whose rollout failed already have results.
     samples = list(chain(*ended))
     if run.config.reward_mode == "standalone":
         verdicts = [sample.verdict for sample in samples]
@@ -266,7 +267,7 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
                 raise RuntimeError("interrupted while waiting for rewards")
         results = [verdict.result() for verdict in verdicts]
     else:
-        run.policy.release_memory()  # the judges, which were asleep, need it
+        run.policy.release_memory()  # The judges that wake up need the memory.
         rows = []
         for number, group in enumerate(ended):
             rows += [scoring_row(sample, batch.step) | {"group": number} for sample in group]
@@ -279,7 +280,7 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
 
 
 def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
-    """Return the samples whose rollout has not failed, without the groups that have none."""
+    """Return the groups without samples whose rollout failed, and without empty groups."""
     ended = [[sample for sample in group if not sample.failure] for group in groups]
     return [group for group in ended if group]
 
@@ -287,7 +288,7 @@ def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
 def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
     """Set the advantages of a round's samples. Returns the groups to train on.
 
-    These are all groups, or with --dynamic-sampling those that have a learning signal.
+    With --dynamic-sampling, only groups with a learning signal are returned.
     """
     batch.groups += groups
     is_first = batch.step == 1 and batch.rounds == 1
@@ -303,7 +304,7 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
     limit = run.config.max_no_verdict_rate
     rate = no_verdict_rate([sample.result for sample in samples])
     if rate > limit or all(sample.failure for sample in samples):
-        run.log.samples(batch.step, split, batch.groups, run.eos_ids, run.decode)  # they explain it
+        run.log.samples(batch.step, split, batch.groups, run.eos_ids, run.decode)  # for diagnosis
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
         what = "is the reward model up?"
         if first.failure:
@@ -326,11 +327,11 @@ def evaluate(run: Run) -> None:
     if config.val_greedy:
         metrics |= validation_metrics(sample_validation(run, 0.0, 1), "greedy")
     run.log.samples(step, "val", groups, run.eos_ids, run.decode)
-    run.log.metrics({"step": step} | metrics)  # last, because a step with these metrics counts as evaluated
+    run.log.metrics({"step": step} | metrics)  # last: a step with metrics counts as evaluated
 
 
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
-    """Sample and score responses to the validation rows: `count` per row, or the row's own number."""
+    """Sample and score responses to the validation rows: `count` per row, by default as --val-file says."""
     batch = Batch(run.step, temperature, run.config.val_top_p)
     rollouts = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = await_rewards(run, batch, rollouts)
@@ -344,8 +345,8 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
 def main(config: Config) -> None:
     try:
         models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
-        if all(Path(name).is_dir() for name in models):  # without a hub name nothing may ask a hub
-            os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes; this process has read it already
+        if all(Path(name).is_dir() for name in models):  # Local models need no hub.
+            os.environ["HF_HUB_OFFLINE"] = "1"  # Child processes read this variable.
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
         print(f"done: {target or 'dry run'}")

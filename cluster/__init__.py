@@ -1,1 +1,1 @@
-"""A policy over many GPUs (FSDP2), servers on other nodes; imported only where a flag asks for it."""
+"""A policy on many GPUs (FSDP2) and servers on other nodes, imported only if a run uses GPUs or ranks."""

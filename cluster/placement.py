@@ -1,4 +1,4 @@
-"""Place the processes of a run in Ray: ranks, the policy's servers and judges, on whole or shared GPUs.
+"""Place ranks, servers of the policy and judges in Ray, on whole GPUs or on fractions of a GPU.
 
     specs = {"rank": ProcessSpec(8, cpus=0.25, gpus=0.5, apart=True), "judge": ProcessSpec(8, 0.5, gpus=0.4)}
     reservation = Reservation(specs)
@@ -7,8 +7,8 @@
     manager = RewardModelManager({"genrm": Config(...), "rm": Config(...)})     # genrm_server.Config
     manager.router_addresses                                                    # {"genrm": "host:port", ...}
 
-genrm_server.ModelServers supervises servers in actors in the same way as those of one machine. Each router
-runs next to the driver.
+genrm_server.ModelServers supervises these servers in the same way as servers on one machine. All routers run
+on the driver's node.
 """
 
 import math
@@ -20,25 +20,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
-# Ray's CPUs per process are below one, so that a laptop has room for ranks, judges and workers.
+# Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
 RANK_CPUS = 0.25
 SERVER_CPUS = 0.5
-RESERVE_TIMEOUT = 60.0  # seconds in which the cluster must have room for a run
-SLEEPER_GPUS = 1e-4  # the smallest fraction of a GPU that Ray knows, for servers that sleep while others work
+RESERVE_TIMEOUT = 60.0  # Seconds to wait for room in the cluster.
+SLEEPER_GPUS = 1e-4  # Servers that sleep during other work reserve Ray's smallest fraction.
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A number of equal processes, and what each of them takes."""
+    """A number of equal processes, and the resources of each process."""
 
     count: int
     cpus: float
-    gpus: float = 0.0  # a fraction of one GPU, or a number of whole ones
-    apart: bool = False  # No two of them share a GPU, such as ranks.
+    gpus: float = 0.0  # a fraction of one GPU, or a number of whole GPUs
+    apart: bool = False  # Processes such as ranks must not share a GPU.
 
 
 def server_spec(config: Config) -> ProcessSpec:
-    """Return the spec of a model's servers. Servers that sleep while others work reserve next to nothing."""
+    """Return the spec of a model's servers. Servers with sleep_mode on shared GPUs reserve almost nothing."""
     gpus = 0.0
     if config.device == "cuda":
         gpus = config.gpu_share * config.tensor_parallel_size
@@ -65,7 +65,7 @@ def process_specs(config) -> dict[str, ProcessSpec]:
 
 
 def with_device(config: Config) -> Config:
-    """Replace the device auto by cuda if the cluster has a GPU, whatever this machine has."""
+    """Replace the device auto by cuda if the cluster has a GPU, even if this machine has none."""
     if config.device == "auto" and ray.cluster_resources().get("GPU"):
         return replace(config, device="cuda")
     return config
@@ -73,7 +73,7 @@ def with_device(config: Config) -> Config:
 
 @dataclass
 class GpuSlot:
-    """One GPU, or the GPUs of one server (0 for a process without a GPU), and the processes placed there."""
+    """One GPU or all GPUs of a server, and the processes there. A process without a GPU has a slot with 0."""
 
     gpus: int
     processes: dict[tuple[str, int], ProcessSpec] = field(default_factory=dict)  # by (name, number)
@@ -83,7 +83,7 @@ class GpuSlot:
         return sum(spec.gpus for spec in self.processes.values())
 
     def count(self, name: str) -> int:
-        """Return how many processes of this name are here."""
+        """Return how many processes of this name the slot has."""
         return sum(other == name for other, _ in self.processes)
 
     def has_room(self, name: str, spec: ProcessSpec) -> bool:
@@ -93,11 +93,10 @@ class GpuSlot:
 
 
 def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
-    """Pack all processes onto this many GPUs: first those that need whole GPUs or stay apart, then by size.
+    """Pack all processes onto this many GPUs. Whole-GPU processes and ranks come first, then larger shares.
 
     Each process goes to the GPU with room that has the fewest processes of its name, then to the emptiest. A
-    free GPU is used before two processes of one name share one. Raises ValueError, which says what was tried,
-    if a process has no room.
+    free GPU is used before two processes of one name share a GPU. Raises ValueError if a process has no room.
     """
 
     def need(name):
@@ -119,7 +118,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                 placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
                 raise ValueError(
                     f"no room for {name} {number}, which takes {spec.gpus:g} of {gpus:g} GPUs, beside "
-                    f"{placed}; lower a share or a number"
+                    f"{placed}; lower a share or a number of processes"
                 )
             best.processes[name, number] = spec
     return slots
@@ -140,14 +139,14 @@ def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict
         is_overfull = slot.gpus == 1 < slot.taken
         for process, spec in slot.processes.items():
             share = spec.gpus
-            if is_overfull:  # Leave room for sleepers: Ray shows a process only GPUs that it has a part of.
+            if is_overfull:  # Leave room for sleepers, because each needs a part of its GPU in Ray.
                 share = max(share - 0.001, SLEEPER_GPUS)
             placed[process] = index, share
     return bundles, placed
 
 
 class Reservation:
-    """Room in Ray for these processes until close(): one placement group, which Ray renews if a node dies.
+    """Reserves room for these processes until close(), in a placement group that Ray renews if a node dies.
 
     The bundles are whole GPUs, because Ray could otherwise put two ranks on one. Raises ValueError if the
     processes do not fit on the GPUs, and RuntimeError if the cluster has no room within timeout_s seconds.
@@ -156,7 +155,7 @@ class Reservation:
     def __init__(self, specs: dict[str, ProcessSpec], timeout_s: float = RESERVE_TIMEOUT):
         self.specs = specs
         self.bundles, self.placed = layout(specs, ray.cluster_resources().get("GPU", 0))
-        # PACK fills node after node. SPREAD could leave single GPUs where a server needs several of one node.
+        # PACK fills one node after another. SPREAD could leave no node with enough GPUs for a large server.
         strategy = "PACK" if any("GPU" in bundle for bundle in self.bundles) else "SPREAD"
         self.group = ray.util.placement_group(self.bundles, strategy=strategy)
         try:
@@ -193,7 +192,7 @@ class Reservation:
         )
 
     def close(self) -> None:
-        """Release the room, and end the processes that are left there. A second call does nothing."""
+        """Release the room and end the remaining processes there. A second call does nothing."""
         if ray.is_initialized():
             ray.util.remove_placement_group(self.group)
 
@@ -219,7 +218,7 @@ def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[s
 
 
 def end_servers(actors: list, own_reservation: Reservation | None) -> None:
-    """End the servers, which end with their actors, and the reservation that was made for them alone."""
+    """End the actors of the servers, and close the reservation if it has only these servers."""
     if ray.is_initialized():
         for actor in actors:
             ray.kill(actor)
@@ -228,12 +227,12 @@ def end_servers(actors: list, own_reservation: Reservation | None) -> None:
 
 
 class RewardModelManager:
-    """Named reward models in a Ray program, each with its servers in actors and its router on this node.
+    """Runs named reward models in a Ray program, with servers in actors and routers on this node.
 
-    The constructor waits until all are ready. In a cluster of several nodes, the routers and the servers on
-    other nodes listen on their node's address instead of 127.0.0.1. `router_addresses` maps each name to
-    "host:port". `reservation` has room for each name; by default the models reserve their own. Raises what
-    ModelServers and Reservation raise.
+    The constructor waits until all servers are ready. In a cluster of several nodes, the routers and the
+    servers on other nodes listen on their node's address instead of 127.0.0.1. `router_addresses` maps each
+    name to "host:port". `reservation` has room for each name; by default the models reserve their own.
+    Raises what ModelServers and Reservation raise.
     """
 
     def __init__(self, models: dict[str, Config], reservation: Reservation | None = None):
@@ -266,7 +265,7 @@ class RewardModelManager:
             raise
 
     def sleep(self, asleep: bool = True) -> None:
-        """Release the GPU memory of all models, or take it again."""
+        """Release the GPU memory of all models, or with asleep=False allocate it again."""
         for servers in self.models.values():
             servers.sleep(asleep)
 

@@ -1,11 +1,11 @@
 """The policy on the GPUs of one or many machines: RankedPolicy actors behind the methods of a Policy.
 
     group = PolicyGroup(config, "PATH")            # config: the trainer's, with --policy-ranks 8
-    metrics = group.update(groups, lr=1e-6)        # all ranks at once, each with its share of the samples
+    metrics = group.update(groups, lr=1e-6)        # all ranks, each with a share of the samples
 
 The trainer's own process keeps everything else: data, servers, rewards, logs, Ctrl-C. So it may run on a
-machine without a GPU, and it survives a rank that dies: RanksLost is raised at once (for a node that is cut
-off, when Ray has declared it dead), and `restart` starts all ranks again.
+machine without a GPU, and it survives the death of a rank. RanksLost is then raised immediately, or, if a
+node is cut off, when Ray declares the node dead. After that, `restart` starts all ranks again.
 
 Not covered: ranks that join or leave while others continue, groups of different devices.
 """
@@ -28,7 +28,7 @@ from cluster.placement import RESERVE_TIMEOUT, Reservation, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
 from policy import MiniBatch, RanksLost, Sample, entropy_of, mini_batches
 
-# After a rank has died, the cluster gets this long (seconds) to have room again: a new node may be coming.
+# Seconds to wait for room in the cluster after a rank has died, because a new node may join.
 RESTART_TIMEOUT = 900.0
 # If a rank fails in a collective operation, Ray reports within this time whether another rank has died.
 AFTERMATH_S = 10.0
@@ -42,7 +42,7 @@ class PolicyGroup:
     Args:
         config: The trainer's configuration.
         source: A folder or hub name.
-        reservation: Has room for each "rank". By default the group makes its own.
+        reservation: The reservation with room for each "rank". By default the group makes one.
 
     Raises:
         ValueError: As in Policy.
@@ -56,7 +56,7 @@ class PolicyGroup:
         self.own_reservation = None
         self.actors = []
         self.starts = 0
-        # The number of updates behind the weights. None: an update failed, and how far it got is unknown.
+        # The number of updates of the weights, or None if an update failed in an unknown state.
         self.num_updates = 0
         self.lock = threading.RLock()
         try:
@@ -111,7 +111,7 @@ class PolicyGroup:
 
     def shutdown(self) -> None:
         """End all ranks, even those that wait in a collective operation."""
-        if ray.is_initialized():  # If not, they have ended with it, and ray.kill would start another Ray.
+        if ray.is_initialized():  # Otherwise ray.kill would start another Ray.
             with contextlib.suppress(ray.exceptions.RayError):
                 for actor in self.actors:
                     ray.kill(actor)
@@ -121,11 +121,10 @@ class PolicyGroup:
         self.own_reservation = None
 
     def call(self, method: str, *arguments, shares: list = ()) -> list:
-        """Call a method of all ranks at once, and return their answers.
+        """Call a method of all ranks at the same time, and return their answers.
 
-        A rank that fails or dies is noticed at once.
-
-        shares: If given, each rank gets its own element as its first argument.
+        The failure or death of a rank is noticed immediately. If `shares` is given, each rank gets its
+        element as first argument.
         """
         with self.lock:
             if not self.actors:
@@ -147,8 +146,8 @@ class PolicyGroup:
         found = [error]
         if waiting:
             late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S)
-            # These wait in a collective operation with the rank that failed, and cannot be used again: they
-            # would take the tensors of the next call for those of this one.
+            # Hanging ranks wait in a collective operation for the rank that failed. They cannot be used
+            # again, because they would mistake tensors of the next call for tensors of this one.
             if hanging:
                 self.shutdown()
             found += map(exception_of, late)
@@ -160,7 +159,7 @@ class PolicyGroup:
             return error.cause
         if not isinstance(error, ray.exceptions.RayActorError):
             return error
-        # The constructor failed. Ray keeps only the text of its error, whose last line with a name says what.
+        # The constructor failed. Ray keeps only the text of the error, whose last named line has the cause.
         named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
         kind, text = named[-1] if named else ("", str(error))
         if kind == "ValueError":
@@ -223,7 +222,7 @@ def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
 
 
 def absolute(source: str) -> str:
-    """Return the full path of a folder; a hub name is returned as it is."""
+    """Return the full path of a folder, or a hub name unchanged."""
     if Path(source).exists():
         return str(Path(source).absolute())
     return source

@@ -3,12 +3,12 @@
     ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
     policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
 
-policy_group.py starts one such process per device. All ranks make the same calls, each with its own samples
-of the same mini-batches, so every decision is the same on all ranks. Only tensors travel between them:
+policy_group.py starts one such process per device. All ranks make the same calls, each with its share of
+the same mini-batches, so every decision is the same on all ranks. Only tensors travel between them:
 weights are gathered layer by layer, and gradients are summed. Everything else is in policy.py.
 
 Not covered: tensor, pipeline, sequence and expert parallelism, replicas of sharded groups (HSDP),
-compilation. Ranks do not share prompts (speedups.py), because they would have to agree on it in every pass.
+compilation. Ranks do not share prompts (speedups.py), because all ranks would have to agree in every pass.
 """
 
 import os
@@ -29,13 +29,13 @@ from cluster.weights import send
 from policy import Policy, Sample, micro_batches
 from rollout import served_weights
 
-# Time limit of a collective operation. It is long because it need not detect dead ranks: whoever started the
-# ranks notices a dead one at once and ends the others.
+# Time limit of a collective operation. The limit is long because it need not detect dead ranks: PolicyGroup
+# notices a dead rank immediately and ends the others.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 class RankedPolicy(Policy):
-    """One of several ranks, or the only one; a Ray actor. All ranks return the same results.
+    """A policy on one of several ranks, or on the only rank, as a Ray actor. All ranks return equal results.
 
     Args:
         config: The trainer's configuration.
@@ -57,7 +57,7 @@ class RankedPolicy(Policy):
         ranks.join(device)
         self.is_sharded = ranks.count > 1 or config.policy_offload
         if self.is_sharded:
-            # Read as stored, weights are only mapped into memory, and the ranks of a node share the mapping.
+            # Weights of the stored type are mapped into memory, and ranks on a node share the mapping.
             self.load_dtype = "auto"
         super().__init__(config, source, device)
 
@@ -75,7 +75,7 @@ class RankedPolicy(Policy):
             set_dtypes(model, self.config.lora_rank, self.device.type)
         else:
             super().setup_model(model)
-        # FSDP gathers a model's weights only inside methods of the model that it knows of.
+        # FSDP gathers a model's weights only inside registered methods of the model.
         model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
         register_fsdp_forward_method(model, "logprobs_and_entropy")
 
@@ -88,11 +88,11 @@ class RankedPolicy(Policy):
     def forward(self, samples: list[Sample], model=None):
         """Compute log-probabilities as Policy does, with the same number of passes on all ranks.
 
-        A pass gathers layers, for which all ranks are needed. So a rank with fewer micro-batches than others
-        makes further passes on two tokens, whose gradient is 0.
+        All ranks must take part when a pass gathers layers. So a rank with fewer micro-batches than others
+        makes extra passes on two tokens, whose gradient is 0.
         """
         num_passes = len(micro_batches([sample.length for sample in samples], self.max_tokens))
-        most_passes = self.ranks.max(num_passes)  # The ranks agree on it before the first pass.
+        most_passes = self.ranks.max(num_passes)  # All ranks agree on the maximum.
         yield from super().forward(samples, model)
         for _ in range(most_passes - num_passes):
             temperature = self.config.temperature
@@ -113,14 +113,14 @@ class RankedPolicy(Policy):
         """
         if self.is_main_rank:
             return send(served_weights(self, dtype), folders)
-        for _ in self.weights(dtype):  # All ranks gather together.
+        for _ in self.weights(dtype):  # Every rank must take part.
             pass
         return set()
 
 
 @dataclass
 class Ranks:
-    """The place of this process among the ranks. By default it is the only one."""
+    """The place of this process among the ranks. By default, this process is the only rank."""
 
     rank: int = 0
     count: int = 1
@@ -149,7 +149,7 @@ class Ranks:
         self.mesh = init_device_mesh(device.type, (self.count,))
 
     def max(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
+        """Return the largest number of all ranks."""
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
@@ -176,10 +176,10 @@ def interface_of(address: str) -> str:
 
 
 def shard(model, ranks: Ranks, offload: bool = False) -> None:
-    """Shard the weights over the ranks, layer by layer; embedding, final norm and head form one group.
+    """Shard each layer over the ranks, and shard embedding, final norm and head as one group.
 
-    Between two passes, each rank keeps 1/count of everything, in float32. On a GPU, layers are gathered in
-    bf16, and embedding and head in float32, which is how a single device computes them. Gradients are summed
+    Between two passes, each rank keeps 1/count of all weights, in float32. On a GPU, layers are gathered in
+    bf16, and embedding and head in float32, because a single device does so too. Gradients are summed
     over ranks, not averaged, because the loss already divides by the tokens of all ranks.
 
     Args:
@@ -199,4 +199,4 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction.
+            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum.

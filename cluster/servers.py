@@ -1,9 +1,9 @@
-"""The policy on vLLM servers where Ray places them, for a policy that is sharded over ranks.
+"""vLLM servers of a policy that is sharded over ranks, on the nodes where Ray places them.
 
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup
 
-rollout.rollout_vllm samples from them as from a PolicyServers. Weights travel as files (weights.py) from rank
-0 to a folder on each node that has servers, and not through this process.
+rollout.rollout_vllm samples from these servers as from a PolicyServers. Weights travel as files (weights.py)
+from rank 0 to a folder on each node with servers, and do not pass through this process.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from genrm_server import Config, ModelServers, ServerSlot
 from policy import RanksLost
 from rollout import PolicyServers, WeightFolder
 
-NAME = "policy server"  # of these servers in a Reservation
+NAME = "policy server"  # The name of these servers in a Reservation.
 
 
 class ClusterServers(PolicyServers):
     """PolicyServers as Ray actors. `check` and `sync` raise RanksLost if the ranks with the weights died.
 
-    The servers run where the group's reservation has room for each "policy server". A group without a
-    reservation makes them reserve room of their own.
+    The servers run where the group's reservation has room for each "policy server". Without a
+    reservation of the group, the servers make one.
     """
 
     actors = ()
     own_reservation = None
     lost = None
-    folders = {}  # {node: the WeightFolder's actor there, which has the weights}
+    folders = {}  # {node: actor of the WeightFolder there}
 
     def start(self, config: Config):
         self.folders = {}
@@ -44,7 +44,7 @@ class ClusterServers(PolicyServers):
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
     def before_starting(self, slot: ServerSlot):
-        """Provide the weights on the server's node: a restart may have moved its actor to another one."""
+        """Provide the weights on the server's node, because a restart may have moved its actor."""
         starts = self.policy.starts
         try:
             self.provide_folders({ray.get(slot.server.node.remote())})
@@ -53,19 +53,19 @@ class ClusterServers(PolicyServers):
             raise
 
     def check(self):
-        """Raise RanksLost if a server waits for weights and the ranks are gone: it would wait for ever."""
+        """Raise RanksLost if a server waits for weights of ranks that have died."""
         super().check()
         lost, self.lost = self.lost, None
-        if lost and lost[0] == self.policy.starts:  # The ranks were not restarted since.
+        if lost and lost[0] == self.policy.starts:  # The same ranks are still in use.
             raise lost[1]
 
     def provide_folders(self, nodes: set[str]):
-        """Make a folder with the policy's current weights on each of these nodes that has none."""
+        """Make a folder with the current weights on each of these nodes that has no folder."""
         with self.folders_lock:
             new = {}
             for node in nodes - set(self.folders):
                 there = NodeAffinitySchedulingStrategy(node, soft=False)
-                retries = dict(max_restarts=-1, max_task_retries=-1)  # as long as the node lives
+                retries = dict(max_restarts=-1, max_task_retries=-1)  # retry while the node lives
                 actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there, **retries)
                 new[node] = actor.remote(*self.contents)
             if new:
@@ -76,7 +76,7 @@ class ClusterServers(PolicyServers):
             self.fill(self.folders)
 
     def fill(self, folders: dict):
-        """Send the current weights to these folders, {node: folder}. Forget the nodes that are gone."""
+        """Send the current weights to these folders, {node: folder}. Forget nodes that no longer exist."""
         gone = self.policy.send_weights(folders, self.dtype)
         for node, folder in list(folders.items()):
             if node in gone:
@@ -92,6 +92,6 @@ class ClusterServers(PolicyServers):
         if not ray.is_initialized():
             return
         for folder in self.folders.values():
-            with contextlib.suppress(ray.exceptions.RayError):  # Its node is gone.
+            with contextlib.suppress(ray.exceptions.RayError):  # The node no longer exists.
                 ray.get(folder.close.remote(), timeout=10)
             ray.kill(folder)

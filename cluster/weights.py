@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 import torch
 
-PACK = 2**29  # Bytes of weights that are sent as one object.
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # Their names in the header of a safetensors file.
+PACK = 2**29  # Number of bytes that are sent as one object.
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # Names in safetensors headers.
 
 
 def packs(weights):
@@ -38,7 +38,7 @@ def packs(weights):
 
 
 def portions(weights):
-    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor is alone in one."""
+    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor has its own dictionary."""
     tensors = {}
     size = 0
     for name, tensor in weights:
@@ -61,15 +61,15 @@ def header_of(tensors: dict) -> bytearray:
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # The tensors must start at a multiple of the size of their elements.
+    text += b" " * (-len(text) % 8)  # Tensors must be aligned to the size of their elements.
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 
 def send(weights, folders: dict) -> set:
-    """Send named tensors to folders on several nodes, while the next ones are being packed.
+    """Send named tensors to folders on several nodes, while the next tensors are packed.
 
     Args:
-        weights: Names and tensors.
+        weights: The names and tensors to send.
         folders: {node: WeightFolder actor}.
 
     Returns:
@@ -89,11 +89,11 @@ def send(weights, folders: dict) -> set:
 
 
 def to_all(folders: dict, method: str, *arguments) -> None:
-    """Call a method of all folders, and remove those from `folders` whose node no longer exists.
+    """Call a method of all folders. If a node no longer exists, remove its folder from `folders`.
 
-    The calls are made in waves of one, two, four ... folders, which broadcasts an object along a tree: Ray
-    fetches it from any node that has it already. So no node sends it more often than the others, and the time
-    grows with the logarithm of the number of nodes.
+    The calls are made in waves of one, two, four ... folders. In each wave, Ray fetches an object from nodes
+    that already have it. So no node becomes a bottleneck, and the time grows with the logarithm of the number
+    of nodes.
     """
     keys = list(folders)
     done = 0
