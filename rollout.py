@@ -250,7 +250,7 @@ def rollout_vllm(
                 await asyncio.wait({rollouts}, timeout=1.0)
                 servers.check()
                 if stop.is_set():
-                    raise RuntimeError("the rollouts were cancelled")
+                    raise RuntimeError("interrupted during rollouts")
             rollouts.result()
 
     asyncio.run(roll_out_all())
