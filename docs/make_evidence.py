@@ -115,6 +115,7 @@ SCHEDULES = {  # from its first checkpoint: of lambda (recipes/lambda_schedule.p
     "fapo_oracle": "1",
     "penalty2": "2",
     "later": "0 for 20 steps, then 1",
+    "linear": "from 0 to 1 within 20 steps",
     "majority": "1 in groups with more fully correct than wrong answers, else 0",
 }
 FORBIDDING = {  # what becomes of flawed positives
