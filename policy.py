@@ -451,7 +451,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     """Return the samples of each optimizer update.
 
-    There is at least one mini-batch. If no sample has a gradient, the only one serves to check the sampler.
+    There is at least one mini-batch. If no sample has a gradient, one mini-batch serves to check the sampler.
     """
     batches = []
     for samples in split_mini_batches(groups, options.mini_batch_size):

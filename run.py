@@ -65,7 +65,7 @@ class Run:
         self.result = None
         self.servers = None
         self.merged_dir = Path(config.out_dir, "merged")  # with LoRA: the final merged model
-        self.cancelled = threading.Event()  # If set, rollouts and waits for rewards end.
+        self.cancelled = threading.Event()  # Setting it ends rollouts and waits for rewards.
         self.num_restarts = 0
         self.num_updates = 0  # optimizer steps up to the end of the newest step
         self.num_evaluations = 0  # Only those of this process count.
@@ -267,7 +267,7 @@ class Run:
 
     @contextlib.contextmanager
     def protected_step(self):
-        """Restart ranks that are lost in this step. At its end, also end what `hold_interrupts` began."""
+        """Restart ranks that are lost in this step. The end of the step releases held interrupts."""
         self.step_started = time.perf_counter()
         with self.restarting_ranks():
             with contextlib.ExitStack() as self.until_step_ends:
