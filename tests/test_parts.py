@@ -32,12 +32,18 @@ def header_of(name):
 
 
 def needs(name):
-    """(the files that a copy needs, what more it may use), as "Needs A.py and B.py; for C D.py." says it."""
-    if "Standalone: imports nothing from this repository." in header_of(name):
-        return set(), set()
-    (sentence,) = re.findall(r"Needs (.*?)\.(?= |$)", header_of(name))
-    always, _, sometimes = sentence.partition(";")
-    assert always.endswith(".py") or always == "none of our other files"
+    """(the files that a copy needs, what more it may use), as the header says it.
+
+    "Needs A.py and B.py; for C D.py." or "This file imports nothing from this repository except D.py ...".
+    """
+    header = header_of(name)
+    nothing = re.search(r"imports nothing from this repository(.*?)\.(?= |$)", header)
+    if nothing:
+        always, sometimes = "", nothing[1]
+    else:
+        (sentence,) = re.findall(r"\b[Nn]eeds (.*?\.py.*?)\.(?= |$)", header)
+        always, _, sometimes = sentence.partition(";")
+        assert always.endswith(".py")
     return set(re.findall(r"[\w/]+\.py", always)), set(re.findall(r"[\w/]+(?:\.py|/)", sometimes))
 
 
