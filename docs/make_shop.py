@@ -45,10 +45,10 @@ COLUMNS = {
     "calls per problem": "shop/calls",
 }
 KINDS = {
-    "a price made up": "shop/flawed_made_up",
-    "a wrong sum": "shop/flawed_wrong_sum",
-    "a number copied wrongly": "shop/flawed_miscopied",
-    "other": "shop/flawed_other",
+    "made-up price": "shop/flawed_made_up",
+    "wrong sum": "shop/flawed_wrong_sum",
+    "wrongly copied number": "shop/flawed_miscopied",
+    "other flaw": "shop/flawed_other",
 }
 PANELS = {
     "acc": "accuracy",
