@@ -1,13 +1,14 @@
 """Writes docs/walkthrough.md, one real step of the demo in numbers, from docs/walkthrough.json.
 
-    python docs/make_walkthrough.py      # the page anew, from what was recorded
+    python docs/make_walkthrough.py      # writes the page from the recorded step
     python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step 9 --group 9
 
-Recorded are the texts that two models wrote, and the log-probabilities of the policy's tokens around the
-step's updates. All else on the page is computed by the functions that a run uses. --record does a step again:
-sampled from the checkpoint before it, which gives the same samples, with the verdicts that samples.jsonl has.
-So its run (--rollout hf) needs --save-every 1 --keep-checkpoints 0, whole steps in samples.jsonl
-(--samples-per-step 128) and keep_critique: the demo's FAPO run with these flags.
+The recording holds the texts that the two models wrote, and the log-probabilities of the policy's tokens
+before and after each update of the step. The functions of the trainer compute everything else on the page.
+--record repeats a step: it samples from the checkpoint before the step, which gives the same samples, and
+takes the verdicts from samples.jsonl. The recorded run therefore needs --rollout hf, --save-every 1,
+--keep-checkpoints 0, --samples-per-step 128 (all samples of a step) and `keep_critique`. The demo's FAPO run
+with these flags meets these conditions.
 """
 
 import asyncio
@@ -34,20 +35,20 @@ from run_folder import read_lines
 from toy import toy_world
 from toy.report import table
 
-WHEN = ("before the step", "at its own update", "after the step")
+WHEN = ("before the step", "before the update of its mini-batch", "after the step")
 
 
 @dataclass
 class Config:
-    """Writes docs/walkthrough.md from docs/walkthrough.json; with --record the latter first."""
+    """Writes docs/walkthrough.md from docs/walkthrough.json; --record writes the JSON file first."""
 
-    record: Path | None = None  # Folder of a run to record a step of.
-    step: int = 9  # Which step.
-    group: int = 9  # Which group of it, from 0.
+    record: Path | None = None  # Output directory of the run to record; default: use walkthrough.json.
+    step: int = 9  # Number of the recorded step, from 1.
+    group: int = 9  # Number of the recorded group in the step, from 0.
 
 
 def record(run: Path, step: int, group: int) -> dict:
-    """A group of a step and what the step did to it, by doing the step again."""
+    """Repeat a step; return one of its groups with the log-probabilities before and after each update."""
     config = grpo_trainer.Config(**json.loads((run / "config.json").read_text()))
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     folder = run / f"checkpoints/step_{step - 1}" if step > 1 else Path(config.model)
@@ -70,7 +71,7 @@ def record(run: Path, step: int, group: int) -> dict:
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         if sample.text != sample.result["response"]:
             raise ValueError(
-                f"record: step {step} of {run} was sampled otherwise, on another kind of machine?"
+                f"--record: step {step} of {run} gave other samples; use the same kind of processor"
             )
     set_advantages(groups, config, tokenizer.decode)
     chosen, batches = groups[group], split_mini_batches(groups, config.mini_batch_size)
@@ -113,7 +114,7 @@ def record(run: Path, step: int, group: int) -> dict:
 
 
 def score(data: dict) -> list[dict]:
-    """The samples' results, from the demo's own reward function; what the judge says is recorded."""
+    """Score the samples with the reward function of the demo, and the recorded critiques as the judge."""
     row, critiques = data["row"], iter([])
 
     async def recorded(prompt, *_, **__):
@@ -134,7 +135,7 @@ def score(data: dict) -> list[dict]:
 
 
 def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[list[float], float, float]:
-    """Probabilities before, at its update and after; its loss before division by N; the same unclipped."""
+    """Return a token's probability at each time in WHEN, its loss times N, and the unclipped loss times N."""
     old, now, after = (torch.tensor([[row[token]]]) for row in data["samples"][sample]["logprobs"])
     mask, advantages = torch.ones(1, 1, dtype=torch.bool), torch.tensor([advantage])
     loss, _ = compute_policy_loss(now, old, advantages, mask, 1)
@@ -143,8 +144,8 @@ def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[li
 
 
 def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tuple[str, int]:
-    """A sample's advantages line by line, without --credit prefix and with it; the tokens that it spares."""
-    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # an end token is no text
+    """Return a table of a sample's advantages by line with both values of --credit, and the prefix length."""
+    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # end token: no text
 
     def before(line):
         return count_tokens_before(line, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
@@ -159,7 +160,7 @@ def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tupl
 
 
 def page(data: dict) -> str:
-    """docs/walkthrough.md."""
+    """Return the text of docs/walkthrough.md."""
     row, samples, results, update = data["row"], data["samples"], score(data), data["update"]
     question, truth = row["extra_info"]["question"], row["reward_model"]["ground_truth"]
     paragraphs = [scores.split_paragraphs(sample["text"]) for sample in samples]
@@ -170,7 +171,7 @@ def page(data: dict) -> str:
     rule_rewards = torch.tensor([1.0 if result["acc"] else -1.0 for result in results])
     advantages, rule_only = compute_advantages(torch.stack([rewards, rule_rewards])).tolist()
 
-    # Three samples to look at, and the first token in which the flawed and the sound one differ.
+    # The page compares a flawed and a sound sample at their first different token.
     flawed = next(n for n, result in enumerate(results) if result["flawed_positive"])
     missed = [result["oracle_flawed_positive"] and not result["flawed_positive"] for result in results]
     overlooked = missed.index(True)
@@ -193,9 +194,9 @@ def page(data: dict) -> str:
         rows.append([*cells, f"{reward:g}", f"{advantage:+.3f}", f"{other:+.3f}"])
     heads = ["", "solution", "answer", "judge", "oracle", "reward", "advantage", "advantage, outcome only"]
     group = table(heads, *rows)
-    loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "its loss", "over N"], *losses)
+    loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "loss", "loss / N"], *losses)
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
-        raise ValueError("group: the page needs a flawed sample below the mean, not clipped; take another")
+        raise ValueError("--group: this group has no unclipped flawed sample below the mean; pass another")
     named = results[flawed]["first_wrong"]
     credits, spared = credit(samples[flawed], paragraphs[flawed], named, advantages[flawed])
     right = sum(result["acc"] for result in results)
@@ -204,15 +205,15 @@ def page(data: dict) -> str:
     passed = paragraphs[overlooked][oracle[overlooked]]
     style = data["reward_kwargs"]["prompt_style"]
     prompt = scores.format_critic_prompt(question, truth, samples[flawed]["text"], style)
-    return f"""# The demo, and one of its steps in numbers
+    return f"""# Walkthrough: the demo, and one training step in numbers
 
 ## What `make demo` does
 
-A problem of the toy world, such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*, is solved
-line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository ships [two Llama
-models](../toy/models/README.md) with one million parameters each, pretrained on noisy text: a policy that
-forgets carries, and a judge that misses half of the wrong lines. `recipes/toy_demo.sh` then runs these
-commands:
+The toy world asks questions such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*. A model
+solves this problem line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository
+ships [two Llama models](../toy/models/README.md) with one million parameters each: a policy that often
+forgets carries, and a judge that misses half of the wrong lines. `make demo` trains both models with these
+commands (`recipes/toy_demo.sh`):
 
 | step | command |
 | --- | --- |
@@ -221,61 +222,59 @@ commands:
 | 2. Meanwhile, train a policy with the outcome reward. | `grpo_trainer.py` with `compute_score_baseline` |
 | 3. Serve the trained judge with vLLM behind the router. | `genrm_server.py` |
 | 3. Train the same initial policy with FAPO. | `grpo_trainer.py --router-address ...` |
-| 4. Print the table after a third of FAPO's steps. | `python -m toy.report --so-far ...` |
-| 5. Print the tables, write the web page. | `python -m toy.report`, `python -m tools.view_run` |
+| 4. Print an interim table after a third of the FAPO steps. | `python -m toy.report --so-far ...` |
+| 5. Print the final tables and write the web page. | `python -m toy.report`, `python -m tools.view_run` |
 
 `SEED=1 make demo` uses another seed and writes to `outputs/demo_seed1`. `PORT=31000 make demo` sets the
-judge's port; by default it is a random one from 20000 to 29999.
+judge's port, which is otherwise a random one from 20000 to 29999.
 
-By accuracy the two policies look the same. With the outcome reward alone, the fraction of flawed answers
-among the correct ones drifts; with FAPO it falls to nearly that of a perfect judge. On "How many?"
-questions, where a forgotten carry makes the answer wrong, FAPO's policy is correct about twice as often.
-[The evidence](evidence.md) has nine runs from other checkpoints.
+The two trained policies have nearly the same accuracy. With the outcome reward alone, the flawed-positive
+rate drifts. With FAPO the flawed-positive rate falls to nearly the rate of a perfect judge. On "How many?"
+questions, a forgotten carry makes the answer wrong, and FAPO's policy is correct about twice as often.
+[The evidence](evidence.md) reports nine runs from other checkpoints.
 
-**The judge is not the oracle.** Towards the end of the run it finds only about half of the flawed
-positives that the oracle counts. The policy keeps the flaws that the judge misses, often a ten dropped
-where there is nothing to carry (`27-7=10`). A judge that only knows forgotten carries leads to outright
+**The judge is not the oracle.** Towards the end of the run, the judge finds only about half of the flawed
+positives that the oracle counts. The policy keeps the flaws that the judge misses, such as a lost ten
+in a sum without a carry (`27-7=10`). A judge that only knows forgotten carries leads to outright
 [reward hacking](evidence.md#reward-hacking).
 
-**What the demo does not show.** The flaws are planted, and the outcome reward cannot see them by
-construction; [the second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted
-flaws. Flawed positives of real models are as varied as mathematics, and the paper's gains were measured
-on AIME and GPQA with policies of 7B and 32B parameters.
+**Limits of the demo.** Its flaws are planted, and the outcome reward cannot see them by construction.
+[The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws. Real models
+make many other kinds of mistakes. The paper measured its gains on AIME and GPQA with policies of 7B and 32B
+parameters.
 
 The rest of this page follows one prompt through step {data["step"]} of a demo run (seed 0, FAPO with the
-trained judge). The models wrote the texts, and the functions of the run compute every number
-(`docs/make_walkthrough.py` writes this page).
+trained judge). The two models wrote the texts, and the functions of the trainer compute every number.
 
 ## The prompt
 
 > {question}
 
 "Remainder mod 5?" asks for the remainder on division by 5. The correct answer is {truth}, and the outcome
-reward knows nothing else. The step draws 16 prompts, and the policy answers each one {len(samples)} times
-at temperature 1. These
-{len(samples)} answers are a *group*.
+reward knows only this answer. The step draws 16 prompts and samples {len(samples)} answers to each prompt
+at temperature 1. The {len(samples)} answers to one prompt form a *group*.
 
 ## Eight samples and their advantages
 
-A solution has one paragraph for each sum and a last paragraph with the answer. Paragraphs are counted
-from 0; -1 means that none is wrong.
+A solution has one paragraph per sum and a last paragraph with the answer. Paragraphs are counted from 0, and
+-1 means that no paragraph is wrong.
 
 {group}
 
-- **Answer**: `compute_score` compares the last box with the correct answer. {right} of {len(samples)} are
-  correct.
-- **Judge**: `compute_score_fapo` asks the judge for the first wrong paragraph, for correct answers only.
-- **Oracle**: `first_wrong_paragraph` is what the judge should have said. Training never sees it.
-- **Reward**: -1 for a wrong answer, 0 if the judge names a paragraph, and 1 otherwise.
-- **Advantage**: `compute_advantages` gives (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with
+- **Answer**: `compute_score` compares the last box with the correct answer. Here {right} of {len(samples)}
+  answers are correct.
+- **Judge**: for correct answers only, `compute_score_fapo` asks the judge for the first wrong paragraph.
+- **Oracle**: `first_wrong_paragraph` computes what the judge should have said. Training never uses it.
+- **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a paragraph, and 1 otherwise.
+- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with
   the mean and the standard deviation of the group.
-- **Advantage, outcome only**: the advantage if every correct answer got 1. It encourages flawed and sound
-  answers alike.
+- **Advantage, outcome only**: this would be the advantage if every correct answer got 1. Flawed and sound
+  answers would be encouraged alike.
 
-With the outcome reward alone, sample {two}, which is correct with a wrong step, has
-{rule_only[flawed]:+.3f}, as much as a sound solution. With FAPO it has {advantages[flawed]:+.3f}. The
-advantage is negative because fully correct samples outnumber wrong ones in this group; in a group where
-wrong ones are more frequent, flawed positives are encouraged.
+Sample {two} has a correct answer and a wrong step. With the outcome reward alone, its advantage would be
+{rule_only[flawed]:+.3f}, as high as a sound solution's. With FAPO it is {advantages[flawed]:+.3f}. It is
+negative because fully correct samples outnumber wrong ones in this group. In a group with more wrong samples
+than fully correct ones, FAPO encourages flawed positives.
 
 ## What the judge reads and writes
 
@@ -285,56 +284,56 @@ The judge reads sample {two} in the prompt style "{style}", made for a judge of 
 {prompt}
 ```
 
-It computes each line again from the value stated before, and stops at the first line that differs:
+The judge computes each line again from the previous value and stops at the first line that differs:
 
 ```text
 {samples[flawed]["critique"]}
 ```
 
-`parse_critique` takes the index from the box: {judge[flawed]}. About sample {overlooked + 1} the judge
-writes:
+`parse_critique` takes the paragraph index from the box: {judge[flawed]}. For sample {overlooked + 1}, the
+judge writes:
 
 ```text
 {samples[overlooked]["critique"]}
 ```
 
-It misses paragraph {oracle[overlooked]}, `{passed}`, and the sample is rewarded as if it were sound. The
-policy can learn from a judge that errs now and then; what the judge misses every time survives in the
-policy.
+The judge misses paragraph {oracle[overlooked]}, `{passed}`, so the sample is rewarded as if it were sound.
+The policy can learn from a judge that errs now and then. A flaw that the judge misses every time survives in
+the policy.
 
 ## The loss of one token
 
 Samples {one} and {two} have the same text up to `{line}`. Sample {one} continues with `{sound_token}` and
-sample {two} with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so the
-policy has already moved a little before the update of this mini-batch; r is a token's current probability
-divided by its probability before the step. With N = {N} response tokens in the mini-batch,
-`compute_policy_loss` gives:
+sample {two} with `{flawed_token}`. Their group is in mini-batch {update["number"]} of {update["of"]}, so the
+policy has already changed a little before this mini-batch is used. The ratio r is a token's current
+probability divided by its probability before the step. The mini-batch has N = {N} response tokens, and
+`compute_policy_loss` returns:
 
 {loss_table}
 
-Neither token is clipped: that would need an r above 1.28 for the first one and below 0.8 for the second.
-The loss of the mini-batch is the sum of the last column over its {N} tokens. Every token of a sample has
-the sample's advantage, so the update is not told which digit is wrong. The wrong digit stands out because
-the other tokens of sample {two} also occur in sound solutions, where they are encouraged.
+Neither token is clipped: r would have to exceed 1.28 for the first token, or fall below 0.8 for the second.
+The loss of the mini-batch is the sum of the last column over all {N} tokens. Every token of a sample has
+the same advantage, so the update does not know which digit is wrong. Even so, the wrong digit becomes less
+likely: the other tokens of sample {two} also occur in sound solutions, which encourage them.
 
 ## Credit for the good prefix
 
-The judge also says which paragraph is the first wrong one. With `--credit prefix` the {spared} tokens
-before that paragraph get no negative advantage (`count_tokens_before`), and sample {two} has two
+The judge also says which paragraph is the first wrong one. With `--credit prefix`, the {spared} tokens
+before that paragraph get no negative advantage (`count_tokens_before`). Sample {two} then has two different
 advantages:
 
 {credits}
 
-So the update knows the line but not the digit: `{line}` gets the same advantage as `{flawed_token}`. The
-demo runs without `--credit prefix`; [algorithms](algorithms.md#results-in-the-toy-world) shows what it
-changes.
+With this credit the update knows the wrong line but not the wrong digit: `{line}` gets the same advantage as
+`{flawed_token}`. The demo runs without `--credit prefix`, and
+[algorithms](algorithms.md#results-in-the-toy-world) shows the effect of the flag.
 
 ## The new probability
 
 {table(["token", *WHEN], *moves)}
 
-This is the effect of {update["of"]} updates with a learning rate of {update["lr"]:g}, through all samples
-of the step. The demo does 60 such steps.
+The table shows the effect of {update["of"]} updates with a learning rate of {update["lr"]:g} on all samples
+of the step. The demo trains each model for 60 such steps.
 """
 
 
