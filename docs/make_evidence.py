@@ -291,7 +291,7 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
         if {run["world"] for run in some} == set(worlds):
             reached = cell(list(map(half_correct, some)), 0)
             rows.append([*row(title, some, COLUMNS), reached, str(len(some))])
-    return table(["512 held-out problems", *COLUMNS, "step at which half are fully correct", "runs"], *rows)
+    return table(["method", *COLUMNS, "step at which half are fully correct", "runs"], *rows)
 
 
 def calls(run: dict) -> float:
