@@ -55,7 +55,7 @@ KEPT_BY = {
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
     ),
-    "The sampler has the trainer's weights; a run whose servers have other weights stops.": (
+    "The sampler uses the trainer's weights; a run whose servers have other weights stops.": (
         "test_grpo_trainer.test_stale_weights_stop_the_run",
         "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
         "test_rollout.test_rollout_logprobs_are_the_trainers",
@@ -80,23 +80,22 @@ KEPT_BY = {
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
     ),
-    "What the policy sampled is never encoded again, and tokens that it did not write have no part in the "
+    "Sampled text is never tokenized again, and tokens that the policy did not write have no part in the "
     "update.": (
         "test_trajectory.test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it",
         "test_trajectory.test_a_reply_is_the_tail_of_the_whole_rendering",
         "test_trajectory.test_observed_tokens_have_no_part_in_the_update",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
-    "A rollout function that fails, hangs or leaves tasks behind costs its own sample and changes no "
-    "other.": (
+    "A rollout function that fails, hangs or leaves tasks behind costs only its own sample and changes no "
+    "other sample.": (
         "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
         "test_trajectory.test_no_way_of_failing_escapes_its_sample",
         "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
         "test_trajectory.test_what_a_function_leaves_running_changes_nothing_that_is_scored",
         "test_trajectory.test_a_failed_rollout_leaves_its_group",
     ),
-    "With `--rollout hf`, a rollout function's run depends on its seed alone, however long its tools "
-    "take.": (
+    "With `--rollout hf`, a trajectory depends only on its seed, however long its tools take.": (
         "test_trajectory.test_a_run_depends_on_its_seed_alone_however_long_tools_take",
         "test_trajectory.test_each_round_draws_new_random_numbers",
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",
@@ -112,12 +111,12 @@ KEPT_BY = {
         "test_genrm_server.test_a_killed_server_loses_no_request_and_comes_back",
         "test_genrm_server.test_vllm_two_servers_one_killed_with_32_requests_in_flight",
     ),
-    "Every answer goes to the request that caused it, and to no other.": (
+    "Every answer goes only to the request that caused it.": (
         "test_router.test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again",
         "test_router.test_method_path_query_headers_and_body_arrive_unchanged",
         "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
     ),
-    "A request that crashes servers is rejected instead of being sent to all of them.": (
+    "A request that crashes servers is rejected instead of being sent to every server.": (
         "test_router.test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one",
         "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",
         "test_compute_score.test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again",
