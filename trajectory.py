@@ -304,6 +304,8 @@ class Threads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
+                except StopIteration as error:  # asyncio accepts no StopIteration: its future would wait on.
+                    future.set_exception(RuntimeError(f"a call in a thread raised {error!r}"))
                 except BaseException as error:
                     future.set_exception(error)
 

@@ -1088,6 +1088,17 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
         threads.set()
 
 
+def test_a_tool_that_raises_stop_iteration_in_a_thread_fails_at_once(model, tokenizer):
+    """Such as next() of something empty. An asyncio future does not accept this exception."""
+
+    async def looks_up(trajectory):
+        await trajectory.generate(max_tokens=2)
+        await asyncio.to_thread(next, iter(()))
+
+    for sample in rolled_out(looks_up, model, tokenizer, timeout=5.0):
+        assert sample.failure == "error" and "StopIteration" in sample.result["reward_extra_info"]["error"]
+
+
 def test_the_threads_of_tools_end_with_the_run(tokenizer):
     """All except the one whose tool hangs, for which nobody waits."""
     before, hanging = set(threading.enumerate()), threading.Event()
