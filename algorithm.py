@@ -4,8 +4,8 @@
     loss, sums = compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens)
 
 Each `--advantage` is one function and one line in ADVANTAGES, and each `--loss` is one function and one line
-in LOSSES; docs/algorithms.md has a table of all of them. The README has the equations of FAPO. FAPO's reward
-itself (equation 8 of the paper) is computed in compute_score.py.
+in LOSSES; settings.py has their names, and docs/algorithms.md has a table. The README has the equations of
+FAPO. FAPO's reward itself (equation 8 of the paper) is computed in compute_score.py.
 
 This file knows nothing about models, files or servers, and it imports nothing from this repository.
 Not covered: value functions (GAE), a KL term inside the reward, credit for less than a paragraph.
@@ -303,7 +303,9 @@ def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
         try:
             weights[name] = float(weight)
         except ValueError:
-            raise ValueError(f"--reward-terms {term}: pass NAME=WEIGHT, such as acc=1") from None
+            weights[name] = math.nan
+        if not math.isfinite(weights[name]):
+            raise ValueError(f"--reward-terms {term}: pass NAME=WEIGHT, such as acc=1")
     return weights
 
 

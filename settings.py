@@ -179,6 +179,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are compared")
         if not self.clip_c > 1:
             raise ValueError(f"--clip-c {self.clip_c} must be above 1: wrong answers have no gradient below")
+        if self.val_top_p > 1:
+            raise ValueError(f"--val-top-p {self.val_top_p} must be at most 1: it is a probability")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            betas = " ".join(map(str, self.adam_betas))
+            raise ValueError(f"--adam-betas {betas} must be from 0 to below 1, such as 0.9 0.95")
         if not (self.total_steps or self.val_file):
             raise ValueError("--total-steps 0 only evaluates: pass --val-file")
         if not self.lora_rank and self.lora_alpha != Config.lora_alpha:

@@ -674,6 +674,8 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
         (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms need each other"),
         (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: pass NAME=WEIGHT"),
         (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: pass NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan: pass NAME=WEIGHT"),
+        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf: pass NAME=WEIGHT"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
             "--reward-terms lacks the length penalty: add overlong_penalty=1, or pass --overlong-buffer 0",
@@ -969,6 +971,9 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(policy_gpu_share=0.0), "--policy-gpu-share 0.0: must be above 0"),
         (dict(temperature=0.0), "--temperature 0.0: must be above 0"),
         (dict(clip_c=1.0), "--clip-c 1.0 must be above 1"),
+        (dict(val_top_p=1.5), "--val-top-p 1.5 must be at most 1"),
+        (dict(adam_betas=(0.9, 1.0)), "--adam-betas 0.9 1.0 must be from 0 to below 1"),
+        (dict(adam_betas=(-0.1, 0.9)), "--adam-betas -0.1 0.9 must be from 0 to below 1"),
         (dict(rollout_gpu_share=1.5), "--gpu-share 1.5: must be above 0 and at most 1"),
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--gpu-share 0.5: a server of several GPUs"),
         (dict(model="nowhere"), "--model nowhere: no folder with a config.json"),
