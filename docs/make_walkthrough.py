@@ -238,7 +238,7 @@ positives that the oracle counts. The policy keeps the flaws that the judge miss
 in a sum without a carry (`27-7=10`). A judge that only knows forgotten carries leads to outright
 [reward hacking](evidence.md#reward-hacking).
 
-**Limits of the demo.** Its flaws are planted, and the outcome reward cannot see them by construction.
+**Limits of the demo.** The flaws are planted, and the outcome reward cannot see them by construction.
 [The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws. Real models
 make many other kinds of mistakes. The paper measured its gains on AIME and GPQA with policies of 7B and 32B
 parameters.
@@ -264,7 +264,8 @@ A solution has one paragraph per sum and a last paragraph with the answer. Parag
 - **Answer**: `compute_score` compares the last box with the correct answer. Here {right} of {len(samples)}
   answers are correct.
 - **Judge**: for correct answers only, `compute_score_fapo` asks the judge for the first wrong paragraph.
-- **Oracle**: `first_wrong_paragraph` computes what the judge should have said. Training never uses it.
+- **Oracle**: `first_wrong_paragraph` computes what the judge should have said. Training does not use the
+  oracle.
 - **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a paragraph, and 1 otherwise.
 - **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with
   the mean and the standard deviation of the group.
@@ -272,9 +273,9 @@ A solution has one paragraph per sum and a last paragraph with the answer. Parag
   answers would be encouraged alike.
 
 Sample {two} has a correct answer and a wrong step. With the outcome reward alone, its advantage would be
-{rule_only[flawed]:+.3f}, as high as a sound solution's. With FAPO it is {advantages[flawed]:+.3f}. It is
-negative because fully correct samples outnumber wrong ones in this group. In a group with more wrong samples
-than fully correct ones, FAPO encourages flawed positives.
+{rule_only[flawed]:+.3f}, as high as a sound solution's. With FAPO the advantage is
+{advantages[flawed]:+.3f}. It is negative because fully correct samples outnumber wrong ones in this group.
+In a group with more wrong samples than fully correct ones, FAPO encourages flawed positives.
 
 ## What the judge reads and writes
 
@@ -304,7 +305,7 @@ the policy.
 ## The loss of one token
 
 Samples {one} and {two} have the same text up to `{line}`. Sample {one} continues with `{sound_token}` and
-sample {two} with `{flawed_token}`. Their group is in mini-batch {update["number"]} of {update["of"]}, so the
+sample {two} with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so the
 policy has already changed a little before this mini-batch is used. The ratio r is a token's current
 probability divided by its probability before the step. The mini-batch has N = {N} response tokens, and
 `compute_policy_loss` returns:
@@ -324,7 +325,7 @@ advantages:
 
 {credits}
 
-With this credit the update knows the wrong line but not the wrong digit: `{line}` gets the same advantage as
+With `--credit prefix` the update knows the wrong line but not the digit: `{line}` gets the same advantage as
 `{flawed_token}`. The demo runs without `--credit prefix`, and
 [algorithms](algorithms.md#results-in-the-toy-world) shows the effect of the flag.
 
