@@ -112,6 +112,8 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # Data must reach the disk before older ones go.
+        if not (target / "trainer_state.json").exists():  # The remains of a checkpoint would be in the way.
+            shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -247,6 +247,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, m
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
 
+def test_a_checkpoint_replaces_the_remains_of_an_earlier_one(tmp_path, model, tokenizer):
+    """Such as step_2 after its trainer_state.json was deleted: a run resumes from step_1 and saves again."""
+    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=2)
+    for step in (1, 2):
+        run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
+    (tmp_path / "checkpoints/step_2/trainer_state.json").unlink()
+    run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 2}, config)
+    assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_1", "step_2"]
+
+
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     """U+2028 and U+0085 end a line for str.splitlines(), not for JSON; half a surrogate pair is not UTF-8."""
     config = config_of(out_dir=str(tmp_path), samples_per_step=9)
