@@ -53,7 +53,7 @@ def remove_boxed(boxed: str) -> str:
     """Return the content of `\\boxed{...}`. Raises ValueError if `boxed` is not such a string."""
     match = re.fullmatch(r"(?s)\\boxed\{(.*)\}", boxed)
     if not match:
-        raise ValueError(f"not a \\boxed{{...}} string: {boxed[:50]!r}")
+        raise ValueError(f"{boxed[:50]!r} is not a \\boxed{{...}} string")
     return match[1]
 
 
@@ -322,8 +322,8 @@ def compute_score(
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
-        raise ValueError(f"ground_truth: {ground_truth!r:.80} ({data_source}) is not one answer: "
-                         "this data source needs its own reward function")  # fmt: skip
+        raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
+                         "answer; pass a reward function for this data source")  # fmt: skip
     answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
     if answer is None:
         pred, acc = "[INVALID]", False  # as in the original
@@ -476,7 +476,7 @@ def _break_frame(solution: str, template: str, paragraph: str) -> str:
 
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
-    """Return the judge's prompt for a solution, which is a text or a list of paragraphs.
+    """Return the judge's prompt for a solution, which is a string or a list of paragraphs.
 
     `_break_frame` makes headings and tags of the prompt harmless if they occur inside the solution.
     """
@@ -561,10 +561,10 @@ async def close_session(loop=None) -> None:
 
 
 class ReplyError(Exception):
-    """A reply with HTTP status 200 that reports a failure. `status` is the status inside the reply."""
+    """A reply with HTTP status 200 that reports a failure. `status` is the status in the reply's body."""
 
     def __init__(self, status, message):
-        super().__init__(f"{status}, inside a reply with HTTP status 200: {message}")
+        super().__init__(f"status {status} in the body of a reply with HTTP status 200: {message}")
         self.status = status
 
 
@@ -604,7 +604,7 @@ async def served_model(address: str, outdated=None) -> dict:
             limit = aiohttp.ClientTimeout(total=60)
             models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
             if not isinstance(models, dict) or not models.get("data"):
-                raise ValueError(f"http://{address}/v1/models names no model: {models!s:.200}")
+                raise ValueError(f"http://{address}/v1/models lists no model: {models!s:.200}")
             shared.answer = models["data"][0]
         return shared.answer
 
@@ -638,7 +638,7 @@ async def chat(
     shared = _SharedAnswer()
     if temperature == 0:
         shared = _shared_answer(asyncio.get_running_loop(), f"{address} {body}")
-    failure = "neither this request nor an equal one was answered"
+    failure = "neither this request nor an identical one was answered"
     pause = 0.5
     try:
         async with asyncio.timeout(timeout_s), shared:
@@ -655,7 +655,7 @@ async def chat(
                 pause = min(8.0, 2 * pause)
             return *shared.answer, None
     except TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s; last: {failure}", 0
+        return "timeout", f"no answer from {address} within {timeout_s:g} s (last failure: {failure})", 0
 
 
 def _is_retryable(error):
@@ -682,8 +682,8 @@ async def _complete_chat(address, body):
         return await _json_request("POST", url, json=body)
     served = await served_model(address)
     body = body | {"model": served["id"]}
-    context = served.get("max_model_len") or math.inf  # Prompt and answer together must fit into this.
-    # Without max_tokens the server uses what the prompt leaves of the context.
+    context = served.get("max_model_len") or math.inf  # limit of prompt plus answer, in tokens
+    # Without max_tokens, the answer may fill the rest of the context.
     if body.get("max_tokens", 0) >= context:
         del body["max_tokens"]
     try:
@@ -709,7 +709,7 @@ def _read_reply(reply):
         ValueError: The reply has no readable text.
     """
     if not isinstance(reply, dict) or reply.get("choices") is None:
-        raise ReplyError(502, f"no choices in the reply {reply!s:.200}")
+        raise ReplyError(502, f"the reply has no choices: {reply!s:.200}")
     try:
         choice = reply["choices"][0]
         _raise_if_failed(choice)
@@ -823,9 +823,9 @@ async def compute_score_fapo(
     verdict = dict(NOT_ASKED)
     if is_asked:
         if reward_router_address is None:
-            raise ValueError("reward_router_address: missing; pass --genrm or --router-address")
+            raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
         if extra_info.get("question") is None:
-            raise ValueError("extra_info['question']: missing; the judge needs the text of the problem")
+            raise ValueError("extra_info['question'] is missing; add the problem's text for the judge")
         solution = solution_str
         if len(turns) > 1:  # Each paragraph begins with its author, so no text can claim another author.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
@@ -880,9 +880,9 @@ def compute_score_fapo_genrm(
     try:
         truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"ground_truth, extra_info['total_steps']: must be integers ({error!r})") from error
+        raise ValueError(f"ground_truth, extra_info['total_steps'] must be integers: {error!r}") from error
     if not -1 <= truth < total_steps:
-        raise ValueError(f"ground_truth: {truth} is not in -1 .. total_steps - 1 = {total_steps - 1}")
+        raise ValueError(f"ground_truth: {truth} is not between -1 and {total_steps - 1} (total_steps - 1)")
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed

@@ -49,26 +49,27 @@ class Config:
     # What the model does: generate text, or classify (a discriminative reward model, POST /classify).
     task: Literal["generate", "classify"] = "generate"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Where the model runs. auto: on GPUs if there are any.
-    tensor_parallel_size: int = 1  # GPUs per server (without a GPU: processes per server).
-    gpu_share: float = 1.0  # Fraction of a GPU's memory that each server takes. 1: each has its own GPUs.
-    cpus: str = ""  # CPU cores of the servers, e.g. 0,1 (without a GPU only). Empty: all, divided evenly.
+    tensor_parallel_size: int = 1  # Number of GPUs per server (without a GPU: processes per server).
+    gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: servers do not share GPUs.
+    cpus: str = ""  # CPU cores for the servers, e.g. 0,1 (only without a GPU). Empty: all, divided evenly.
     served_model_name: str = ""  # Model name that clients send in requests. Empty: the value of --model.
-    # Number format of the weights. Empty: float32 on CPU (bfloat16 is slow there), vLLM's choice on GPUs.
+    # Data type of the weights. Empty: float32 on CPU (where bfloat16 is slow), vLLM's choice on GPUs.
     dtype: str = ""
-    max_model_len: int = 0  # Longest prompt plus answer, in tokens. 0: the model's own limit.
+    max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the model's own limit.
     sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
-    control: bool = False  # Open vLLM's control endpoints, such as /collective_rpc, to the servers' key.
+    control: bool = False  # Enable vLLM's control endpoints, such as /collective_rpc (with --server-key).
     seed: int = 0  # Server i samples with seed + i, so that no two servers give the same answers.
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
-    queue_timeout: float = 180.0  # Longest wait of a request, in seconds, while no server is healthy.
+    queue_timeout: float = 180.0  # Time limit for waiting until a server is healthy, in seconds.
     # Key that clients must send as a bearer token. Empty: ROUTER_API_KEY, or no key if that is unset.
     api_key: str = field(default="", repr=False)
     # Key between the router and the servers. Empty: the last key of --api-key, or a random one.
     server_key: str = field(default="", repr=False)
-    # Folder of the log files. Empty: outputs/genrm_logs/PORT, or the process number if --port is 0.
+    # Folder of the log files. Empty: outputs/genrm_logs/PORT, or the process id if --port is 0.
     log_dir: Path | None = None
-    startup_timeout: float = 1800.0  # Longest time that a server may take to get ready, in seconds.
-    vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments of vLLM's own server, after a lone --.
+    startup_timeout: float = 1800.0  # Time limit for starting a server, in seconds.
+    vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's own server, after --.
+    flag_prefix: tyro.conf.Suppress[str] = ""  # Prefix of the flags in messages, such as genrm- or rollout-.
 
     def check(self) -> None:
         """Raise ValueError, which names the flag and the remedy, if a setting is impossible."""
@@ -79,12 +80,13 @@ class Config:
         path = Path(self.model).expanduser()
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         if not (path / "config.json").exists() and (path.exists() or not is_on_hub):
-            raise ValueError(f"--model {self.model}: no folder with a config.json, nor OWNER/NAME on the Hub")
+            flag = "--genrm" if self.flag_prefix == "genrm-" else "--model"
+            raise ValueError(f"{flag} {self.model}: must be a folder with config.json or a Hub name")
+        share = f"--{self.flag_prefix}gpu-share {self.gpu_share}"
         if not 0 < self.gpu_share <= 1:
-            raise ValueError(f"--gpu-share {self.gpu_share}: must be above 0 and at most 1")
+            raise ValueError(f"{share}: must be above 0 and at most 1")
         if self.gpu_share < 1 < self.tensor_parallel_size:
-            raise ValueError(
-                f"--gpu-share {self.gpu_share}: a server of several GPUs takes whole GPUs; leave it at 1")
+            raise ValueError(f"{share}: a server with several GPUs cannot share them; pass 1")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
 
@@ -119,7 +121,7 @@ def choose_device() -> str:
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
                 f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "the vllm that fits the driver (see requirements.txt), or pass --device cpu")
+                "a vllm that matches the GPU driver (see requirements.txt), or pass --device cpu")
     return "cpu"
 
 
@@ -168,7 +170,7 @@ class ServerSlot:
     server: object  # a VllmServer or RouterProcess, or the handle of a Ray actor
     log: Path
     url: str = ""
-    joined: int = 0  # which start of the router the server has joined (1, 2, ...); 0: not in the router
+    joined: int = 0  # the start of the router with which the server has registered (1, 2, ...); 0: none
     ready: bool = False  # whether the server has been ready since its latest start
     restarts: int = 0
     given_up: str = ""  # why the service gave up on this server; empty: the server is still supervised
@@ -227,7 +229,7 @@ class ModelServers:
     def check(self) -> None:
         """Raise RuntimeError if the service has given up on every server."""
         if all(slot.given_up for slot in self.slots):
-            raise RuntimeError("no server is left: each of them failed too often (see GIVING UP above)")
+            raise RuntimeError("no server is left: every server failed too often (see GIVING UP above)")
 
     def supervise(self, slot: ServerSlot) -> None:
         """Run a server or the router, and restart it when it dies. This method is the body of a thread."""
@@ -242,8 +244,8 @@ class ModelServers:
                 if slot is not self.router and not self.asleep:
                     deaths += 1
             except Exception as error:  # A full disk or a lost node may recover, so this is not a death.
-                last = str(error).strip().rpartition("\n")[2]  # The last line follows the actor's traceback.
-                event = f"cannot be run ({type(error).__name__}: {last:.200})"
+                last = str(error).strip().rpartition("\n")[2]  # after an actor's traceback
+                event = f"failed ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
                 break
             if slot.ready:
@@ -284,7 +286,7 @@ class ModelServers:
                     elif not slot.ready and silent > self.config.startup_timeout:
                         return f"was not ready after {silent:.1f} s (--startup-timeout)"
                     elif slot.ready and silent > HANG_SECONDS:
-                        return f"hangs: no answer of /health for {silent:.0f} s"
+                        return f"hangs: no answer from /health for {silent:.0f} s"
                     if slot.ready:
                         start_lock.close()
                     if self.router.ready and all(other.joined for other in self.slots):
@@ -296,7 +298,8 @@ class ModelServers:
     def join(self, slot: ServerSlot, seconds: float) -> None:
         """Add a healthy server to the router, unless it is there. If this fails, the next check tries again.
 
-        A restarted router knows no server, so `joined` tells which start of the router the server has joined.
+        A restarted router knows no servers, so `joined` records with which start of the router the server has
+        registered.
         """
         router_start = self.router.restarts + 1
         if slot is self.router:
@@ -354,7 +357,7 @@ class ModelServers:
             healthy = request("GET", slot.url + "/health")[0] == 200
             if healthy and slot.joined:
                 raise error
-            say(f"{error}; the server is restarted")
+            say(f"{error}; restarting the server")
             if slot.joined:  # Otherwise its thread has noticed the death, and may have restarted it already.
                 with contextlib.suppress(Exception):  # The actor may be gone together with its server.
                     self.call_server(slot, "stop")
@@ -457,7 +460,7 @@ def guard() -> None:
     parent, folder, cores, *command = sys.argv[1:]
     parent_fd = os.pidfd_open(os.getppid())
     if os.getppid() != int(parent):
-        sys.exit("the program that started this has ended")
+        sys.exit("the program that started this process has ended")
     os.mkdir(folder, 0o700)
     if os.fork() == 0:
         if os.fork() == 0:
@@ -496,7 +499,8 @@ class RouterProcess(Process):
         try:
             self.reserved = reserve_port(config.host, config.port)
         except OSError as error:
-            raise OSError(f"--host {config.host} --port {config.port}: cannot listen ({error})") from None
+            address = f"--host {config.host} --port {config.port}"
+            raise OSError(f"{address}: cannot listen ({error}); pass a different --port") from None
         port = str(self.reserved.getsockname()[1])
         self.address = router.address_of(config.host, port)
         router.warn_if_open(config.host, config.api_key, say)
@@ -591,17 +595,19 @@ def gpus_of_server(config: Config, index: int) -> str:
     servers_per_gpu = int(1 / config.gpu_share)
     first = index // servers_per_gpu * size
     if len(gpus) < first + size:
-        raise ValueError(f"--num-servers {config.num_servers}: too few GPUs ({','.join(gpus)}); lower it")
+        flag = f"--num-servers {config.num_servers}"
+        raise ValueError(f"{flag}: too few GPUs ({','.join(gpus)}); pass a lower number")
     return ",".join(gpus[first:first + size])
 
 
 def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
-    """Return the CPU cores of each process of a server. Raise ValueError if a core of --cpus is missing."""
+    """Return the CPU cores for each process of a server. Raise ValueError if the machine lacks a core."""
     here = [str(core) for core in sorted(os.sched_getaffinity(0))]
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:
         if core not in here:
-            raise ValueError(f"--cpus {config.cpus}: no core {core} here; there are {','.join(here)}")
+            flag = f"--{config.flag_prefix}cpus {config.cpus}"
+            raise ValueError(f"{flag}: there is no CPU core {core} here; choose from {','.join(here)}")
     return split_evenly(split_evenly(cores, parts)[part], config.tensor_parallel_size)
 
 

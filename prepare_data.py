@@ -7,7 +7,7 @@
 
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
 
-    data_source  a text that names the metric val/<data_source>/...
+    data_source  a string that names the metric val/<data_source>/...
     ability      "Math", "General" or "math_critic"
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; in rows for a judge the ground truth is an integer:
@@ -78,8 +78,8 @@ def validate_row(row: dict, where: str) -> None:
     steps = row["extra_info"].get("total_steps")
     if row["ability"] == "math_critic" and (not steps or truth not in range(-1, steps)):
         raise ValueError(
-            f"{where}: reward_model.ground_truth is {truth!r}, extra_info.total_steps {steps}; expected "
-            "-1 .. total_steps - 1"
+            f"{where}: reward_model.ground_truth is {truth!r}, but extra_info.total_steps is {steps}; "
+            "expected a ground truth between -1 and total_steps - 1"
         )
 
 
@@ -92,7 +92,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
-        raise ValueError(f"{path}: the name must end with .parquet or .jsonl (or .json or .csv)")
+        raise ValueError(f"{path}: the name must end in .parquet, .jsonl, .json or .csv")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     place = str(path)
@@ -120,15 +120,15 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     except (ValueError, TypeError, OSError, csv.Error) as error:  # json and pyarrow raise subclasses.
         raise ValueError(f"{place}: not a readable {kind} file: {error}") from error
     if not rows:
-        raise ValueError(f"{path}: no rows")
+        raise ValueError(f"{path}: the file has no rows")
     for number, row in enumerate(rows):
         for column in needed:
             if column not in row:
-                raise ValueError(f"{path} row {number}: no {column!r}, only {', '.join(row)}")
+                raise ValueError(f"{path}, row {number}: no column {column!r} among {', '.join(row)}")
         about = row.get("reward_model")
         truth = about.get("ground_truth") if isinstance(about, dict) else None
         if needed and (truth is None or truth != truth):  # Tables may have NaN in empty cells.
-            raise ValueError(f"{path} row {number}: reward_model is {about!r}; it needs a ground_truth")
+            raise ValueError(f"{path}, row {number}: reward_model is {about!r}; add a ground_truth")
     return rows
 
 
@@ -139,7 +139,8 @@ def _pick(raw, columns: str):
         value = raw.get(column)
         if value is not None and value == value and str(value).strip():  # NaN does not equal itself.
             return value
-    raise ValueError(f"no column {columns!r}, or it is empty; columns: {', '.join(map(str, raw))}")
+    tried = columns.replace("|", ", ")
+    raise ValueError(f"no value in column {tried}; the row's columns are {', '.join(map(str, raw))}")
 
 
 def _row(source: "Source", question: str, prompt: str, ground_truth, ability: str = "Math", **extra) -> dict:
@@ -153,15 +154,15 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 
 def _final_answer(raw, columns):
-    """Return the final answer as text. Raise ValueError if the answer is not one text or one number."""
+    """Return the final answer as a string. Raise ValueError if it is not one string or one number."""
     if any(column in raw for column in ANSWER.split("|")):
         columns = ANSWER  # In this case a column `solution` holds a worked solution.
     answer = _pick(raw, columns)
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError(f"column {columns!r} is {answer!r:.80}; expected one text or one number")
+        raise ValueError(f"column {columns!r} is {answer!r:.80}; expected one string or one number")
     answer = str(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
-        raise ValueError(f"column {columns!r} holds a worked solution: {answer[:60]!r}; expected an answer")
+        raise ValueError(f"column {columns!r} holds a worked solution ({answer[:60]!r}), not just an answer")
     return answer
 
 
@@ -178,12 +179,12 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
             raise ValueError("column 'answer' has nothing after its last '####'")
     if source.data_source.startswith("aime"):  # integers from 0 to 999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
-            raise ValueError(f"column {source.answer!r} is {answer[:80]!r}; expected an integer 0 to 999")
+            raise ValueError(f"column {source.answer!r} is {answer[:80]!r}, not an integer from 0 to 999")
         answer = str(int(answer))
     if len(f"\\boxed{{{answer}}}") > TAIL_CHARS:
         raise ValueError(
             f"the answer {answer[:60]!r}... has {len(answer)} characters, but only the last {TAIL_CHARS} "
-            "of a solution are searched for it; give the final answer alone in a column 'answer'"
+            "characters of a solution are searched; put only the final answer into a column 'answer'"
         )
     return _row(source, question, PROMPT.format(question=question.strip(), what=""), answer)
 
@@ -230,7 +231,7 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     problem = str(_pick(raw, "problem"))
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
-        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (not in CSV)")
+        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (CSV has none)")
     paragraphs = [step.strip() for step in steps]
     style = "tagged" if raw["answer"] else "no_truth"
     return _row(
@@ -293,7 +294,7 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     """Return the files in `source_dir` with this data set and split. Raise OSError if there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
-        raise OSError(f"no file in {source_dir} is called {source.data_source}* (split {source.split})")
+        raise OSError(f"no file in {source_dir} has a name like {source.data_source}* (split {source.split})")
     return files
 
 
@@ -305,7 +306,7 @@ def hub_files(source: Source) -> list[Path]:
         folder = snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files])
     except OSError as error:
         why = " ".join(str(error).split())[:200]
-        remedy = "if it is gated, accept its terms on its page and set HF_TOKEN; offline, pass --source-dir"
+        remedy = "accept the terms of a gated data set and set HF_TOKEN, or pass --source-dir"
         raise OSError(f"{source.repo}: cannot be fetched from the hub ({why}); {remedy}") from error
     files = sorted(Path(folder).rglob(source.files))
     if not files:
@@ -363,7 +364,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
     """Write OUT_DIR/<data_source>_<split>.parquet and return {name: number of rows}."""
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
-        raise ValueError(f"--out-dir: {out} is also a source file; use another directory")
+        raise ValueError(f"--out-dir: {out} is also a source file; pass a different directory")
     rows = build_rows(source, files, config.seed)
     schema = CRITIC if source.task in ("critic", "processbench") else REASONING
     return write_table(out, rows, schema, ", ".join(path.name for path in files))
@@ -393,13 +394,13 @@ def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
         settings |= dict(json.loads(text or "{}"))
         splits = gym_tasks.make_rows(task, settings)
     except ImportError as error:
-        raise OSError(f"--tasks: {spec}: {error}; pip install -r requirements-extra.txt") from error
+        raise OSError(f"--tasks: {spec}: {error}; run pip install -r requirements-extra.txt") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"--tasks: {spec}: {error}") from error
     counts = {}
     for split, rows in splits.items():
         if not rows:
-            raise ValueError(f"--tasks: {spec}: no {split} rows; give a larger size or a wider range")
+            raise ValueError(f"--tasks: {spec}: no {split} rows; pass a larger size or a wider range")
     for split, rows in splits.items():
         out = config.out_dir / f"reasoning_gym_{task}_{split}.parquet"
         counts |= write_table(out, rows, REASONING_GYM, f"reasoning-gym's {task} {settings}")
@@ -416,9 +417,9 @@ def prepare(config: Config) -> dict[str, int]:
     for task in config.tasks:
         if task not in generated and task not in get_args(Task):
             choices = ", ".join(get_args(Task))
-            raise ValueError(f"--tasks: no task {task!r}; choose from {choices}, reasoning_gym:NAME")
+            raise ValueError(f"--tasks: unknown task {task!r}; choose from {choices}, reasoning_gym:NAME")
     if len(set(names)) < len(names):
-        raise ValueError("--tasks: a reasoning_gym task is given twice; use one --out-dir for each")
+        raise ValueError("--tasks: a reasoning_gym task was passed twice; use a separate --out-dir for each")
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}

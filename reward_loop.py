@@ -70,13 +70,13 @@ log = logging.getLogger("reward_loop")
 class RewardOptions:
     """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
 
-    # Reward function FILE:NAME; default: the outcome rule, or the score of a discriminative model.
+    # Reward function FILE:NAME. Default: the outcome rule, or the score of a discriminative model.
     reward_fn: str | None = None
     # JSON object of arguments for every call of --reward-fn, such as '{"penalty": 0.5}'.
     reward_kwargs: str = "{}"
-    # Address host:port of a running reward model; for several models, NAME=host:port each.
+    # Address host:port of a running reward model. For several models, pass NAME=host:port for each.
     router_address: tuple[str, ...] = ()
-    # Reward model to start, a folder or a hub name; for several models, NAME=PATH each, the main one first.
+    # Reward model to start: a folder or a Hub name. For several models, pass NAME=PATH for each, main first.
     genrm: tuple[str, ...] = ()
     genrm_servers: int = 1  # Number of vLLM servers per --genrm model.
     genrm_tensor_parallel: int = 1  # Number of GPUs per vLLM server of --genrm.
@@ -85,19 +85,19 @@ class RewardOptions:
     genrm_cpus: str = ""
     # Arguments for the vLLM servers of --genrm: --genrm-vllm-args="--max-num-seqs 64".
     genrm_vllm_args: str = ""
-    # Task of the reward models: one for all models, or one for each.
+    # Task of the reward models: one task for all models, or one task per model.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
     # Tokenizer folder for reward functions that need one; default: the tokenizer of --genrm.
     reward_model_tokenizer: str | None = None
     # Number of Ray workers that score samples; 0: one per node, and at least two.
     num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
-    # Number of grading processes per worker if --reward-fn is not async; 0: by CPU cores, x 4 with a judge.
+    # Grading processes per worker if --reward-fn is not async. 0: one per CPU core, or four with a judge.
     sync_processes: int = 0
-    # Seconds that a call of --reward-fn may take; after that the sample has the status "timeout".
+    # Time limit of a call of --reward-fn, in seconds. A slower sample gets the status "timeout".
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0
-    # Concurrent calls in the cluster; default: 128 per server of the main reward model, else 2048.
+    # Maximum number of concurrent calls. Default: 128 per server of the main reward model, 2048 without one.
     max_in_flight: int | None = None
-    # Calls of --reward-fn per minute in the whole cluster, evenly paced; default: no limit.
+    # Maximum number of calls of --reward-fn per minute in the cluster, evenly spaced. Default: no limit.
     max_rpm: float | None = None
     # Number of retries of a call of --reward-fn that failed with a broken connection or HTTP 408, 429 or 5xx.
     http_retries: int = 6
@@ -130,8 +130,7 @@ class RewardOptions:
             if not value >= 0:
                 raise ValueError(f"{flag(name)} {value}: must be at least 0")
         if models and addresses:
-            raise ValueError("--genrm starts a reward model and --router-address names a running one: "
-                             "pass only one of them")  # fmt: skip
+            raise ValueError("--genrm cannot be combined with --router-address; pass only one of them")
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
@@ -160,6 +159,7 @@ class RewardOptions:
                 cpus=self.genrm_cpus,
                 vllm_args=split_arguments("genrm_vllm_args", self.genrm_vllm_args),
                 sleep_mode=sleep_mode,
+                flag_prefix="genrm-",
             )
         return configs
 
@@ -170,21 +170,21 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
-            raise ValueError(f"{flag(field)}: two models are named {name!r}; pass NAME={text} for one")
+            raise ValueError(f"{flag(field)}: two models are named {name!r}; rename one, as in NAME={text}")
         found[name] = text
     return found
 
 
 def split_arguments(field: str, text: str) -> tuple[str, ...]:
-    """Split a text as a shell does. Raise ValueError with the option's name if a quotation is not closed."""
+    """Split a string as a shell does. Raise a ValueError that names the option if a quote is not closed."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ValueError(f"{flag(field)}: {text!r} cannot be read ({error})") from None
+        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error})") from None
 
 
 def json_object(field: str, text: str) -> dict:
-    """Parse a JSON object. Raise ValueError with the option's name if the text is anything else."""
+    """Parse a JSON object. Raise a ValueError that names the option if the text is anything else."""
     try:
         return dict(**json.loads(text))  # Without ** a list of pairs would be accepted.
     except (TypeError, ValueError):
@@ -205,10 +205,10 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if options.reward_model_task[0] == "classify":
             spec += "_discriminative"
             if not tokenizer:
-                raise ValueError("a discriminative reward model needs a tokenizer: pass "
+                raise ValueError("a discriminative reward model needs a tokenizer; pass "
                                  "--reward-model-tokenizer PATH")  # fmt: skip
         elif addresses:
-            raise ValueError("a generative reward model needs a function that queries it: pass --reward-fn")
+            raise ValueError("a generative reward model needs a function that queries it; pass --reward-fn")
     path, name = file_and_name("reward_fn", spec)
     files = fingerprints(str(path))
     with modules_of_the_user(path.parent):
@@ -236,9 +236,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         signature.bind(**dict.fromkeys(names), **models | settings)
     except TypeError as error:
-        raise ValueError(f"--reward-fn {spec} cannot be called as a reward function: {error}; pass "
-                         "--reward-kwargs or a reward model; docs/reward_functions.md has adapters for other "
-                         "signatures") from None  # fmt: skip
+        raise ValueError(f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
+                         "--reward-kwargs or a reward model, or write an adapter as described in "
+                         "docs/reward_functions.md") from None  # fmt: skip
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,
@@ -377,7 +377,7 @@ class RewardLoopManager:
             for sample in samples:
                 lengths[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
-            raise ValueError(f"the sample has no {error}: pass a row of the schema plus `response`") from None
+            raise ValueError(f"the sample has no {error}; add it to the row (see docs/data.md)") from None
         call = ScoringCall(pickle.dumps(arguments, protocol=5), lengths)
         self._unfinished.add(call)
         if self._closed:  # Checking earlier could miss a manager that is just closing.
@@ -439,12 +439,12 @@ class RewardLoopManager:
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # Without Ray, results never arrive.
                     await asyncio.sleep(0.1)
-                raise RuntimeError("the reward loop was shut down: start a new one")
+                raise RuntimeError("the reward loop was shut down; start a new one")
         except ExceptionGroup as errors:
             reason = errors.exceptions[0]
         self._closed = str(reason) if type(reason) is RuntimeError else f"reward loop: {error_line(reason)}"
         if not self._ray.is_initialized():
-            self._closed = "Ray was shut down while the reward loop was in use: start a new one"
+            self._closed = "Ray was shut down while the reward loop was in use; start a new reward loop"
         for call in list(self._unfinished):
             for future in call.lengths:
                 with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
@@ -535,7 +535,7 @@ class RewardLoopManager:
                 continue
             call.losses += losses
             if call.losses > GIVE_UP_AFTER:
-                message = f"no result, {call.losses} times: the grading process or worker died or hung"
+                message = f"no result: the grading process or the worker died or hung {call.losses} times"
                 self._finish(call, failure("error", message), 0.0)
             else:
                 self._queue.appendleft(call)
@@ -545,7 +545,7 @@ class RewardLoopManager:
         """Set the result of each sample of the call, or retry the call."""
         try:
             outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN becomes None.
-        except (ValueError, RecursionError) as error:  # An integer of 5,000 digits is an example.
+        except (ValueError, RecursionError) as error:  # e.g. an integer of 5,000 digits
             result = failure("error", f"the result cannot be read: {error_line(error)}")
             outcomes, try_again = json.loads(result)
         if try_again and call.http_tries < self.options.http_retries:
@@ -583,13 +583,13 @@ class RewardLoopManager:
 
 
 def count_servers(address: str, key: str) -> int:
-    """Return how many servers router.py has at this address. Other servers count as 1, as does no answer."""
+    """Return the number of servers of the router at this address, or 1 if no router answers."""
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
     except OSError as error:
-        log.warning("--router-address %s does not answer yet (%s); samples wait for it", address, error)
+        log.warning("--router-address %s: no answer yet (%s); samples wait for it", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
@@ -632,8 +632,8 @@ def connect_ray() -> bool:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # The cluster may run another version of Ray or Python, or use another key.
         text = f"Ray: the cluster {address} cannot be joined ({error_line(error):.300})"
-        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts a private one") from error
-    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts a private one"
+        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts a private cluster") from error
+    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts a private cluster"
     if address == "local":
         where = "started a cluster for this run"
     have = ray.cluster_resources()

@@ -114,8 +114,8 @@ def check_files(job: Job):
     for file, digest in job.files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise FileChanged(f"{file} has changed since the run began, and a run scores with one version of "
-                              "its reward function only: restore the file or start a new run")  # fmt: skip
+            raise FileChanged(f"{file} has changed since the run began, but a run needs one version of its "
+                              "reward function; restore the file or start a new run")  # fmt: skip
 
 
 def load_function(spec: str, kind: str = "reward function"):
@@ -137,7 +137,7 @@ def load_function(spec: str, kind: str = "reward function"):
     except (Exception, SystemExit) as error:
         reason = f"loading the file failed: {error_line(error, file)}"
         if "relative import" in reason:  # The file is part of a package.
-            reason += "; import it in another file, and name that file"
+            reason += "; import the function in a file outside of its package, and pass that file"
         raise ValueError(f"{kind} {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -146,11 +146,11 @@ def load_function(spec: str, kind: str = "reward function"):
 
 
 def file_and_name(field: str, spec: str) -> tuple[Path, str]:
-    """Split FILE:NAME. Raise ValueError with the option's name if there is no such file."""
+    """Split FILE:NAME. Raise a ValueError that names the option if there is no such file."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{flag(field)} {spec}: there is no file {path}; pass FILE:NAME, with a .py file")
+        raise ValueError(f"{flag(field)} {spec}: there is no file {path}; pass FILE:NAME, such as score.py:f")
     return path, name
 
 
@@ -266,9 +266,9 @@ def as_result(value, group: list[str] | None) -> bytes:
         if hasattr(value, "tolist"):
             values = value.tolist()  # The value is an array.
         if not isinstance(values, (list, tuple)):  # Other collections may have no order.
-            raise ValueError(f"{value!r:.80} is not a list of scores")
+            raise ValueError(f"the function returned {value!r:.80}, which is not a list of scores")
         if len(values) != len(group):
-            raise ValueError(f"{len(values)} scores for {len(group)} responses")
+            raise ValueError(f"the function returned {len(values)} scores for {len(group)} responses")
     return json.dumps([list(map(outcome, values)), False], default=as_json).encode()
 
 
@@ -341,13 +341,13 @@ def grading_main(fd: int):
         answers.write(number + b" " + result + b"\n")
         answers.flush()
 
-    complaint = None
     number, _, job = pipe.recv_bytes().partition(b" ")
     try:
         scorer = Scorer(Job(**json.loads(job)))
     except Exception as error:
         complaint = " ".join(str(error).split())
-    answer(number, json.dumps(complaint).encode())
+        return answer(number, json.dumps(complaint).encode())
+    answer(number, b"null")
     with asyncio.Runner() as runner, contextlib.suppress(EOFError):
         while not scorer.is_spent:
             number, _, payload = pipe.recv_bytes().partition(b" ")
@@ -375,7 +375,7 @@ class Grader(threading.Thread):
                 self.close()
                 result = None  # The process died, so the call is lost and will be repeated.
                 if isinstance(error, TimeoutError):
-                    result = failure("timeout", f"{error}: process killed")
+                    result = failure("timeout", f"{error}, so the grading process was killed")
                 elif isinstance(error, ValueError):  # The function could not be loaded.
                     result = failure("error", str(error))
             self.worker.report(number, result, started)

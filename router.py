@@ -9,14 +9,16 @@ The router forwards the paths of --forward and rejects all others. Its own endpo
     DELETE /workers?url=U       removes a server, whose running requests continue; needs the servers' key
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
-    /health does not answer     The server leaves the rotation. Other servers get its requests.
-    500, 502, 503, 504, or a    The router asks /health. If the server is healthy, another server gets the
-    broken connection           request. After --unhealthy-after such failures in a row, the server leaves the
-                                rotation, unless it is the last. If /health fails, the server has died,
-                                perhaps of the request: its requests are retried one per second. A request is
-                                rejected with 422, and must not be sent again, if its next server dies within
-                                a second, or if three servers die of the request.
-    any other answer            The answer is forwarded. There is no retry once a part has been sent.
+    no answer from /health      The server leaves the rotation. Its requests go to other servers.
+    500, 502, 503, 504, or a    The router checks the server's /health, and then handles one of the next two
+    broken connection           cases.
+      /health is good           The request goes to another server. After --unhealthy-after such failures in a
+                                row the server leaves the rotation, unless no other server is healthy.
+      /health fails             The server has died, perhaps because of a request. Its requests are therefore
+                                retried one per second. A request is rejected with 422 if a second server dies
+                                within a second of receiving it, or if a third server dies. Clients must not
+                                send such a request again.
+    any other answer            The answer is forwarded. After a part has been sent, there is no retry.
 No request is sent twice to a living server. A server that left comes back when its /health answers. If a
 client disconnects, the server stops working on the request. Requests with the same X-Session-Id header go to
 the same server while that server is healthy, whatever --policy says.
@@ -60,20 +62,20 @@ class Config:
     workers: tuple[str, ...] = ()  # Base URLs of the servers, such as http://10.0.0.2:8000.
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
     port: int = 30000  # Port to listen on. 0: a free port, which is printed.
-    # Paths to forward, each with everything below it. / forwards all paths.
+    # Paths to forward, including all paths below them. /: forward every path.
     forward: tuple[str, ...] = ("/v1", "/generate", "/classify", "/pooling", "/score", "/rerank",
                                 "/tokenize", "/detokenize")
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
-    max_attempts: int = 3  # Largest number of servers that one request is sent to.
-    unhealthy_after: int = 3  # Failures in a row after which a server leaves the rotation.
-    health_interval: float = 5.0  # Seconds between two health checks. A status below 500 is healthy.
-    # Longest wait of a request, in seconds, while no server is healthy, or for its retry after its server
-    # died (such retries run one per second). 0: 503 at once, and retries without pauses, so that harmless
-    # requests may be rejected along with one that kills servers.
+    max_attempts: int = 3  # Maximum number of servers that one request is sent to.
+    unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
+    health_interval: float = 5.0  # Time between two health checks, in seconds. Below 500 is healthy.
+    # Time limit, in seconds, for a request that waits for a healthy server, or for its retry after its server
+    # died (such retries run one per second). 0: answer 503 immediately and retry without pauses, so that
+    # harmless requests may be rejected along with a request that kills servers.
     queue_timeout: float = 180.0
-    request_timeout: float = 3600.0  # Longest time to answer a request, in seconds, with retries; then 504.
-    max_body_mib: int = 64  # Largest request body, in MiB. A larger one is rejected with 413.
+    request_timeout: float = 3600.0  # Time limit of a request with its retries, in seconds; then 504.
+    max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get a 413.
     # Key that clients must send as a bearer token. old,new accepts both. Empty: ROUTER_API_KEY, which is not
     # visible in the list of processes; if that is unset, no key is needed.
     api_key: str = ""
@@ -95,7 +97,7 @@ class Config:
 def clean_url(text) -> str:
     """Return a server's base URL without a slash or /v1 at its end. Raise ValueError if it is not a URL."""
     if not re.fullmatch(r"https?://[\w\[][\w.:/\[\]%~-]*", str(text), re.ASCII):
-        raise ValueError(f"server URL {text!r}: write it as http://10.0.0.2:8000")
+        raise ValueError(f"server URL {text!r}: must look like http://10.0.0.2:8000")
     return str(URL(text)).rstrip("/").removesuffix("/v1")  # Requests have their own /v1.
 
 
@@ -201,7 +203,7 @@ class Router:
         self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
         self.waiting = 0
         self.warned_of_files = False
-        self.suspects = asyncio.Lock()  # Its holder is the only request that may be retried after a death.
+        self.suspects = asyncio.Lock()  # Only the request with this lock may be retried after a death.
         self.health_changed = asyncio.Event()
 
     async def start(self) -> int:
@@ -268,7 +270,7 @@ class Router:
         return True
 
     async def poll(self, worker: Worker) -> None:
-        """Check the health of one server, and move it in or out of the rotation."""
+        """Check the health of one server, and move it into or out of the rotation."""
         healthy, why = await self.get_health(worker)
         if healthy:
             worker.polls_failed = 0
@@ -321,11 +323,12 @@ class Router:
             return web.Response(text=self.metrics())
         is_forwarded = (path + "/").startswith(self.forwarded) and ".." not in unquote(path)
         if path != "/workers" and not is_forwarded:
-            return error_response(404, f"{path}: not among the paths of --forward")
+            return error_response(404, f"{path} is not forwarded; add the path to --forward")
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return error_response(413, f"request body above {self.config.max_body_mib} MiB (--max-body-mib)")
+            size = self.config.max_body_mib
+            return error_response(413, f"request body is larger than {size} MiB (--max-body-mib)")
         if path == "/workers":
             return await self.serve_workers(request, body)
         return await self.forward(request, body)
@@ -418,7 +421,7 @@ class Router:
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{worker.url}: {error_text(error)}"
                 if self.lacks_files(error):
-                    await asyncio.sleep(0.2)  # Requests that end meanwhile return file descriptors.
+                    await asyncio.sleep(0.2)  # Requests that finish in the meantime free descriptors.
                     continue
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     worker.failures += 1
@@ -431,7 +434,8 @@ class Router:
             # A request that runs out of time is not held against the server, because health checks find
             # servers that hang. The clocks of asyncio and `time` differ a little.
             if ended >= deadline - 0.01:
-                return error_response(504, f"no answer within --request-timeout {config.request_timeout:g}")
+                limit = f"{config.request_timeout:g} s (--request-timeout)"
+                return error_response(504, f"no answer within {limit}")
             attempts += 1
             worker.failures += 1
             if timed_out and worker.is_silent:
@@ -442,7 +446,7 @@ class Router:
                     continue
                 deaths += 1
                 if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
-                    return error_response(422, f"{deaths} servers died of this request, the last: {problem}")
+                    return error_response(422, f"{deaths} servers died of this request (last: {problem})")
             else:
                 tried.append(worker)
                 worker.failed_in_a_row += 1
@@ -505,8 +509,8 @@ class Router:
                 worker = self.workers.setdefault(url, Worker(url))
                 await self.poll(worker)
         except (ValueError, KeyError, TypeError) as error:  # Broken UTF-8 is a ValueError.
-            usage = 'write POST /workers {"url": "http://host:port"} or DELETE /workers?url=http://host:port'
-            return error_response(400, f"{usage} ({error_text(error)})")
+            usage = 'send POST /workers {"url": "http://host:port"} or DELETE /workers?url=http://host:port'
+            return error_response(400, f"invalid request ({error_text(error)}); {usage}")
         return web.json_response(vars(worker))
 
 

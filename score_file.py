@@ -39,7 +39,8 @@ COLUMNS = {
 class Config(RewardOptions):
     """Score a file of responses (rows of the schema plus `response`) with a reward function."""
     data: Path  # Parquet or JSONL file whose rows have data_source, reward_model, extra_info and response.
-    # File to write, .jsonl or the type of --data. It adds reward_score, status and reward_extra_info (JSON).
+    # File to write (.jsonl, or the type of --data), with the new columns reward_score, status and
+    # reward_extra_info (JSON).
     out: Path
     resume: bool = False  # Resume an interrupted run: keep the results with a score and score the rest.
 
@@ -74,7 +75,7 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     if not partial.exists():
         return {}
     if not resume:
-        raise ValueError(f"{partial} is left from an interrupted run: pass --resume, or delete the file")
+        raise ValueError(f"{partial} is left over from an interrupted run; pass --resume or delete the file")
     done = {}
     for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
         entry = None
@@ -82,8 +83,8 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
             entry = json.loads(line)
         if number == 0 or isinstance(entry, dict):
             if not is_same_run(entry, header):
-                raise ValueError(f"{partial} belongs to another run, other data, another judge or another "
-                                 "version of the reward function: delete it")  # fmt: skip
+                raise ValueError(f"{partial} belongs to a run with different data, a different judge or a "
+                                 "different reward function; delete the file")  # fmt: skip
         elif entry:
             row, result = entry
             done[row] = result
@@ -168,7 +169,7 @@ def run(config: Config):
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns was scored before.
             raise ValueError(f"--data {config.data}: the column {min(theirs)!r} would be overwritten by a "
-                             "column of the result: rename it")  # fmt: skip
+                             "column of the result; rename the column")  # fmt: skip
 
     header = {  # A run can be resumed only if these values are unchanged. The judge's address may change.
         "reward_fn": config.reward_fn,
@@ -192,8 +193,9 @@ def run(config: Config):
         rate = no_verdict_rate(done.values(), at_least)
         if rate > config.max_no_verdict_rate:
             failed = [result for result in done.values() if result["reward_score"] is None]
-            text = f"{len(failed):,} samples have no score, the last: {failed[-1]['reward_extra_info']}"
-            raise RuntimeError(f"{text}; more than --max-no-verdict-rate allows: fix it, then pass --resume")
+            text = f"{len(failed):,} samples have no score, which is more than --max-no-verdict-rate allows"
+            last = failed[-1]["reward_extra_info"]
+            raise RuntimeError(f"{text}; fix the cause and pass --resume (last failure: {last})")
 
     def on_result(result):
         if len(done) % (100 + len(rows) // 100) == 0:  # Each check reads all results, so it must be rare.

@@ -226,6 +226,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             queue_timeout=900,
             log_dir=Path(self.out_dir, "rollout_logs"),
             vllm_args=reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args),
+            flag_prefix="rollout-",
         )
 
     def resolved(self, gpus: float) -> "Config":

@@ -334,7 +334,7 @@ def test_a_change_of_meaning_is_wrong_and_a_spelling_right(answer, truth, equal)
 
 @pytest.mark.parametrize("truth", ["", " ", None, [], ["1", "2"], {"answer": "1"}])
 def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
-    with pytest.raises(ValueError, match="ground_truth: .*x.* is not one answer"):
+    with pytest.raises(ValueError, match="ground_truth: .*x.* is not a single answer"):
         scores.compute_score("x", "\\boxed{1}", truth)
 
 
@@ -771,7 +771,7 @@ def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, 
 
 
 def test_fapo_says_what_is_missing():
-    with pytest.raises(ValueError, match="reward_router_address: missing"):
+    with pytest.raises(ValueError, match="reward_router_address: no judge is running"):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
     with pytest.raises(ValueError, match="question"):
         score_with(Judge("\\boxed{-1}"), extra_info={"split": "train"})
@@ -841,7 +841,7 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     judge = Judge(503)
     result = score_with(judge, genrm_timeout_s=1.5)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
-    assert "within 1.5 s; last: " in result["genrm_error"] and "503" in result["genrm_error"]
+    assert "within 1.5 s (last failure: " in result["genrm_error"] and "503" in result["genrm_error"]
     assert "no luck" in result["genrm_error"]
 
 
@@ -915,7 +915,7 @@ def test_a_judge_that_is_not_there():
             await scores.close_session()
 
     (status, text, _), (bad_status, bad_text, _) = asyncio.run(main())
-    assert status == "timeout" and "last: ClientConnectorError" in text
+    assert status == "timeout" and "last failure: ClientConnectorError" in text
     assert bad_status == "http_error" and "InvalidUrl" in bad_text
 
 

@@ -302,14 +302,15 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(model="./nowhere"), "--model ./nowhere"),
         (dict(model="name"), "--model name"),
         (dict(num_servers=0), "--num-servers 0"),
-        (dict(cpus="0;1"), "--cpus 0;1: no core 0;1 here"),
-        (dict(cpus="0,4099"), "--cpus 0,4099: no core 4099 here; there are 0"),
+        (dict(cpus="0;1"), "--cpus 0;1: there is no CPU core 0;1 here"),
+        (dict(cpus="0,4099"), "--cpus 0,4099: there is no CPU core 4099 here; choose from 0"),
+        (dict(cpus="4099", flag_prefix="rollout-"), "--rollout-cpus 4099: there is no CPU core 4099 here"),
         (dict(port=-1), "--port -1"),
         (
             dict(device="cuda", num_servers=2),
-            "--num-servers 2: too few GPUs (7); lower it",
+            "--num-servers 2: too few GPUs (7); pass a lower number",
         ),
-        (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server of several GPUs"),
+        (dict(gpu_share=0.5, tensor_parallel_size=2), "--gpu-share 0.5: a server with several GPUs"),
         (dict(gpu_share=0), "--gpu-share 0: must be above 0 and at most 1"),
         (dict(gpu_share=1.5), "--gpu-share 1.5: must be"),
     ],
@@ -489,7 +490,7 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
             )
         )
         assert ask(f"http://{servers.router_address}") and restarts_of(servers) == 0
-        assert "router hangs: no answer of /health for" in capfd.readouterr().out
+        assert "router hangs: no answer from /health for" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -538,7 +539,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         until(lambda: servers.slots[1].restarts >= 3)
         assert (
             not servers.slots[1].given_up
-            and "server 1 cannot be run (FileExistsError" in capfd.readouterr().out
+            and "server 1 failed (FileExistsError" in capfd.readouterr().out
         )
         logs.unlink()
         until(lambda: servers.slots[1].joined)
@@ -880,7 +881,7 @@ def test_a_program_killed_before_its_child_has_begun_leaves_no_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
     subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], env=env, cwd=ROOT)
-    until(lambda: "the program that started this has ended" in (tmp_path / "log").read_text())
+    until(lambda: "the program that started this process has ended" in (tmp_path / "log").read_text())
     until(lambda: not any(str(tmp_path) in " ".join(child.cmdline()) for child in processes()))
     assert not list((tmp_path / "tmp").iterdir())
 

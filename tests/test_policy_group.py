@@ -354,7 +354,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     monkeypatch.setattr(weights_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
-    with pytest.raises(RuntimeError, match="server 0 cannot be run .*: no core 99 here"):
+    with pytest.raises(RuntimeError, match="server 0 failed .*: there is no CPU core 99 here"):
         ClusterServers(sender, tokenizer, Config(model="", cpus="99", log_dir=stand_in.parent / "logs"))
     servers = ClusterServers(
         sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs")

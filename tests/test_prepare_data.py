@@ -336,12 +336,12 @@ def test_hub(tmp_path, monkeypatch):
         (
             "math500.jsonl",
             {"query": "?", "answer": "1"},
-            r"math500.jsonl, row 0: no column 'problem.*: query, answer",
+            r"math500.jsonl, row 0: no value in column problem, .* columns are query, answer",
         ),
         (
             "math500.jsonl",
             {"problem": "?", "answer": ""},
-            r"math500.jsonl, row 0: no column 'answer.*', or it is empty; columns: problem, answer",
+            r"math500.jsonl, row 0: no value in column answer, .* columns are problem, answer",
         ),
         (  # messages where a text is expected
             "math500.jsonl",
@@ -358,16 +358,16 @@ def test_hub(tmp_path, monkeypatch):
             {"problem": "?", "answer": "1/2"},
             r"aime24.jsonl, row 0: column 'answer.*' is '1/2'",
         ),
-        ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, r"no column 'Incorrect Answer 1'"),
+        ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, "in column Incorrect Answer 1"),
         (
             "fapo_critic.jsonl",
             {"prompt": [{"role": "user", "content": "?"}]},
-            r"critic.jsonl, row 0: no column 'reward_model'",
+            r"critic.jsonl, row 0: no value in column reward_model",
         ),
         (
             "fapo_critic.jsonl",
             {"prompt": [{}], "reward_model": {"ground_truth": 0}, "extra_info": {"index": 1}},
-            r"critic.jsonl, row 0: no column 'data_source'",
+            r"critic.jsonl, row 0: no value in column data_source",
         ),
         (
             "processbench.jsonl",
@@ -382,7 +382,7 @@ def test_hub(tmp_path, monkeypatch):
         (
             "processbench.jsonl",
             {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
-            r"processbench.jsonl, row 0: reward_model.ground_truth is 1, extra_info.total_steps 1; expected",
+            r"processbench.jsonl, row 0: reward_model.ground_truth is 1, .*total_steps is 1; expected",
         ),
     ],
 )
@@ -419,13 +419,13 @@ def test_the_answer_is_taken_and_not_the_worked_solution(tmp_path, columns, over
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"answer": ["2"]}, r"is \['2'\]; expected one text or one number"),
-        ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; expected one text or one number"),
-        ({"answer": {"value": 2}}, "expected one text or one number"),
-        ({"answer": True}, "is True; expected one text or one number"),
-        ({"answer": float("nan")}, "no column 'answer.*', or it is empty"),
-        ({"answer": " \n"}, "no column 'answer.*', or it is empty"),
-        ({"answer": None, "solution": "so 2"}, "no column 'answer.*', or it is empty"),
+        ({"answer": ["2"]}, r"is \['2'\]; expected one string or one number"),
+        ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; expected one string or one number"),
+        ({"answer": {"value": 2}}, "expected one string or one number"),
+        ({"answer": True}, "is True; expected one string or one number"),
+        ({"answer": float("nan")}, "no value in column answer, "),
+        ({"answer": " \n"}, "no value in column answer, "),
+        ({"answer": None, "solution": "so 2"}, "no value in column answer, "),
         ({"answer": "9" * 293}, "has 293 characters, but only the last 300"),
         ({"solution": WORKED}, "holds a worked solution"),
         ({"solution": "So it is $\\boxed{2}$."}, "holds a worked solution"),
@@ -461,7 +461,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
     with pytest.raises(ValueError, match="math500.csv: not a readable .csv file: field larger"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
     (tmp_path / "math500.csv").write_text("")
-    with pytest.raises(ValueError, match="math500.csv: no rows"):
+    with pytest.raises(ValueError, match="math500.csv: the file has no rows"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
 
 
@@ -472,23 +472,23 @@ def test_files_that_are_not_what_they_say(tmp_path):
         ("a.jsonl", "5\n", "a.jsonl, line 1: not a readable .jsonl file"),
         ("a.json", "[1", "a.json: not a readable .json file"),
         ("a.parquet", "PAR1", "a.parquet: not a readable .parquet file"),
-        ("a.txt", "", "a.txt: the name must end with .parquet or .jsonl"),
-        ("a.jsonl", "\n", "a.jsonl: no rows"),
-        ("a.jsonl", '{"reward_model": {}}', "a.jsonl row 0: no 'data_source', only reward_model"),
+        ("a.txt", "", "a.txt: the name must end in .parquet, .jsonl"),
+        ("a.jsonl", "\n", "a.jsonl: the file has no rows"),
+        ("a.jsonl", '{"reward_model": {}}', "a.jsonl, row 0: no column 'data_source' among reward_model"),
         (
             "a.jsonl",
             '{"data_source": "x", "reward_model": "5"}',
-            "a.jsonl row 0: reward_model is '5'; it needs a ground_truth",
+            "a.jsonl, row 0: reward_model is '5'; add a ground_truth",
         ),
         (
             "a.jsonl",
             '{"data_source": "x", "reward_model": {"ground_truth": null}}',
-            "a.jsonl row 0: reward_model is {'ground_truth': None}",
+            "a.jsonl, row 0: reward_model is {'ground_truth': None}",
         ),
         (
             "a.jsonl",
             '{"data_source": "x", "reward_model": {"ground_truth": NaN}}',
-            "a.jsonl row 0: reward_model is {'ground_truth': nan}; it needs a ground_truth",
+            "a.jsonl, row 0: reward_model is {'ground_truth': nan}; add a ground_truth",
         ),
     ],
 )
@@ -544,7 +544,7 @@ def test_validate_rows(real, file, field, value):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": ["gpqa"]}, r"--tasks: no file in .* is called gpqa-diamond\* \(split test\)$"),
+        ({"tasks": ["gpqa"]}, r"--tasks: no file in .* has a name like gpqa-diamond\* \(split test\)$"),
         ({"tasks": ["aime24"], "source_dir": Path("/nowhere")}, "--source-dir: /nowhere is not a directory"),
     ],
 )

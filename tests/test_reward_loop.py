@@ -464,7 +464,7 @@ def test_async_function_that_ends_its_worker(shared):
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 30 + ["error"] + ["ok"] * 30
-    assert "no result, 6 times" in results[30]["reward_extra_info"]["error"]
+    assert "died or hung 6 times" in results[30]["reward_extra_info"]["error"]
 
 
 def test_sys_exit_in_a_task_costs_its_own_sample(shared):
@@ -516,10 +516,10 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
     (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
     (["alone"], [(1.0, "ok")]),
     (["raise", "a"], "KeyError: 'no such thing' (groups.py:"),
-    (["number", "a"], "1.0 is not a list of scores"),
-    (["nothing", "a"], "None is not a list of scores"),
-    (["by_place", "a"], "{0: 0.5, 1: 0.5} is not a list of scores"),
-    (["set", "a"], "{0.0, 1.0} is not a list of scores"),
+    (["number", "a"], "1.0, which is not a list of scores"),
+    (["nothing", "a"], "None, which is not a list of scores"),
+    (["by_place", "a"], "{0: 0.5, 1: 0.5}, which is not a list of scores"),
+    (["set", "a"], "{0.0, 1.0}, which is not a list of scores"),
     (["short", "a", "b"], "2 scores for 3 responses"),
     (["hang", "a"], "no result within 4 s"),
     (["os_exit", "a"], "died"),
@@ -747,10 +747,18 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"router_address": ("http://h:1",)}, "host:port"),
         ({"router_address": ("h:1",), "genrm": ("a/b",)}, "pass only one"),
         ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
-        ({"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"}, "no folder with a config.json"),
+        (
+            {"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"},
+            "--genrm ./nothing: must be a folder with config.json",
+        ),
         (
             {"genrm": ("a/b",), "genrm_vllm_args": '--x "y'},
-            "--genrm-vllm-args: .* cannot be read .No closing quotation",
+            "--genrm-vllm-args .*: cannot be split into arguments .No closing quotation",
+        ),
+        ({"genrm": ("a/b",), "genrm_gpu_share": 2.0}, "^--genrm-gpu-share 2.0: must be above 0 and at"),
+        (
+            {"genrm": ("a/b",), "genrm_gpu_share": 0.5, "genrm_tensor_parallel": 2},
+            "^--genrm-gpu-share 0.5: a server with several GPUs",
         ),
         ({"genrm_servers": 2}, "--genrm-servers 2 has no effect without --genrm"),
         ({"genrm_gpu_share": 0.5}, "--genrm-gpu-share 0.5 has no effect without --genrm"),
@@ -760,7 +768,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"reward_model_task": ("classify",)}, "discriminative .* needs .* --reward-model-tokenizer"),
         (
             {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
-            "missing .* 'reward_router_address'; pass .* a reward model",
+            "missing .* 'reward_router_address'.*; pass .* a reward model",
         ),
         ({"timeout": -1}, "--timeout -1: must"),
         ({"max_rpm": 0}, "--max-rpm 0: must"),
@@ -783,7 +791,7 @@ def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
     for index, (response, result) in enumerate(zip(responses, results)):
         if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # such a sample loses its own answer only
             assert result["status"] == "error" and result["reward_score"] is None
-            assert "no result, 6 times" in result["reward_extra_info"]["error"]
+            assert "died or hung 6 times" in result["reward_extra_info"]["error"]
         else:
             assert result["reward_score"] == float(index)
 
@@ -881,6 +889,17 @@ def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
     with pytest.raises(ValueError, match="nothing_of_this_name"):
         make_manager(reward_fn=f"{tmp_path}/bad.py:f", num_workers=1)
+
+
+def test_a_grading_process_that_cannot_load_its_function_ends_without_a_traceback(tmp_path, capfd):
+    (tmp_path / "broken.py").write_text("raise OSError('no licence')\n")
+    job = reward_worker.Job(f"{tmp_path}/broken.py:f", {}, {}, None, False, False, 9.0)
+    grader = reward_worker.Grader(SimpleNamespace(job=job))
+    with pytest.raises(ValueError, match="no licence"):
+        grader.open()
+    assert grader.process.wait(60) == 0
+    grader.pipe.close()
+    assert capfd.readouterr().err == ""
 
 
 # ---- judges, limits, retries
@@ -1164,7 +1183,7 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     responses = ["one"] * 10 + [response] + ["one"] * 10
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
-    assert "process killed" in results[10]["reward_extra_info"]["error"]
+    assert "the grading process was killed" in results[10]["reward_extra_info"]["error"]
     assert "is silent: an async reward function blocks" in caplog.text
 
 

@@ -56,7 +56,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
-        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no 'response'"),
+        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no column 'response'"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
@@ -176,11 +176,11 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     assert ended.returncode == 2, ended.stderr
     write_jsonl(data, rows[:-1] + [sample("acc", response_length=10)])
     ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 2 and "other data" in ended.stderr and not out.exists()
+    assert ended.returncode == 2 and "different data" in ended.stderr and not out.exists()
     write_jsonl(data, rows)
     function.write_text(function.read_text() + "# another version\n")
     ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 2 and "another version of the reward function" in ended.stderr
+    assert ended.returncode == 2 and "different reward function" in ended.stderr
     function.write_text(Path(FAULTS).read_text())
     ended = command_line(*arguments, "--resume")  # again without a verdict, but 3 % of all are not too many
     assert ended.returncode == 0, ended.stderr
@@ -211,7 +211,7 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
         partial.write_text(json.dumps(header) + "\n")
         config.out.unlink(missing_ok=True)
         if is_other:
-            with pytest.raises(ValueError, match="another judge"):
+            with pytest.raises(ValueError, match="different judge"):
                 score_file.run(config)
         else:
             score_file.run(config)
@@ -248,7 +248,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     assert sorted(calls.read_text().splitlines()) == ["a b"] * 2 + ["none"] * 2 + ["raise"] * 2
     calls.unlink()
     write_jsonl(data, [{name: row[name] for name in row if name != "prompt"} for row in rows])
-    with pytest.raises(ValueError, match="row 0: no 'prompt'"):
+    with pytest.raises(ValueError, match="row 0: no column 'prompt'"):
         score_file.run(config)
 
 
@@ -304,7 +304,7 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     with partial.open("a") as file:
         file.write('[7, {"reward_sc')  # a line cut off by the kill
     ended = command_line(*arguments, "--resume", "--reward-kwargs", json.dumps({"folder": str(tmp_path)}))
-    assert ended.returncode == 2 and "another run" in ended.stderr
+    assert ended.returncode == 2 and "belongs to a run with different" in ended.stderr
     ended = command_line(*arguments, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert "resuming" in ended.stdout
