@@ -1,10 +1,11 @@
-"""Rows for a judge of the toy world from what policies wrote: the flaws are theirs, none is put in by hand.
+"""Make training rows for a judge of the toy world from solutions that policies wrote, without planted flaws.
 
     python recipes/critic_rows.py --runs outputs/evidence/own1/*_seed0 --out-dir data/own1_judge
 
-Of the training samples that these runs kept (--samples-per-step of the trainer) those with a right answer, as
-many flawed as sound ones, labelled by the oracle. No problem of fapo_critic_train.parquet is in
-fapo_critic_test.parquet. With a world of your own the labels are what people, or a stronger model, found.
+The script reads the training samples that the runs kept (the trainer's --samples-per-step) and uses those
+with a correct answer, as many flawed as sound ones. The oracle labels them. fapo_critic_train.parquet and
+fapo_critic_test.parquet share no problem. For your own task, people or a stronger model must supply the
+labels.
 """
 
 import random
@@ -31,7 +32,7 @@ class Config:
 
 
 def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[tuple[str, list[str]]]]:
-    """Is it flawed? -> [(question, paragraphs), ...], each solution once."""
+    """Return {is flawed: [(question, paragraphs), ...]}: the solutions with correct answers, each once."""
     found = {True: {}, False: {}}
     for run in runs:
         for line in read_lines(run / "samples.jsonl")[0]:

@@ -1,10 +1,10 @@
 """Euclid's algorithm in reasoning-gym's task `gcd`: a policy that writes its steps, and an exact check.
 
     bash recipes/public_flaws.sh 0 outputs/gcd0               # the whole comparison
-    python -m recipes.gcd_steps --out-dir data/gcd/policy     # the policy that it starts from
+    python -m recipes.gcd_steps --out-dir data/gcd/policy     # trains the initial policy
     python grpo_trainer.py ... --reward-fn recipes/gcd_steps.py:compute_score_fapo
 
-Question and verifier are the package's. The policy divides line by line and ends with the answer:
+The package supplies the questions and the verifier. The policy divides line by line and ends with the answer:
 
     84=36*2+12
 
@@ -12,9 +12,9 @@ Question and verifier are the package's. The policy divides line by line and end
 
     \\boxed{12}
 
-Most answers are small numbers, so a wrong remainder often leads to the right one. That is a flawed positive,
-which the verifier cannot see. The policy reads correct solutions only and its training stops early: nobody
-plants a flaw. Not covered: other ways to the answer. An answer without these lines counts as flawed.
+Most answers are small numbers, so a wrong remainder often leads to the correct answer. Such a solution is a
+flawed positive, which the verifier cannot see. No flaws are planted: the policy reads only correct solutions,
+and its training stops early. Not covered: other methods. A solution without these lines counts as flawed.
 """
 
 import json
@@ -28,7 +28,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
 from recipes import gym_tasks  # noqa: E402
 
-SETTINGS = {"max_value": 30}  # harder ones take a policy of this size too long to learn
+SETTINGS = {"max_value": 30}  # A policy of this size learns larger numbers too slowly.
 LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")
 
 
@@ -66,14 +66,15 @@ def first_wrong(question: str, text: str) -> int:
         if not is_right or (dividend, divisor) != (first, second):
             return index
         first, second = second, remainder
-    return len(paragraphs)  # it stops before the answer
+    return len(paragraphs)  # the solution ends before the answer
 
 
 def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, penalty=1.0) -> dict:
-    """FAPO's score with the exact check as judge: 1, 1 - penalty if a line is wrong, -1 for a wrong answer.
+    """Compute FAPO's score with the exact check as the judge.
 
     Returns:
-        Also `acc`, `pred`, `first_wrong`, `flawed_positive` and `fully_correct`.
+        `score`: 1 for a fully correct solution, 1 - penalty if the answer is correct but a line is wrong, and
+        -1 for a wrong answer; and `acc`, `pred`, `first_wrong`, `flawed_positive` and `fully_correct`.
     """
     result = gym_tasks.compute_score(data_source, solution_str, ground_truth, extra_info)
     acc = result["acc"]
@@ -93,19 +94,20 @@ def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, p
 
 
 def compute_score_outcome(data_source, solution_str, ground_truth, extra_info) -> dict:
-    """The outcome reward, 1 or -1 by the task's verifier. The check of the lines only measures."""
+    """Return the outcome reward, 1 or -1 by the task's verifier. The check of the lines only measures."""
     return compute_score_fapo(data_source, solution_str, ground_truth, extra_info, penalty=0.0)
 
 
 HELD_OUT = {"acc": "", "flawed_positive_rate": "flawed_positive_rate/", "fully_correct": "fully_correct/"}
 TRAINING = ("acc", "flawed_positive_rate")
-STEPS = 10  # whose training samples are averaged
+STEPS = 10  # The report averages the training samples of this many steps.
 
 
 def report(folders: tuple[Path, ...]) -> list[dict]:
     """Return the figures before and after each run in these folders of recipes/public_flaws.sh.
 
-    `train/...` are means over the samples of the first or the last ten steps, the others held-out figures.
+    The `train/...` figures are means over the samples of the first or the last ten steps. All other figures
+    are from held-out problems.
     """
     rows = []
     for folder in folders:
@@ -125,7 +127,7 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Return the figures as Markdown, a line for each policy."""
+    """Return the figures as a Markdown table with one row per policy."""
     lines = [
         "| reward | seed | step | accuracy | flawed positives | fully correct | training: accuracy "
         "| training: flawed positives |",
@@ -155,7 +157,7 @@ def make_policy(config: Config) -> None:
     import torch
     from toy import warm_start
 
-    # Far from the seeds of the rows, as problem i has seed + i.
+    # This seed is far from the seeds of the rows, because problem i of a data set uses seed + i.
     settings = SETTINGS | {"seed": 1_000_000 * (config.seed + 1), "size": 200_000}
     dataset = gym_tasks.load_task("gcd", json.dumps(settings))
     rng = Random(f"{config.seed}/gcd")

@@ -1,10 +1,10 @@
-"""The rule, and a small share for the form of the answer: an example of a reward function of your own.
+"""The outcome reward plus a small format reward: an example of your own reward function.
 
     python grpo_trainer.py ... --reward-fn recipes/gsm8k_reward.py:compute_score
 
-A model that is rarely right learns little from the rule alone: a group of wrong answers has no spread, so
-no advantage. Here a box with a number in it is worth `format_share`, whatever the number. Needs
-compute_score.py, which is found in the repository; a copy elsewhere takes that file with it.
+A model that is rarely right learns little from the outcome reward alone: if all answers of a group are wrong,
+all advantages are zero. This function adds `format_share` if the last box contains a number, right or wrong.
+It imports compute_score.py from the repository. If you copy this file elsewhere, copy compute_score.py too.
 """
 
 import re
@@ -13,7 +13,7 @@ import compute_score as rules
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_share=0.2) -> dict:
-    """+1 or -1 by the rule, and `format_share` more where the last box holds a number (`boxed`)."""
+    """Return +1 or -1 by the outcome, plus `format_share` if the last box contains a number (`boxed`)."""
     result = rules.compute_score(data_source, solution_str, ground_truth, extra_info)
     box = rules.last_boxed_only_string(solution_str[-rules.TAIL_CHARS :]) or ""
     boxed = bool(re.fullmatch(r"\\boxed\{\s*\$?-?\d[\d,]*(\.\d+)?\s*\}", box))

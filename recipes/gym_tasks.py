@@ -1,13 +1,13 @@
-"""Tasks of the package reasoning-gym: rows, a reward function by each task's own verifier, a second attempt.
+"""Train on tasks of the package reasoning-gym: make rows, score by a task's verifier, allow a second attempt.
 
     pip install "reasoning-gym>=0.1.25,<0.2"
     python prepare_data.py --tasks 'reasoning_gym:chain_sum:{"max_terms": 3}' --out-dir data/chain_sum
     python grpo_trainer.py ... --reward-fn recipes/gym_tasks.py:compute_score
     python grpo_trainer.py ... --rollout-fn recipes/gym_tasks.py:second_attempt
 
-A row names its task, its settings (seed and size included) and its index. The reward function makes the
-problem again from these three, so that the verifier sees what the task's authors meant it to see.
-Standalone: no imports from this repository. Not covered: tasks whose verifier is unsafe (see REJECTED).
+A row names its task, the task's settings (with seed and size) and its index. The reward function generates
+the problem again from these three values, because the verifier needs the whole problem. Standalone: no
+imports from this repository. Not covered: tasks whose verifier is unsafe (see REJECTED).
 """
 
 import functools
@@ -51,7 +51,7 @@ def load_task(task: str, settings: str):
 
     Raises ValueError if there is no such task or field, or if the task is in REJECTED.
     """
-    import reasoning_gym  # takes seconds
+    import reasoning_gym  # This import takes seconds.
     from reasoning_gym.factory import DATASETS
 
     if task in REJECTED:
@@ -65,15 +65,15 @@ def load_task(task: str, settings: str):
 
 
 def is_held_out(question: str) -> bool:
-    """Whether the question belongs to the test split, whatever the seed and the size."""
+    """Return whether the question belongs to the test split, whatever the seed and the size are."""
     return zlib.crc32(question.encode()) % HELD_OUT == 0
 
 
 def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
     """Return the rows of both splits, {"train": [...], "test": [...]}.
 
-    A question is in one split only, however often it comes up: its checksum decides. The held-out questions
-    are all different.
+    The checksum of a question decides its split, so repeated questions are never in both. The held-out
+    questions are all different.
     """
     text = json.dumps(settings, sort_keys=True)
     rows = {"train": [], "test": []}
@@ -92,7 +92,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
             "data_source": f"reasoning_gym_{task}",
             "prompt": [{"role": "user", "content": question + SUFFIX}],
             "ability": "Reasoning",
-            # Some tasks accept many answers and name none.
+            # Some tasks accept many answers and do not name one.
             "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
             "extra_info": about,
         })
@@ -100,7 +100,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
 
 
 def find_answer(text: str) -> str | None:
-    """Return what is in the last `\\boxed{...}`, else in the last `<answer>...</answer>`, else None."""
+    """Return the content of the last `\\boxed{...}` or else of the last `<answer>...</answer>`, or None."""
     _, box, rest = text.rpartition("\\boxed{")
     if box:
         depth = 1
@@ -120,12 +120,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
     """Score the final answer with the task's own verifier, partial credit included.
 
     Returns:
-        `score`, from 0 to 1; 0 without an answer in a box or in answer tags. `acc`, whether the score is 1.
-        `pred`, the answer. `unreadable`, whether the verifier raised an error instead of reading the answer
-        (that scores 0).
+        `score` is from 0 to 1, and 0 without an answer in a box or in answer tags. `acc` says whether the
+        score is 1. `pred` is the answer. `unreadable` says whether the verifier raised an error instead of
+        reading the answer; such an answer scores 0.
 
     Raises:
-        ValueError: The installed reasoning-gym makes another problem of the row's settings and index.
+        ValueError: The installed reasoning-gym makes a different problem from the row's settings and index.
     """
     dataset = load_task(extra_info["task"], extra_info["settings"])
     entry = dataset[extra_info["index"]]
@@ -142,15 +142,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
             score = float(dataset.score_answer(answer, entry))
         except UNREADABLE:
             if entry["answer"] is not None:
-                dataset.score_answer(entry["answer"], entry)  # raises too if the fault is the verifier's
+                dataset.score_answer(entry["answer"], entry)  # raises again if the verifier is at fault
             unreadable = True
     return {"score": score, "acc": score == 1.0, "pred": answer or "[INVALID]", "unreadable": unreadable}
 
 
 def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, number=0.3, box=0.1) -> dict:
-    """Score as above, but at least `box` for a box and `number` if the last number is the right one.
+    """Score like `compute_score`, but give at least `box` for a box, and `number` for a correct last number.
 
-    For a model that answers correctly but seldom in a box, so that most groups would score 0 throughout.
+    This reward suits a model that often answers correctly but seldom in a box: otherwise all answers of most
+    groups would score 0.
     """
     result = compute_score(data_source, solution_str, ground_truth, extra_info)
     numbers = re.findall(r"-?[0-9]+", solution_str)
@@ -164,9 +165,9 @@ def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, nu
 
 
 async def second_attempt(trajectory, data_source, ground_truth, extra_info):
-    """Let the policy answer again, once, if the verifier does not give its answer the full score.
+    """Let the policy answer a second time if the verifier does not give the first answer the full score.
 
-    The reward function looks at the last box of the whole text, so the second answer counts.
+    The second answer counts, because the reward function reads the last box of the whole text.
     """
     answer = await trajectory.generate()
     first = compute_score(data_source, answer, ground_truth, extra_info)

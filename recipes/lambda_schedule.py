@@ -1,17 +1,19 @@
-"""Schedules for FAPO's penalty lambda: two reward functions, to run as they are or to copy.
+"""Schedules for FAPO's penalty lambda: two reward functions to run as they are, or to copy and change.
 
     bash recipes/second_world.sh 0 outputs/own0_later --reward-fn recipes/lambda_schedule.py:by_step
     bash recipes/second_world.sh 0 outputs/own0_linear --reward-fn recipes/lambda_schedule.py:by_step \\
         --reward-kwargs '{"first": 0, "ramp": 20}'
     bash recipes/second_world.sh 0 outputs/own0_majority --reward-fn recipes/lambda_schedule.py:by_majority
 
-A flawed positive scores 1 - lambda. With a share alpha of fully correct and beta of wrong answers in a group,
-its advantage is negative if lambda > 2 beta / (alpha + beta) (paper, appendix A), so a constant lambda of 1
-discourages flawed positives once alpha > beta. That is the paper's majority-guided choice. The functions here
-change lambda instead: with the step, or with the majority in the group.
+A flawed positive scores 1 - lambda. Let alpha be the fraction of fully correct answers in a group and beta
+the fraction of wrong answers. The advantage of a flawed positive is negative if lambda > 2 beta / (alpha +
+beta) (paper, appendix A). A constant lambda of 1 therefore discourages flawed positives once alpha > beta,
+which is the paper's majority-guided choice. The functions here change lambda with the step or with the
+group's majority.
 
-The oracle of the toy world is the judge. For a served judge, await `compute_score_fapo` of compute_score.py
-(or toy/toy_world.py) with penalty=0 in place of `judged`. Needs toy/toy_world.py and compute_score.py.
+The judge is the oracle of the toy world. For a served judge, await `compute_score_fapo` of compute_score.py
+(or toy/toy_world.py) with penalty=0 instead of calling `judged`. This file imports toy/toy_world.py and
+compute_score.py.
 """
 
 from toy.toy_world import compute_score_fapo_oracle as judged

@@ -6,7 +6,7 @@ source "$(dirname "$0")/toy_runs.sh"
 refuse_taken_port
 SEED=${SEED:-0}
 RUNS=outputs/demo_seed$SEED
-rm -rf "$RUNS"  # of an earlier demo
+rm -rf "$RUNS"  # results of an earlier demo
 mkdir -p "$RUNS"
 
 stage "1. The toy world: problems, and two warm-started models of 1 M parameters"

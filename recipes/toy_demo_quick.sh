@@ -4,7 +4,7 @@
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0}
 RUNS=outputs/demo_quick_seed$SEED
-rm -rf "$RUNS"  # of an earlier demo
+rm -rf "$RUNS"  # results of an earlier demo
 mkdir -p "$RUNS"
 
 stage "1. The toy world: problems, and a warm-started policy of 1 M parameters"

@@ -7,7 +7,7 @@ source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0} CLASSIFIER_STEPS=${CLASSIFIER_STEPS:-600}
 CLASSIFIER=outputs/disrm/classifier
 RUNS=outputs/disrm/seed$SEED
-rm -rf "$RUNS"  # of an earlier run
+rm -rf "$RUNS"  # results of an earlier run
 mkdir -p "$RUNS"
 
 stage "1. The toy world, and training a classifier of sound solutions"

@@ -1,9 +1,9 @@
-"""The toy world's rewards from a discriminative model, with the oracle looking on.
+"""Rewards from a discriminative model in the toy world. The oracle adds metrics and does not change a score.
 
     compute_score_classifier     the classifier's score is the reward
-    compute_score_flagged        FAPO's reward, with the classifier for a judge
-    compute_score_both           two models at once: FAPO by the judge that writes, and a share of the
-                                 classifier's score
+    compute_score_flagged        FAPO's reward, with the classifier as the judge
+    compute_score_both           FAPO's reward with the generative judge, plus a share of the classifier's
+                                 probability that the solution is sound
 """
 
 import math
@@ -18,7 +18,7 @@ compute_score_classifier = toy_world.watched(scores.compute_score_discriminative
 async def compute_score_both(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_addresses,
     reward_router_address=None, reward_model_tokenizer, share=0.5, **judge):  # fmt: skip
-    """FAPO's score by `judge`, and `share` times the probability that `classifier` calls it sound."""
+    """Return FAPO's score with `judge`, plus `share` times `classifier`'s probability of a sound solution."""
     result = await scores.compute_score_fapo(
         data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **judge)
     found = await scores.compute_score_discriminative(
@@ -35,7 +35,7 @@ async def compute_score_both(
 async def compute_score_flagged(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_address,
     reward_model_tokenizer) -> dict:  # fmt: skip
-    """FAPO with the classifier as judge: asked about right answers alone; a score below 0 means flawed."""
+    """Return FAPO's score; a correct answer is flawed if the classifier's score is below 0."""
     result = scores.compute_score(data_source, solution_str, ground_truth)
     result["flawed_positive"] = False
     if result["acc"]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A run in the world with a tool (toy/shop_world.py), from a start that ships: forty steps, two minutes on a
-# core with AVX-512. FAPO pays for right answers whose prices were looked up; each look-up costs 0.03. Further
-# flags go to the trainer, where the last one given wins:
+# Trains in the world with a tool (toy/shop_world.py), from one of the three shipped checkpoints. The forty steps
+# take two minutes on a core with AVX-512. FAPO gives the full reward only to correct answers whose prices were
+# looked up, and each look-up costs 0.03. Further flags go to the trainer, where the last one wins:
 #   bash recipes/toy_tools.sh 0 outputs/shop0_fapo
 #   bash recipes/toy_tools.sh 0 outputs/shop0_outcome --reward-fn toy/shop_world.py:compute_score_outcome
 source "$(dirname "$0")/toy_runs.sh"
@@ -11,5 +11,5 @@ source "$(dirname "$0")/toy_runs.sh"
 }
 WORLD=data/shop$1
 [ -f "$WORLD/shop_train.parquet" ] ||
-  python -m toy.warm_start --kind shop --seed "$1" --models --out-dir "$WORLD"  # its rows, no models
+  python -m toy.warm_start --kind shop --seed "$1" --models --out-dir "$WORLD"  # only the rows, not the models
 train_shop "$WORLD" 0 "$2" "${@:3}"

@@ -1,1 +1,1 @@
-"""The offline miniature: problems, oracle, warm-started models, report."""
+"""The toy worlds, which need no network: problems, an oracle, warm-started models and a report."""

@@ -4,9 +4,9 @@
     python -m toy.report --runs outputs/demo_seed0 --so-far           # while its runs are not finished
     python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from one checkpoint
 
-The folder of a demo holds the runs baseline/ and fapo/, and judge/ if a judge was trained.
-docs/make_evidence.py sums up many runs, and tools/view_run.py shows every metric and sample. Needs
-run_folder.py.
+A demo's output directory contains the runs baseline/ and fapo/, and judge/ if a judge was trained.
+docs/make_evidence.py sums up many runs, and tools/view_run.py shows every metric and sample. This file
+imports run_folder.py.
 """
 
 import sys
@@ -37,7 +37,11 @@ class Config:
 
 
 def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
-    """metrics.jsonl of a run. ValueError where it is not finished, or `so_far` evaluated only once."""
+    """Return the lines of a run's metrics.jsonl, with `so_far` up to the newest evaluation.
+
+    Raises:
+        ValueError: The run is not finished, or with `so_far` the run has fewer than two evaluations.
+    """
     metrics, torn = read_lines(run / "metrics.jsonl")
     if so_far:
         torn = 0
@@ -50,7 +54,7 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
 
 
 def table(heads: list[str], *rows: list[str]) -> str:
-    """Markdown, from the heads of the columns and the rows below."""
+    """Return a Markdown table with these column heads and rows."""
     text = f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
     for cells in rows:
         text += f"\n| {' | '.join(cells)} |"
@@ -58,7 +62,7 @@ def table(heads: list[str], *rows: list[str]) -> str:
 
 
 def check_evaluated(label: str, metrics: list[dict], key: str) -> None:
-    """ValueError if the evaluations at the start and the end of a run do not have this metric."""
+    """Raise ValueError if the first or the last evaluation of a run lacks this metric."""
     for line in (metrics[0], metrics[-1]):
         if f"val/{key}/mean@1" not in line:
             raise ValueError(
@@ -68,9 +72,9 @@ def check_evaluated(label: str, metrics: list[dict], key: str) -> None:
 
 
 def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
-    """Held-out numbers before and after each run; all begin with the same model.
+    """Return a table of held-out metrics before and after each run; all runs start from the same model.
 
-    ValueError if a run was not evaluated on the toy world's held-out problems.
+    Raises ValueError if a run was not evaluated on the toy world's held-out problems.
     """
     for label, metrics in runs.items():
         check_evaluated(label, metrics, COLUMNS["accuracy"])
@@ -81,13 +85,14 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     for label, line in lines.items():
         row = [label]
         for key in columns.values():
-            row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))  # a function of one's own may not say
+            # A user's reward function need not return this key.
+            row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))
         rows.append(row)
     return table(["512 held-out problems", *columns], *rows)
 
 
 def judge_table(metrics: list[dict]) -> str:
-    """The judge on held-out critiques before and after its training. Half of the solutions are flawed."""
+    """Return a table of the judge before and after training; half of the held-out solutions are flawed."""
     check_evaluated("judge", metrics, "fapo_critic/recall")
     rows = []
     for when, line in ("before", metrics[0]), ("after", metrics[-1]):
@@ -99,7 +104,7 @@ def judge_table(metrics: list[dict]) -> str:
 
 
 def report(runs: Path, so_far: bool = False) -> str:
-    """Writes report.md in `runs`; returns the text. ValueError: see `read_metrics`."""
+    """Write report.md in `runs` and return its text. Raises ValueError as `read_metrics` does."""
     policies = {}
     for label, name in RUNS.items():
         if not so_far or (runs / name).is_dir():
