@@ -9,8 +9,8 @@ FAPO. FAPO's reward itself (equation 8 of the paper) is computed in compute_scor
 
 This file knows nothing about models, files or servers, and it imports nothing from this repository.
 Not covered: value functions (GAE), a KL term inside the reward, credit for less than a paragraph.
-The names of tensors end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens of
-the longest response, S paragraphs.
+Tensor names end in their shapes, where P is the number of prompts, G of samples per prompt, B = P * G of
+sequences, T of tokens in the longest response, and S of paragraphs.
 """
 
 import copy
@@ -148,9 +148,9 @@ class Groups:
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
             returned = ", ".join(infos[0])
-            raise RuntimeError(f"--advantage or --credit needs the key {key}; the reward function returns "
-                               f"{returned}. See docs/algorithms.md for what each advantage needs, and for "
-                               "functions that return it")  # fmt: skip
+            raise RuntimeError(f"--advantage or --credit needs the key {key}, but the reward function only "
+                               f"returns {returned}; see docs/algorithms.md for the keys of each advantage "
+                               "and for functions that return them")  # fmt: skip
 
     @cached_property
     def prefixes_P_G(self) -> torch.Tensor:
@@ -305,7 +305,7 @@ def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             weights[name] = math.nan
         if not math.isfinite(weights[name]):
-            raise ValueError(f"--reward-terms {term}: pass NAME=WEIGHT, such as acc=1")
+            raise ValueError(f"--reward-terms {term} lacks a finite weight; pass NAME=WEIGHT, such as acc=1")
     return weights
 
 
@@ -588,7 +588,7 @@ def paragraph_starts(text: str) -> list[int]:
 def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
     """Return how many tokens of a response come before a paragraph, which is counted from 0.
 
-    A paragraph that does not exist begins with the last token. The other arguments are as in tokens_before.
+    A missing paragraph is taken to start at the last token. The other arguments are as in tokens_before.
     """
     starts = paragraph_starts(text)
     if paragraph >= len(starts):

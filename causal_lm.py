@@ -7,8 +7,9 @@ policy.py trains such a model, and rollout.py samples from it. Every model famil
 works: the layers give hidden states, and the model's own forward turns these into logits. LoRA uses peft.
 This file imports nothing from this repository except speedups.py, which is optional.
 Not covered: images, packed sequences, quantised weights, adapters on the experts of a mixture of experts.
-The names of tensors end in their shapes: B sequences of a micro-batch, T tokens of the longest response, N
-response tokens in all, n tokens in a chunk, H hidden size, V vocabulary.
+Tensor names end in their shapes, where B is the number of sequences in a micro-batch, T of tokens in the
+longest response, N of response tokens in all, n of tokens in a chunk; H is the hidden size, V the vocabulary
+size.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ def read_config(source: str, trust_remote_code=False):
         if quantised:
             method = dict(quantised).get("quant_method", "quantization_config")
             raise ValueError(f"--model {source} is quantised ({method}), and quantised weights cannot be "
-                             "trained; pass the bf16 or float32 model that it was made from")  # fmt: skip
+                             "trained; pass the original bf16 or float32 model")  # fmt: skip
     return config
 
 
@@ -120,8 +121,9 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
         if difference < allowed:
             return
         model.shares_prompts = False
-    raise ValueError(f"--model {name} ({type(model).__name__}) cannot be trained: log-probabilities differ "
-                     f"from the model's own by {difference:.2g}; see causal_lm.logits_of")  # fmt: skip
+    raise ValueError(f"--model {name} ({type(model).__name__}) cannot be trained: the log-probabilities "
+                     f"computed for training differ from the model's own by {difference:.2g}; see "
+                     "causal_lm.logits_of")  # fmt: skip
 
 
 # ---- log-probabilities
@@ -151,7 +153,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
 
     def of_chunk(hidden_n_H, targets_n):
         logits_n_V = logits_of(model, output, hidden_n_H)
-        if temperature != 1:  # A division by 1 would cost a copy.
+        if temperature != 1:  # Dividing by 1 would still copy the tensor.
             logits_n_V = logits_n_V / temperature
         logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
@@ -269,8 +271,8 @@ def layers_of(model, flag: str) -> list:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"{flag} does not work with {type(model).__name__}: transformers marks no layers in "
-                         f"it; leave out {flag}")  # fmt: skip
+        raise ValueError(f"{flag} does not work with {type(model).__name__}: transformers does not mark its "
+                         f"layers for gradient checkpointing; leave out {flag}")  # fmt: skip
     return layers
 
 
@@ -312,19 +314,19 @@ def add_adapters(model, options, source: str) -> None:
         # weight with the embedding.
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
         if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
-            raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer of its "
-                             "own; name the layers to train, such as q_proj v_proj")  # fmt: skip
+            raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer with "
+                             "its own weight; pass the layers to train, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
         before = LoraConfig.from_pretrained(source)
         if (before.r, before.lora_alpha) != (settings.r, settings.lora_alpha):
-            raise ValueError(f"--lora-rank or --lora-alpha differs from {source}, which has {before.r} and "
-                             f"{before.lora_alpha}; pass the same values")  # fmt: skip
+            raise ValueError(f"--lora-rank and --lora-alpha must match {source}, which has rank {before.r} "
+                             f"and alpha {before.lora_alpha}; pass the same values")  # fmt: skip
         found = set_peft_model_state_dict(model, load_file(saved))
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
         if wrong:
-            raise ValueError(f"--lora-targets differs from {source}, whose adapters are on other layers "
+            raise ValueError(f"--lora-targets must match {source}, whose adapters are on different layers "
                              f"(see {wrong[0]}); pass the same targets")  # fmt: skip
 
 

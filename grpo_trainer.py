@@ -163,7 +163,7 @@ def collect_batch(run: Run, batch: Batch, collect) -> Batch:
     groups = batch.groups_to_train
     if run.config.dynamic_sampling and groups:  # --advantage terms normalises over all groups.
         set_advantages(groups, run.config, run.decode)
-    if not groups:  # The update then compares sampler and policy without training.
+    if not groups:  # The update then only compares the sampler with the policy and trains nothing.
         groups = batch.groups[-1:]
     batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
     batch.metrics = batch_metrics(batch, run.config, run.eos_ids)
@@ -311,8 +311,8 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
             what = "failed rollouts have no reward."
         raise RuntimeError(
             f"step {batch.step}: {rate:.0%} of the samples that needed a verdict have none "
-            f"(--max-no-verdict-rate {limit:g}); {what} The first one: {first.result['status']}, "
-            f"{first.result['reward_extra_info']}"
+            f"(--max-no-verdict-rate {limit:g}); {what} The first such sample has the "
+            f"status \"{first.result['status']}\": {first.result['reward_extra_info']}"
         )
 
 

@@ -72,7 +72,7 @@ class Sample:
     info: dict = field(default_factory=dict)  # Anything that the reward function should get.
     failure: str = ""  # "error" or "timeout" if the rollout failed; then there is no reward.
     truncated: bool | None = None  # Whether the response ran out of tokens; None without a rollout function.
-    tool_seconds: float = 0.0  # Time of the rollout function, without waiting for the policy.
+    tool_seconds: float = 0.0  # Seconds spent in the rollout function, excluding waits for the policy.
     # Policy.update fills in the next two before a step's first update: one log-probability per token.
     old_logprobs: torch.Tensor | None = field(default=None, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, compare=False)
@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def own_tokens(self) -> list[bool]:
-        """Whether the policy wrote each token of the response."""
+        """For each token of the response, whether the policy wrote it."""
         return self.loss_mask or [True] * len(self.response_ids)
 
     @property
@@ -337,7 +337,7 @@ class Policy:
         norm = gather_full(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
             raise RuntimeError(f"loss {loss:g} or gradient norm {norm:g} is not finite; look for "
-                               "unusual samples in samples.jsonl, and pass a lower --lr")  # fmt: skip
+                               "unusual samples in samples.jsonl, or pass a lower --lr")  # fmt: skip
         self.num_updates += 1  # If the next line fails, the weights may have changed.
         self.optimizer.step()
         return norm
@@ -527,5 +527,6 @@ def check_sampler(sums: Counter, limit: float) -> None:
     """Raise RuntimeError if the samples do not seem to come from the policy's weights."""
     apart = sums["difference_sum"] / sums["compared_tokens"]
     if not apart <= limit:  # This is also true for NaN.
-        raise RuntimeError(f"rollout/logprob_diff {apart:.3f} is over --max-logprob-diff {limit:g}: the "
-                           "sampler does not use the trainer's weights, or not their precision")  # fmt: skip
+        raise RuntimeError(f"rollout/logprob_diff {apart:.3f} exceeds --max-logprob-diff {limit:g}: the "
+                           "sampler does not use the trainer's weights, or uses them in a different "
+                           "precision")  # fmt: skip

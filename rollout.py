@@ -179,7 +179,7 @@ def check_sampling(policy: Policy):
     if not apart <= 0.01:  # This is also true for NaN.
         name = type(policy.model).__name__
         raise ValueError(
-            f"--rollout hf: samples wrongly from a {name} (log-probabilities differ by {apart:.2g}); "
+            f"--rollout hf samples incorrectly from a {name} (log-probabilities differ by {apart:.2g}); "
             "pass --rollout vllm"
         )
 
@@ -302,12 +302,13 @@ async def request_completion(session, address, body, headers=None) -> Choice:
             timeouts += 1
             if timeouts > 1:
                 break
-            print(f"policy servers at {address}: {text[:300]}; the request is sent once more", flush=True)
+            print(f"policy servers at {address}: {text[:300]}; retrying the request once", flush=True)
     if status != 200:
         raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
     choice = msgspec.json.decode(text, type=Answer).choices[0]
     if choice.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"policy servers at {address}: a response ended with {choice.finish_reason}")
+        raise RuntimeError(f"policy servers at {address}: a response has the unknown finish_reason "
+                           f"{choice.finish_reason!r}")  # fmt: skip
     return choice
 
 
@@ -317,7 +318,7 @@ async def request_completion(session, address, body, headers=None) -> Choice:
 # reset_running_requests, every version of vLLM reports a failed reset as an error.
 RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
           ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
-# vLLM's classes of these models use the embedding as head and reject a separate head.
+# For these models, vLLM's classes reuse the embedding as the head and reject a separate head.
 NO_HEAD = {"Gemma2ForCausalLM"}
 
 
@@ -407,11 +408,11 @@ def check_servable(info: dict, device: str):
     counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]
     if device == "cpu" and max(counts, default=0) > 1:
         raise ValueError(
-            f"--rollout vllm: after new weights, vLLM on CPU gives wrong results with {name}, which is "
+            f"--rollout vllm: on a CPU, vLLM gives wrong results after a weight update of {name}, which is "
             "a mixture of experts; pass --rollout hf, or use a GPU"
         )
     if name in NO_HEAD and not config.tie_word_embeddings:
-        raise ValueError(f"--rollout vllm: vLLM's {name} has no separate head; pass --rollout hf")
+        raise ValueError(f"--rollout vllm: vLLM's {name} supports no separate head; pass --rollout hf")
 
 
 def served_weights(policy, dtype: torch.dtype):
@@ -435,8 +436,8 @@ def folder_for(log_dir: Path | None, size: int) -> str:
     if free < 1.1 * size:
         base = tempfile.gettempdir()
         print(
-            f"policy servers: weights go through {base}, which may be a slow disk: /dev/shm has "
-            f"{free / 1e9:.1f} GB free, and they take {size / 1e9:.1f} GB; enlarge /dev/shm",
+            f"policy servers: the weights need {size / 1e9:.1f} GB, but /dev/shm has only {free / 1e9:.1f} "
+            f"GB free, so the weights are written to {base}, which may be a slow disk; enlarge /dev/shm",
             flush=True,
         )
     return f"{base}/{name}"
@@ -470,7 +471,7 @@ class WeightFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(self.path)  # lstat does not follow links.
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"policy servers: {path} is not this user's folder; remove it")
+            raise PermissionError(f"policy servers: {path} is not a folder of this user; remove {path}")
         os.chmod(self.path, 0o700)
         for name, content in files.items():
             (self.path / name).parent.mkdir(exist_ok=True)

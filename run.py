@@ -65,9 +65,9 @@ class Run:
         self.result = None
         self.servers = None
         self.merged_dir = Path(config.out_dir, "merged")  # with LoRA: the final merged model
-        self.cancelled = threading.Event()  # Setting it ends rollouts and waits for rewards.
+        self.cancelled = threading.Event()  # Setting it ends rollouts and ends any waiting for rewards.
         self.num_restarts = 0
-        self.num_updates = 0  # optimizer steps up to the end of the newest step
+        self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # Only those of this process count.
         self.lock = check_folder(config)  # No other run may use the folder meanwhile.
         try:
@@ -88,8 +88,8 @@ class Run:
             self.resume_from = str(checkpoints[-1])
             rank = self.config.lora_rank
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
-                raise ValueError(f"--lora-rank {rank} does not match checkpoint {self.resume_from}: pass the "
-                                 "rank that the run began with")  # fmt: skip
+                raise ValueError(f"--lora-rank {rank} does not match the checkpoint {self.resume_from}; pass "
+                                 "the rank with which the run started")  # fmt: skip
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
             self.compare_model()
             print(f"resuming from {self.resume_from}")
@@ -109,7 +109,7 @@ class Run:
             use = "--kl-coef now compares with"
             if config.lora_rank:
                 use = "the adapters are now added to"
-            print(f"--model: the run began from {before}, but {use} {config.model}; pass --model {before} "
+            print(f"--model: the run started with {before}, but {use} {config.model}; pass --model {before} "
                   "unless both are the same model", flush=True)  # fmt: skip
 
     def read_tokenizer(self):
@@ -128,8 +128,8 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"--model {self.base_model} has no chat template; use an instruct model, or "
-                             "add a template to its tokenizer")  # fmt: skip
+            raise ValueError(f"--model {self.base_model} has no chat template; pass an instruct model, or "
+                             "add a template to the model's tokenizer")  # fmt: skip
 
     def read_data(self):
         config = self.config
@@ -142,11 +142,11 @@ class Run:
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
                 f"--lr-warmup-steps {config.lr_warmup_steps} exceeds --total-steps {config.total_steps}, so "
-                f"that the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps"
+                f"the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps"
             )
         if len(self.train_rows) < config.train_batch_size:
             print(f"--train-file has {len(self.train_rows)} rows, fewer than --train-batch-size "
-                  f"{config.train_batch_size}: prompts repeat within a step")  # fmt: skip
+                  f"{config.train_batch_size}, so prompts repeat within a step")  # fmt: skip
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
@@ -156,7 +156,7 @@ class Run:
             prompts = {str(row["prompt"]) for row in rows}
             if n > 1 and len(rows) >= 2 * len(prompts):
                 print(f"--val-file {path} repeats prompts ({len(rows)} rows, {len(prompts)} prompts), and "
-                      f"each row gets {n} samples; {path}:1 takes one per row")  # fmt: skip
+                      f"each row gets {n} samples; pass {path}:1 to take one sample per row")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
@@ -169,8 +169,8 @@ class Run:
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.max_sequence_length > limit:
             raise ValueError(
-                f"--max-response-length {config.max_response_length} and the longest prompt make "
-                f"{self.max_sequence_length} tokens, but the model takes {limit}; lower "
+                f"--max-response-length {config.max_response_length} and the longest prompt add up to "
+                f"{self.max_sequence_length} tokens, but the model supports only {limit}; lower "
                 "--max-response-length or --max-prompt-length"
             )
 
@@ -204,8 +204,8 @@ class Run:
         if highest >= size:
             token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
-                f"--model {self.base_model}: a prompt has token {highest} ({token!r}), but the embedding has "
-                f"{size} rows; resize the embedding, or use the model's own tokenizer"
+                f"--model {self.base_model}: a prompt contains token {highest} ({token!r}), but the "
+                f"embedding has only {size} rows; resize the embedding, or use the model's own tokenizer"
             )
 
     def check_weights(self):
@@ -236,7 +236,9 @@ class Run:
                 self.result = Path(self.resume_from)
 
     def steps(self, evaluate):
-        """Yield the number of each step that is left. If ranks die, their step is yielded again.
+        """Yield the number of each step that is left.
+
+        If ranks die, all steps after the newest checkpoint are yielded again.
 
         Before each step and after the last one, call evaluate(run) if an evaluation is due.
         """
@@ -366,22 +368,22 @@ class Run:
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
-                f"cannot load {self.resume_from} ({why}); if a file of a checkpoint is truncated, delete the "
+                f"cannot load {self.resume_from} ({why}); if one of its files is truncated, delete the "
                 "checkpoint to resume from the previous one"
             ) from error
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
-            print(f"--model {self.base_model} ({kinds[0]}): only its language model ({kinds[1]}) is trained; "
-                  "checkpoints lack all other parts, such as vision", flush=True)  # fmt: skip
+            print(f"--model {self.base_model} ({kinds[0]}): only the language model ({kinds[1]}) is trained; "
+                  "checkpoints do not include other parts, such as a vision encoder", flush=True)  # fmt: skip
         if info["adapters"]:
             print(info["adapters"], flush=True)
         elif config.total_steps:  # An evaluation writes no checkpoints.
             check_room(config, self.step, 12e-9 * info["numel"])  # Adapters need no check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
-            raise ValueError(f"--model {self.base_model} has no end token, nor has its tokenizer; add "
-                             "eos_token to the tokenizer")  # fmt: skip
+            raise ValueError(f"neither --model {self.base_model} nor its tokenizer defines an end token; "
+                             "add eos_token to the tokenizer")  # fmt: skip
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
@@ -424,7 +426,8 @@ class Run:
             from tools.merge_lora import merge
             from tools.view_run import write_page
         except ImportError as error:
-            print(f"no page, no merged adapters: they need the folders tools/ and toy/ ({error})")
+            print("report.html and merged adapters are missing, because they need the folders tools/ and "
+                  f"toy/ ({error})")  # fmt: skip
             return
         if config.lora_rank and self.step:
             trust = config.trust_remote_code
@@ -439,7 +442,7 @@ class Run:
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
             with contextlib.suppress(RanksLost):  # The first error says more.
                 self.save()
-        print(f"stopped; --resume auto resumes after step {self.saved_step}", flush=True)
+        print(f"the run stopped; --resume auto resumes after step {self.saved_step}", flush=True)
 
     @contextlib.contextmanager
     def restarting_ranks(self):
@@ -489,30 +492,33 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
         print(
-            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows, whose prompts have more than "
-            f"{config.max_prompt_length} tokens"
+            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows because their prompts "
+            f"have more than {config.max_prompt_length} tokens"
         )
     if not kept:
-        raise ValueError(f"{path}: no row is left; raise --max-prompt-length, or check the file")
+        raise ValueError(f"{path}: no rows are left; raise --max-prompt-length, or check the file")
     return kept
 
 
 def checked_row(row: dict) -> dict:
     """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed."""
     if not isinstance(row["data_source"], str):
-        raise ValueError(f"data_source is {row['data_source']!r}; it must be text, the name of the data set")
+        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string, the name of "
+                         "the data set")  # fmt: skip
     if not isinstance(row["extra_info"], dict | None):
         raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
     prompt = row["prompt"]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"prompt is {prompt!r:.60}; it must be a list of {{role, content}} with a message")
+        raise ValueError(f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} "
+                         "messages")  # fmt: skip
     return row | {"prompt": [checked_message(message) for message in prompt]}
 
 
 def checked_message(message) -> dict:
     """Return a message without None values, which tables write for missing keys, and with its text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"prompt has the message {message!r:.60}; each must be a {{role, content}}")
+        raise ValueError(f"prompt has the message {message!r:.60}; each message must be an object with "
+                         "role and content")  # fmt: skip
     kept = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
     if isinstance(content, list):
@@ -520,8 +526,8 @@ def checked_message(message) -> dict:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             content = kept["content"] = "".join(texts)
     if not isinstance(content, str):
-        raise ValueError(f"prompt has a message of {message['role']} whose content is {content!r:.60}; it "
-                         "must be text, or a list of text parts")  # fmt: skip
+        raise ValueError(f"prompt has a {message['role']} message with the content {content!r:.60}; the "
+                         "content must be a string or a list of text parts")  # fmt: skip
     return kept
 
 
@@ -541,8 +547,8 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
     last = messages[-1]
     text = last["content"].strip()
     if not text or text not in rendered:
-        raise ValueError(f"the chat template drops the last message ({last!r:.60}): its content is empty, "
-                         "or the template does not know its role")  # fmt: skip
+        raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
+                         "is empty or the template does not know its role")  # fmt: skip
     return ids
 
 

@@ -62,14 +62,14 @@ def check_folder(config):
     """
     out_dir = Path(config.out_dir)
     if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
-        raise ValueError(f"--out-dir {out_dir} contains a run: pass --resume auto, or another directory")
+        raise ValueError(f"--out-dir {out_dir} contains a run; pass --resume auto, or a different directory")
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"--out-dir {out_dir} is in use by another run: wait, or pass another directory"
+            f"--out-dir {out_dir} is in use by another run; wait for that run, or pass a different directory"
         ) from None
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # Runs killed while saving leave these.
         shutil.rmtree(rest, ignore_errors=True)
@@ -89,8 +89,8 @@ def check_room(config, step: int, checkpoint: float) -> None:
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(
-            f"--out-dir {config.out_dir}: {free:.1f} GB are free, but checkpoints need {needed:.1f}; make "
-            "room, keep fewer (--keep-checkpoints, 0 keeps all), or raise --save-every"
+            f"--out-dir {config.out_dir} has {free:.1f} GB of free space, but checkpoints need {needed:.1f} "
+            "GB; free some space, lower --keep-checkpoints (0 keeps all), or raise --save-every"
         )
 
 
@@ -111,7 +111,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         for path in temporary.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # Data must reach the disk before older ones go.
+                    os.fsync(file.fileno())  # The data must be on disk before older checkpoints go.
         if not (target / "trainer_state.json").exists():  # The remains of a checkpoint would be in the way.
             shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
@@ -125,8 +125,8 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
 
 
 def add_end_tokens(file: Path, tokenizer) -> None:
-    """Make other programs end responses from this checkpoint at the same tokens. Adapters lack the file."""
-    if file.is_file():
+    """Make other programs end responses from this checkpoint at the same tokens."""
+    if file.is_file():  # Adapter checkpoints do not have this file.
         settings = json.loads(file.read_text())
         ids = sorted(end_tokens(settings.get("eos_token_id"), tokenizer))
         file.write_text(json.dumps(settings | {"eos_token_id": ids}, indent=2) + "\n")

@@ -25,12 +25,12 @@ import reward_loop
 class PolicyOptions:
     """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
 
-    model: str  # Model of the policy: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
+    model: str  # Policy model: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
     trust_remote_code: bool = False  # Run the Python code that comes with the model.
-    max_positions: int = 0  # Value that replaces the model's max_position_embeddings; 0: keep the model's.
+    max_positions: int = 0  # New value of the model's max_position_embeddings; 0: keep the old value.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    max_response_length: int = 8192  # Longest response in tokens; longer rollouts are cut off.
-    mini_batch_size: int = 32  # Largest number of prompts per optimizer update.
+    max_response_length: int = 8192  # Maximum length of a response in tokens; longer rollouts are cut off.
+    mini_batch_size: int = 32  # Maximum number of prompts per optimizer update.
 
     # How rewards become advantages; docs/algorithms.md describes the choices.
     advantage: Literal["grpo", "dr_grpo", "papo", "vppo", "terms", "steps"] = "grpo"
@@ -41,44 +41,47 @@ class PolicyOptions:
     # With --advantage vppo: number of tokens at the end of a good prefix that earn nothing, as a multiple of
     # the prompt's length.
     prefix_cut: float = 1.0
-    # Tokens that a negative advantage applies to: sample, all; prefix, those after the good prefix.
+    # Tokens to which a negative advantage applies: sample, all tokens of the sample; prefix, only the tokens
+    # after the good prefix.
     credit: Literal["sample", "prefix"] = "sample"
-    # Policy loss: clip, PPO's clipped loss with a ratio per token; gspo, with a ratio per sequence; cispo,
-    # log-probabilities weighted by the clipped ratio.
+    # Policy loss: clip, PPO's clipped loss with one ratio per token; gspo, the same loss with one ratio per
+    # sequence; cispo, log-probabilities weighted by the clipped ratio.
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
     clip_low: float | None = None
     # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
     clip_high: float | None = None
-    clip_c: float = 10.0  # Dual clip of --loss clip: bound of the ratio for negative advantages, above 1.
+    # Upper bound of the ratio for negative advantages (dual clip of --loss clip); must be above 1.
+    clip_c: float = 10.0
     # Cap of the importance weights that correct for differences between sampler and policy; default: no
     # correction, or 2 with --overlap.
     tis_cap: float | None = None
-    # Weight of the KL divergence from the initial --model; 0: no such term, and no second model in memory.
+    # Weight of the KL divergence from the initial --model; 0: no KL term, and no second model
+    # in memory.
     kl_coef: float = 0.0
     entropy_coef: float = 0.0  # Weight of the entropy bonus.
 
     lr: float = 1e-6  # Learning rate of AdamW, constant after the warm-up.
-    # Decay rates of AdamW; 0.9 0.95 is more stable in short runs.
+    # Decay rates (betas) of AdamW; 0.9 0.95 is more stable in short runs.
     adam_betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1  # Weight decay of AdamW.
     max_grad_norm: float = 1.0  # Gradient norm above which gradients are scaled down.
-    # Rank of LoRA adapters, which train instead of the weights and need 5 to 10 times the --lr; 0: off.
+    # Rank of the LoRA adapters, which need 5 to 10 times the --lr; 0: train all weights, without adapters.
     lora_rank: int = 0
     lora_alpha: int = 0  # LoRA alpha: adapters are scaled by alpha / rank; 0: 2 x rank.
     # Layers with LoRA adapters: all-linear, or names such as q_proj v_proj.
     lora_targets: tuple[str, ...] = ("all-linear",)
-    # Tokens per forward and backward pass, with padding; 0: 16384 on a GPU, 2048 on a CPU.
+    # Tokens per forward and backward pass, including padding; 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
-    seed: int = 0  # Random seed of the data order, of sampling and of new adapters.
+    seed: int = 0  # Random seed for the data order, sampling and new adapters.
 
 
 @dataclass(kw_only=True)
 class Config(reward_loop.RewardOptions, PolicyOptions):
     """Settings of a training run, including those of the reward loop and of the policy."""
 
-    # Training data: parquet or JSONL files with rows as prepare_data.py writes them.
+    # Training data: parquet or JSONL files in the format that prepare_data.py writes.
     train_file: str | tuple[str, ...]
     # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     out_dir: str
@@ -86,22 +89,23 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     val_file: tuple[str, ...] = ()
     # JSON object of arguments for the policy's chat template, such as '{"enable_thinking": false}'.
     chat_template_kwargs: str = "{}"
-    # Longest prompt in tokens; rows with longer prompts are dropped before the first step.
+    # Maximum length of a prompt in tokens; rows with longer prompts are dropped before the first step.
     max_prompt_length: int = 2048
 
-    # When samples are scored: standalone, each when its rollout ends; colocate, all after the last rollout,
-    # so that --genrm can sleep during rollouts.
+    # When samples are scored: standalone, each sample when its rollout ends; colocate, all samples after the
+    # last rollout, so that --genrm can sleep during rollouts.
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     # Stop the run if more than this fraction of the samples that need a verdict have none.
     max_no_verdict_rate: float = 0.5
 
-    # Sampler of the policy: hf, in the trainer's process; vllm, on servers; auto, hf on a CPU with one rank
-    # and without --overlap, vllm otherwise.
+    # Sampler of the policy: hf samples in the trainer's process, vllm on vLLM servers; auto chooses hf on a
+    # CPU with one rank and without --overlap, and vllm otherwise.
     rollout: Literal["auto", "hf", "vllm"] = "auto"
-    # Rollout function FILE:NAME, an async function for turns, tools or environments (docs/rollouts.md).
+    # Rollout function FILE:NAME: an async function for several turns, tools or environments; see
+    # docs/rollouts.md.
     rollout_fn: str | None = None
     rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
-    # Seconds that --rollout-fn may take per sample, not counting the time in which the policy generates.
+    # Time limit of --rollout-fn per sample, in seconds, excluding the time in which the policy generates.
     rollout_timeout: float = 600.0
     rollout_servers: int = 1  # Number of vLLM servers of the policy.
     rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
@@ -109,9 +113,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     rollout_gpu_share: float = 1.0
     # CPU cores for the vLLM servers of the policy, such as 0,1; default: all cores, divided evenly.
     rollout_cpus: str = ""
-    # Arguments for the vLLM servers of the policy: --rollout-vllm-args="--max-num-seqs 64".
+    # Additional arguments for the policy's vLLM servers, such as --rollout-vllm-args="--max-num-seqs 64".
     rollout_vllm_args: str = ""
-    rollout_batch_size: int = 512  # Number of sequences that a sampler generates at a time.
+    rollout_batch_size: int = 512  # Maximum number of sequences that a sampler generates at a time.
     group_size: int = 8  # Number of samples per prompt.
     # Roll out and score the next step during the update, with weights that are one step old.
     overlap: bool = False
@@ -124,13 +128,13 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     max_refills: int = 10  # Number of times per step that --dynamic-sampling may draw further prompts.
     # Stop the run after this many consecutive steps without a learning signal; 0: never.
     max_idle_steps: int = 10
-    # Number of tokens before the length limit in which the length penalty grows (DAPO); 0: no penalty.
+    # Number of tokens before the length limit over which the length penalty grows (DAPO); 0: no penalty.
     overlong_buffer: int = 4096
     overlong_factor: float = 1.0  # Largest length penalty, which a response at the length limit gets.
 
     total_steps: int = 200  # Number of training steps; 0: only evaluate.
     train_batch_size: int = 512  # Number of prompts per step.
-    lr_warmup_steps: int = 10  # Number of steps in which the learning rate rises linearly to --lr.
+    lr_warmup_steps: int = 10  # Number of steps over which the learning rate rises linearly to --lr.
 
     val_every: int = 10  # Number of steps between evaluations; 0: evaluate only before and after training.
     val_before_train: bool = True  # Evaluate before the first step.
@@ -140,11 +144,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Evaluate with greedy decoding as well, with one sample per row (val/<data_source>/greedy).
     val_greedy: bool = False
 
-    # Number of steps between checkpoints; 0: only after the last step, or if the run stops or fails.
+    # Number of steps between checkpoints; 0: save only after the last step, or if the run stops or
+    # fails.
     save_every: int = 20
-    keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: all.
-    # Whether to resume: auto, from the newest checkpoint in --out-dir if there is one; never, --out-dir must
-    # not have any.
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: keep all.
+    # Whether to resume: auto resumes from the newest checkpoint in --out-dir, if there is one; never rejects
+    # an --out-dir that contains a checkpoint.
     resume: Literal["never", "auto"] = "never"
     # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
     samples_per_step: int = 8
@@ -153,15 +158,16 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 
-    # Device of the policy; auto: GPUs if the Ray cluster has any.
+    # Device of the policy; auto: cuda if the Ray cluster has GPUs, otherwise cpu.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
     policy_ranks: int = 1
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
-    # Keep the weights and the optimizer state of the ranks in host memory: slower, with less GPU memory.
+    # Keep the weights and the optimizer state of the ranks in host memory, which saves GPU memory but is
+    # slower.
     policy_offload: bool = False
     max_restarts: int = 3  # Number of times that dead ranks are restarted from the newest checkpoint.
-    # Number of CPU threads of torch; 0: torch's default. 1 is fastest for tiny models.
+    # Number of CPU threads that torch uses; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
     # Settings that must be above 0 (all other numbers may be 0), and those that may be negative.
@@ -176,16 +182,18 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or do harm silently."""
         if self.group_size < 2:
-            raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are compared")
+            raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are "
+                             "compared with other samples of their prompt")  # fmt: skip
         if not self.clip_c > 1:
-            raise ValueError(f"--clip-c {self.clip_c} must be above 1: wrong answers have no gradient below")
+            raise ValueError(f"--clip-c {self.clip_c} must be above 1: at or below 1, wrong answers "
+                             "get no gradient")  # fmt: skip
         if self.val_top_p > 1:
             raise ValueError(f"--val-top-p {self.val_top_p} must be at most 1: it is a probability")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             betas = " ".join(map(str, self.adam_betas))
             raise ValueError(f"--adam-betas {betas} must be from 0 to below 1, such as 0.9 0.95")
         if not (self.total_steps or self.val_file):
-            raise ValueError("--total-steps 0 only evaluates: pass --val-file")
+            raise ValueError("--total-steps 0 only evaluates, which needs validation data; pass --val-file")
         if not self.lora_rank and self.lora_alpha != Config.lora_alpha:
             raise ValueError(f"--lora-alpha {self.lora_alpha} has no effect without --lora-rank")
         if not self.lora_rank and self.lora_targets != Config.lora_targets:
@@ -193,15 +201,16 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(f"--lora-targets {targets} has no effect without --lora-rank")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
-                raise ValueError(f"--{name}: the package is not installed; run: pip install {name}")
+                raise ValueError(f"--{name} needs the package {name}, which is not installed; run pip "
+                                 f"install {name}")  # fmt: skip
         from algorithm import length_penalty_of, parse_terms  # not above: it imports torch
 
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
-            raise ValueError("--reward-terms and --advantage terms need each other: pass --advantage terms "
-                             "--reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
+            raise ValueError("--reward-terms and --advantage terms work only together; pass --advantage "
+                             "terms --reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
         if terms and self.overlong_buffer and "overlong_penalty" not in terms:
-            raise ValueError("--reward-terms lacks the length penalty: add overlong_penalty=1, or pass "
+            raise ValueError("--reward-terms lacks the length penalty; add overlong_penalty=1, or pass "
                              "--overlong-buffer 0")  # fmt: skip
         length_penalty_of(self)
         if not self.rollout_fn and self.rollout_kwargs != "{}":
@@ -209,7 +218,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
             raise ValueError("--rollout-timeout has no effect without --rollout-fn")
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
-            raise ValueError("--overlap does not work with --rollout hf or --reward-mode colocate")
+            raise ValueError("--overlap does not work with --rollout hf or --reward-mode colocate; pass "
+                             "--rollout vllm and --reward-mode standalone")  # fmt: skip
         self.check_rewards()
 
     def policy_servers(self):
@@ -239,7 +249,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if rollout == "auto":
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
-            raise ValueError("--rollout hf needs the policy in the trainer's process (CPU, one rank): pass "
+            raise ValueError("--rollout hf needs the policy in the trainer's process (CPU, one rank); pass "
                              "--rollout vllm")  # fmt: skip
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:
@@ -273,7 +283,8 @@ def place_of(setting: Field) -> tuple[str, int]:
         return "required", 0
     for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
         for group, names in GROUPS.items():
-            if prefix in names.split():  # the whole name first: val_file is data, all other val_ evaluation
+            # The whole name comes first: val_file belongs to "data", all other val_ settings to "evaluation".
+            if prefix in names.split():
                 return group, names.split().index(prefix)
     return "other", 0
 

@@ -6,8 +6,8 @@
 
 causal_lm.py imports this file if it is there. When a model is loaded, check_logprobs tests whether it
 can share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (which is
-slower on CPU). This file imports nothing from this repository. The names of tensors end in their shapes, as
-in causal_lm.py.
+slower on CPU). This file imports nothing from this repository. Tensor names end in their shapes, as in
+causal_lm.py.
 """
 
 import torch

@@ -113,14 +113,13 @@ class Trajectory:
         if isinstance(stop, str):
             stop = (stop,)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise ValueError(f"generate: max_tokens {max_tokens!r} must be an int, and at least 1")
+            raise ValueError(f"generate: max_tokens must be an int of at least 1; got {max_tokens!r}")
         for word in stop:
             if not isinstance(word, str) or not word:
-                raise ValueError(f"generate: stop {word!r} must be a text, and not empty")
+                raise ValueError(f"generate: stop must be a non-empty string; got {word!r}")
             if any(token in word for token in self._rollouts.special):
                 raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
-                                 "leaves out; make it an end token (eos_token_id) of the model's "
-                                 "generation config")  # fmt: skip
+                                 "omits; add the token to the model's eos_token_id")  # fmt: skip
         if self._is_full or self._has_ended:
             await asyncio.sleep(TICK_S)  # A function that catches every error in a loop must not block.
         self._check_open()
@@ -161,7 +160,7 @@ class Trajectory:
         """Add a message of a tool or user in the chat template, and open the policy's next message."""
         last = self._sample.response_ids[-1:]
         end = ""
-        if last and last[0] in self._wave.eos_ids:  # The template's text begins with this token again.
+        if last and last[0] in self._wave.eos_ids:  # The template's text repeats this token at its start.
             end = self._rollouts.tokenizer.decode(last)
         before, inside, behind = self._rollouts.render(content, role)
         who = role if role == "user" else "tool"
@@ -171,11 +170,11 @@ class Trajectory:
         """Add these token ids without any change, as tokens that the policy did not write."""
         self._check_open()
         if who not in ("tool", "user"):
-            raise ValueError(f"insert: who={who!r} must be 'tool' or 'user'; generate() adds policy turns")
+            raise ValueError(f"insert: who must be 'tool' or 'user'; got {who!r}")
         if not isinstance(text, str | None):
-            raise ValueError(f"insert: text {text!r:.60} must be a str, or None for the decoded ids")
+            raise ValueError(f"insert: text must be a str, or None to use the decoded ids; got {text!r:.60}")
         if not all(isinstance(id, int) and 0 <= id < self._rollouts.num_tokens for id in ids):
-            raise ValueError("insert: ids must be a list of int, each a token id of the tokenizer")
+            raise ValueError("insert: ids must be a list of int that are token ids of the tokenizer")
         if len(ids) > self.room:
             self._end()
         if text is None:
@@ -193,8 +192,8 @@ class Trajectory:
         if self._is_full:
             raise NoRoom
         if self._working_since is None:
-            raise RuntimeError("generate, observe, reply, insert: the policy is already writing this "
-                               "trajectory, or the trajectory has ended; await generate()")  # fmt: skip
+            raise RuntimeError("generate, observe, reply and insert cannot be called while the policy "
+                               "generates or after the trajectory has ended; await generate()")  # fmt: skip
 
     def _end(self):
         self._is_full = True
@@ -214,7 +213,7 @@ class Trajectory:
         sample.truncated = self._is_full
         if not call.done():
             seconds = self._rollouts.timeout
-            message = f"the function took over {seconds:g} s, not counting its waits for the policy"
+            message = f"the function took more than {seconds:g} s, excluding waits for the policy"
             self._fail("timeout", f"{message}; raise --rollout-timeout, or speed up the tools")
             return
         failure = self._failure_of(call)
@@ -224,7 +223,7 @@ class Trajectory:
     def _failure_of(self, call: asyncio.Task) -> str:
         """Return why a finished call has failed, or an empty text if it has not failed."""
         if call.cancelled():
-            return "CancelledError: the function has cancelled its own task"
+            return "CancelledError: the function cancelled its own task"
         error = call.exception()
         if isinstance(error, BaseExceptionGroup):  # A TaskGroup raises groups. NoRoom is not a failure.
             error = error.split(NoRoom)[1]
@@ -232,7 +231,7 @@ class Trajectory:
             return error_line(error, self._rollouts.file)
         has_written = any(self._sample.loss_mask)
         if self._is_full and not has_written:
-            return "the function left no room for the policy; raise --max-response-length"
+            return "the function used all tokens before the policy wrote any; raise --max-response-length"
         if not has_written:
             return "the function ended before the policy wrote anything; await trajectory.generate()"
         if not isinstance(self.info, dict):
@@ -240,8 +239,8 @@ class Trajectory:
         try:  # Tasks that the function left running cannot change this copy.
             self._sample.info = pickle.loads(pickle.dumps(dict(self.info)))
         except Exception as problem:
-            return (f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); put "
-                    "only numbers, texts, lists and dicts into it")  # fmt: skip
+            return (f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); use "
+                    "only numbers, strings, lists and dicts in trajectory.info")  # fmt: skip
         return ""
 
     def _fail(self, kind, message):
@@ -265,8 +264,8 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)
     ):
-        raise ValueError("the function is not async; write `async def`, and call tools that block with "
-                         "`await asyncio.to_thread(tool, ...)`")  # fmt: skip
+        raise ValueError("the function is not async; define it with `async def`, and call blocking tools "
+                         "with `await asyncio.to_thread(tool, ...)`")  # fmt: skip
     signature = inspect.signature(function)
     offered = OFFERED
     if with_addresses:
@@ -275,8 +274,9 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
-        raise ValueError("the function cannot be called with `trajectory`, --rollout-kwargs, and those of "
-                         f"{', '.join(sorted(offered))} that it names: {error}") from None  # fmt: skip
+        raise ValueError(f"the function's signature does not fit: {error}; it is called with `trajectory`, "
+                         "everything in --rollout-kwargs, and whichever of "
+                         f"{', '.join(sorted(offered))} it names") from None  # fmt: skip
     return taken - {"trajectory"}
 
 
@@ -394,7 +394,7 @@ class Rollouts:
                 place = places[-1]
                 printed.add(place.lineno)
                 line = f"{self.file}:{place.lineno} ({place.name})"
-                print(f"--rollout-fn: {line} blocks all trajectories; call tools that block with "
+                print(f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
                       "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
 
     def encode(self, before: str, inside: str, behind: str) -> list[int]:
@@ -419,11 +419,11 @@ class Rollouts:
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:
-            raise ValueError(f"reply: the chat template ignores messages with the role {role!r}; pass one "
-                             "that it knows, such as role='user'")  # fmt: skip
+            raise ValueError(f"reply: the chat template ignores messages with the role {role!r}; pass a "
+                             "role that the template knows, such as role='user'")  # fmt: skip
         whole = self.written_after_assistant(content, role)
         if not (whole.startswith(before) and whole.endswith(behind)):
-            raise ValueError(f"reply: the chat template changes the content {content!r:.60}; use observe()")
+            raise ValueError(f"reply: the chat template alters the content {content!r:.60}; call observe()")
         return before, whole[len(before) : len(whole) - len(behind)], behind
 
     def written_after_assistant(self, content, role):
@@ -436,11 +436,11 @@ class Rollouts:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # A template is a program and may raise anything.
-            raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); pass one that "
-                             "it knows, such as role='user'") from error  # fmt: skip
+            raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); pass a role "
+                             "that the template knows, such as role='user'") from error  # fmt: skip
         _, found, after = text.partition(ANSWER)
         if not found:
-            raise ValueError("reply: the chat template drops the assistant's message; use observe()")
+            raise ValueError("reply: the chat template drops the assistant's message; call observe() instead")
         return after
 
     def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
@@ -612,11 +612,11 @@ class Wave:
         try:
             return await turn.answer
         finally:
-            if self.waiting.get(turn.place) is turn:  # The function no longer waits for this turn.
+            if self.waiting.get(turn.place) is turn:  # The function has stopped waiting for this turn.
                 del self.waiting[turn.place]
 
     def begin_round(self):
-        """Start a round once all unfinished trajectories wait. Turns are in the order of the samples."""
+        """Start a round once all unfinished trajectories are waiting. Turns are in the samples' order."""
         if self.waiting and len(self.waiting) == self.unfinished:
             self.events.put(("round", [self.waiting[place] for place in sorted(self.waiting)]))
             self.waiting = {}
@@ -624,7 +624,7 @@ class Wave:
 
 def deliver(turns, results):
     for turn, result in zip(turns, results):
-        if not turn.answer.done():  # The function may no longer wait for this turn.
+        if not turn.answer.done():  # The function may have stopped waiting for this turn.
             turn.answer.set_result(result)
 
 

@@ -117,8 +117,8 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
                 raise ValueError(
-                    f"no room for {name} {number}, which takes {spec.gpus:g} of {gpus:g} GPUs, beside "
-                    f"{placed}; lower a share or a number of processes"
+                    f"no room for {name} {number}, which needs {spec.gpus:g} of {gpus:g} GPUs, next to "
+                    f"{placed}; lower a GPU share or the number of processes"
                 )
             best.processes[name, number] = spec
     return slots
@@ -169,9 +169,9 @@ class Reservation:
         if not self.group.wait(timeout_s):
             names = ", ".join(self.specs)
             free = ray.available_resources()
-            free = f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+            free = f"only {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
             wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
-            raise RuntimeError(f"{names}: the Ray cluster has no room for {wanted}; {free}; add nodes")
+            raise RuntimeError(f"{names}: the Ray cluster has no room for {wanted}: {free}; add nodes")
 
     def nodes(self, name: str) -> list[str]:
         """Return the node of each process of this name."""

@@ -128,7 +128,7 @@ class PolicyGroup:
         """
         with self.lock:
             if not self.actors:
-                raise RanksLost("the policy has no ranks: they were ended")
+                raise RanksLost("the ranks of the policy have been shut down")
             calls = []
             for rank, actor in enumerate(self.actors):
                 calls.append(getattr(actor, method).remote(*shares[rank : rank + 1], *arguments))
@@ -172,8 +172,8 @@ class PolicyGroup:
         text = path.read_text()
         seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
         if not all(seen):
-            raise RuntimeError(f"--out-dir {path.parent} is not visible on another node; put it and the "
-                               "model on a shared file system")  # fmt: skip
+            raise RuntimeError(f"--out-dir {path.parent} is not visible on all nodes; put the directory and "
+                               "the model on a shared file system")  # fmt: skip
 
     # ---- the methods of a Policy
 

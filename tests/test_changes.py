@@ -235,7 +235,7 @@ def test_a_run_says_that_validation_rows_are_copies(tmp_path, capsys):
     for name, file, told in (("all", str(path), True), ("one", f"{path}:1", False)):
         config = toy_config(tmp_path, val_file=(file,), val_n=4, out_dir=str(tmp_path / name))
         Run(config).lock.close()
-        said = f"each row gets 4 samples; {path}:1 takes one per row\n"
+        said = f"each row gets 4 samples; pass {path}:1 to take one sample per row\n"
         assert capsys.readouterr().out.count(said) == told
 
 

@@ -376,7 +376,7 @@ def test_baseline_calls_the_function_that_only_measures(workshop):
 @pytest.mark.slow
 def test_stale_weights_stop_the_run(workshop):
     with pytest.raises(
-        RuntimeError, match="logprob_diff .* is over --max-logprob-diff 1e-12: the sampler does not use"
+        RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 1e-12: the sampler does not use"
     ):
         grpo_trainer.train(run_config(workshop, "stale", max_logprob_diff=1e-12))
 
@@ -540,7 +540,7 @@ def test_papo_normalises_answer_and_reasoning_apart():
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
     algorithm.set_advantages([late], papo, decode)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(RuntimeError, match="needs the key flawed_positive; .* returns score, acc. See"):
+    with pytest.raises(RuntimeError, match="needs the key flawed_positive, .* returns score, acc; see"):
         algorithm.set_advantages([[scored(1.0, acc=True)] * 4], papo, decode, require_keys=True)
 
 
@@ -660,7 +660,7 @@ def test_reward_terms_and_dr_grpo():
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
-    with pytest.raises(RuntimeError, match=f"needs the key {absent}; .* returns score, acc, pred. See docs"):
+    with pytest.raises(RuntimeError, match=f"needs the key {absent}, .* returns score, acc, pred; see docs"):
         algorithm.set_advantages([samples], config_of(**changes), decode, require_keys=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
     algorithm.set_advantages([samples], config_of(**changes), decode)
@@ -670,15 +670,15 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(advantage="terms"), "--reward-terms and --advantage terms need each other"),
-        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms need each other"),
-        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: pass NAME=WEIGHT"),
-        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: pass NAME=WEIGHT"),
-        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan: pass NAME=WEIGHT"),
-        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf: pass NAME=WEIGHT"),
+        (dict(advantage="terms"), "--reward-terms and --advantage terms work only together"),
+        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms work only together"),
+        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc lacks a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a lacks a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan lacks a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf lacks a finite"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
-            "--reward-terms lacks the length penalty: add overlong_penalty=1, or pass --overlong-buffer 0",
+            "--reward-terms lacks the length penalty; add overlong_penalty=1, or pass --overlong-buffer 0",
         ),
     ],
 )
@@ -977,7 +977,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(rollout_gpu_share=1.5), "--rollout-gpu-share 1.5: must be above 0 and at most 1"),
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--rollout-gpu-share 0.5: a server with"),
         (dict(model="nowhere"), "--model nowhere: must be a folder with config.json"),
-        (dict(total_steps=0), "--total-steps 0 only evaluates: pass --val-file"),
+        (dict(total_steps=0), "--total-steps 0 only evaluates, which needs validation data; pass --val-file"),
         (dict(max_grad_norm=0.0), "--max-grad-norm 0.0: must be above 0"),
         (dict(rollout_servers=0), "--rollout-servers 0: must be above 0"),
         (dict(save_every=-1), "--save-every -1: must be at least 0"),
@@ -991,9 +991,9 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
             dict(genrm=(str(Path(__file__).parent),), router_address=("y:1",)),
             "--genrm cannot be combined with --router-address",
         ),
-        (dict(max_prompt_length=1), "no row is left"),
+        (dict(max_prompt_length=1), "no rows are left"),
         (dict(group_size=1), "--group-size 1 must be at least 2"),
-        (dict(max_response_length=1000), "--max-response-length 1000 and the longest prompt make 10"),
+        (dict(max_response_length=1000), "--max-response-length 1000 and the longest prompt add up to 10"),
         (dict(val_top_p=0.0), "--val-top-p 0.0: must be above 0"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end in .parquet, .jsonl"),
         (dict(reward_fn="nowhere.py:x"), "--reward-fn nowhere.py:x: there is no file"),

@@ -159,7 +159,7 @@ def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-    with pytest.raises(ValueError, match="lm_head is a Linear, not a plain linear layer of its own"):
+    with pytest.raises(ValueError, match="lm_head is a Linear, not a plain linear layer with its own weight"):
         # merged it would change the embedding
         policy_of(tied, lora_rank=4, lora_targets=("q_proj", "lm_head"))
 
@@ -192,7 +192,7 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4, lora_targets=after)
-    with pytest.raises(ValueError, match=r"--lora-targets differs from .* on other layers .*v_proj"):
+    with pytest.raises(ValueError, match=r"--lora-targets must match .* on different layers .*v_proj"):
         Policy(config, str(tmp_path), CPU)
 
 
@@ -201,12 +201,12 @@ def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_pat
     policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
     config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
-    with pytest.raises(ValueError, match="--lora-alpha differs from .* has 4 and 64; pass the same"):
+    with pytest.raises(ValueError, match="--lora-alpha must match .* has rank 4 and alpha 64; pass the same"):
         Policy(config, str(tmp_path), CPU)
     config.lora_alpha = 64
     Policy(config, str(tmp_path), CPU)
     config.lora_rank = 2
-    with pytest.raises(ValueError, match="--lora-alpha differs from .* has 4 and 64; pass the same"):
+    with pytest.raises(ValueError, match="--lora-alpha must match .* has rank 4 and alpha 64; pass the same"):
         Policy(config, str(tmp_path), CPU)
 
 

@@ -444,8 +444,8 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
         --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """ + rollout
     said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
-    (line,) = [line for line in said.splitlines() if line.startswith("no page")]
-    assert line.startswith("no page, no merged adapters: they need the folders tools/ and toy/ (No")
+    (line,) = [line for line in said.splitlines() if line.startswith("report.html")]
+    assert line.startswith("report.html and merged adapters are missing, because they need the folders")
     assert json.loads((folder / "out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
     assert (folder / "out/curves.png").is_file() and (folder / "out/checkpoints/step_1").is_dir()
 

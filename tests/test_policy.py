@@ -365,7 +365,7 @@ def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step
     )
     before = weights_of(policy)
     with pytest.raises(
-        RuntimeError, match="logprob_diff .* is over --max-logprob-diff 0.01: the sampler does not use"
+        RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 0.01: the sampler does not use"
     ):
         policy.update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
     assert policy.num_updates == 0 and torch.equal(weights_of(policy), before)
@@ -592,7 +592,7 @@ def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
     """Mamba takes its state by another name and ignores the key-value cache: responses would not see their
     prompts."""
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="samples wrongly from a MambaForCausalLM .*; pass --rollout vllm"):
+    with pytest.raises(ValueError, match="samples incorrectly from a Mamba.*; pass --rollout vllm"):
         check_sampling(policy)
     # with vLLM it trains
     assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1

@@ -178,7 +178,7 @@ def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(
     group.restart(folder)
     assert group.update(groups_of(samples), 1e-3)["actor/updates"] == group.num_updates == 2
     # What fails before the first optimizer step costs nothing.
-    with pytest.raises(RuntimeError, match="is over --max-logprob-diff 0: the sampler"):
+    with pytest.raises(RuntimeError, match="exceeds --max-logprob-diff 0: the sampler"):
         group.update(groups_of(samples), 1e-3, 0.0)
     assert group.num_updates == 2
     # Nor does a checkpoint that was cut since then.

@@ -107,18 +107,18 @@ def rows_of(folder, tokenizer, template=CHATML, **columns):
 @pytest.mark.parametrize(
     "prompt, message",
     [
-        (QUESTION, "prompt is 'What is 2+3?'; it must be a list of {role, content}"),
-        (json.dumps([ASKED]), "it must be a list of {role, content}"),
-        (ASKED, "it must be a list of {role, content}"),
-        ([], "prompt is []; it must be a list of {role, content} with a message"),
+        (QUESTION, "prompt is 'What is 2+3?'; it must be a non-empty list of {role, content}"),
+        (json.dumps([ASKED]), "it must be a non-empty list of {role, content}"),
+        (ASKED, "it must be a non-empty list of {role, content}"),
+        ([], "prompt is []; it must be a non-empty list of {role, content} messages"),
         (None, "prompt is None"),
-        ([QUESTION], "prompt has the message 'What is 2+3?'; each must be a {role, content}"),
-        ([[ASKED]], "each must be a {role, content}"),
-        ([{"from": "human", "value": QUESTION}], "each must be a {role, content}"),
-        ([{"role": "user"}], "a message of user whose content is None"),
-        ([{"role": "user", "content": None}], "a message of user whose content is None"),
-        ([{"role": "user", "content": 5}], "a message of user whose content is 5"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "text, or a list of text parts"),
+        ([QUESTION], "prompt has the message 'What is 2+3?'; each message must be an object with"),
+        ([[ASKED]], "each message must be an object with role and content"),
+        ([{"from": "human", "value": QUESTION}], "each message must be an object with role and content"),
+        ([{"role": "user"}], "a user message with the content None"),
+        ([{"role": "user", "content": None}], "a user message with the content None"),
+        ([{"role": "user", "content": 5}], "a user message with the content 5"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a string or a list of text parts"),
         ([{"role": "user", "content": " "}], "the chat template drops the last message"),
     ],
 )
@@ -136,9 +136,9 @@ def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokeni
 @pytest.mark.parametrize(
     "columns, message",
     [
-        (dict(data_source=None), "data_source is None; it must be text"),
-        (dict(data_source=3), "data_source is 3; it must be text"),
-        (dict(data_source=["a"]), "data_source is ['a']; it must be text"),
+        (dict(data_source=None), "data_source is None; it must be a string"),
+        (dict(data_source=3), "data_source is 3; it must be a string"),
+        (dict(data_source=["a"]), "data_source is ['a']; it must be a string"),
         (dict(extra_info="{}"), "extra_info is '{}'; it must be an object"),
     ],
 )
@@ -225,7 +225,7 @@ def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path,
 
 def test_a_run_that_is_refused_lets_go_of_its_folder(tmp_path, model, tokenizer):
     """Also where somebody keeps the error, as a notebook does."""
-    with pytest.raises(ValueError, match="no row is left") as refused:
+    with pytest.raises(ValueError, match="no rows are left") as refused:
         prepared(tmp_path, model, tokenizer, max_prompt_length=1)
     prepared(tmp_path, model, tokenizer).lock.close()
     assert refused.traceback  # until here
@@ -248,7 +248,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     free = SimpleNamespace(free=20_000_000)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
     run = prepared(tmp_path, model, tokenizer, save_every=1)
-    message = r"^--out-dir .*: 0.0 GB are free, but checkpoints need 0.[0-9]; make room, .*--save-every$"
+    message = r"^--out-dir .* has 0.0 GB of free space, but checkpoints need 0.[0-9] GB; .*--save-every$"
     with pytest.raises(ValueError, match=message):
         load(run)
     run.lock.close()
@@ -277,7 +277,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
         config.max_position_embeddings = run.max_sequence_length - 1
     config.save_pretrained(tmp_path / "model")
     length = run.max_sequence_length
-    with pytest.raises(ValueError, match=f"{length} tokens, but the model takes {length - 1}; lower"):
+    with pytest.raises(ValueError, match=f"{length} tokens, but the model supports only {length - 1}; lower"):
         grpo_trainer.Run(run.config)
     shorter = dataclasses.replace(run.config, max_response_length=4, out_dir=str(tmp_path / "short"))
     grpo_trainer.Run(shorter).lock.close()
@@ -287,7 +287,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
 def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
     config_of(**{name: True}).check()
     monkeypatch.setattr("settings.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=f"--{name}: the package is not installed; run: pip install {name}"):
+    with pytest.raises(ValueError, match=f"--{name} needs the package {name}, .*; run pip install {name}"):
         config_of(**{name: True}).check()
 
 
@@ -333,14 +333,14 @@ def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path,
     file = tmp_path / "asked.jsonl"
     row = {"data_source": "x", "extra_info": {}, "reward_model": {"ground_truth": "5"}}
     file.write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "<|sum|>2+3?"}]}))
-    with pytest.raises(ValueError, match=r"a prompt has token \d+ \('<\|sum\|>'\), but the embedding"):
+    with pytest.raises(ValueError, match=r"a prompt contains token \d+ \('<\|sum\|>'\), but the embedding"):
         prepared(tmp_path, model, larger, train_file=str(file))
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
     for steps, said in ((5, 0), (4, 1)):
         prepared(tmp_path, model, tokenizer, total_steps=steps, lr_warmup_steps=5).lock.close()
-        told = "--lr-warmup-steps 5 exceeds --total-steps 4, so that the learning rate never reaches"
+        told = "--lr-warmup-steps 5 exceeds --total-steps 4, so the learning rate never reaches"
         assert capsys.readouterr().out.count(told) == said
 
 
@@ -355,7 +355,7 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
     whole = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
     AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(tmp_path / "model")
     load(run)
-    told = "/model (qwen3_5): only its language model (qwen3_5_text) is trained"
+    told = "/model (qwen3_5): only the language model (qwen3_5_text) is trained"
     assert told not in capsys.readouterr().out
     run = grpo_trainer.Run(run.config)
     load(run)
@@ -391,11 +391,11 @@ def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
     before = json.dumps({"model": run.config.model})
     (tmp_path / "run/config.json").write_text(before)
     prepared(tmp_path, model, tokenizer, resume="auto", **changes).lock.close()
-    assert "the run began from" not in capsys.readouterr().out
+    assert "the run started with" not in capsys.readouterr().out
     model.save_pretrained(tmp_path / "other")
     tokenizer.save_pretrained(tmp_path / "other")
     other = dataclasses.replace(run.config, model=str(tmp_path / "other"), resume="auto")
     grpo_trainer.Run(other).lock.close()
     said = capsys.readouterr().out
-    told = f"--model: the run began from {run.config.model}, but {use} {tmp_path}/other; pass"
+    told = f"--model: the run started with {run.config.model}, but {use} {tmp_path}/other; pass"
     assert said.count(told) == bool(use) and use in said

@@ -301,7 +301,7 @@ def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, 
     free.free = 10e9 * room + 1e6
     run_folder.check_room(config, step, 10.0)
     free.free = 10e9 * room - 1e9
-    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0; make room, keep fewer"):
+    with pytest.raises(ValueError, match=f"checkpoints need {10 * room}.0 GB; free some space"):
         run_folder.check_room(config, step, 10.0)
 
 
@@ -462,7 +462,7 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
         half_written.write_text("half")
         for resume in ("auto", "never"):
             config.resume = resume
-            message = "--out-dir .* is in use by another run: wait, or pass another"
+            message = "--out-dir .* is in use by another run; wait for that run, or pass a different"
             with pytest.raises(ValueError, match=message):
                 run_folder.check_folder(config)
         assert half_written.exists()
