@@ -149,8 +149,7 @@ class Groups:
         if self.require_keys and infos and not found:
             returned = ", ".join(infos[0])
             raise RuntimeError(f"--advantage or --credit needs the key {key}, but the reward function only "
-                               f"returns {returned}; see docs/algorithms.md for the keys of each advantage "
-                               "and for functions that return them")  # fmt: skip
+                               f"returns {returned}; see docs/algorithms.md")  # fmt: skip
 
     @cached_property
     def prefixes_P_G(self) -> torch.Tensor:
