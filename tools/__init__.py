@@ -1,1 +1,1 @@
-"""Looking at a run, judging a judge, planning a run: python -m tools.NAME"""
+"""Tools to view and diagnose a run, evaluate a judge, merge adapters and plan a run: python -m tools.NAME"""

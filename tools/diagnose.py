@@ -1,17 +1,16 @@
-"""Finds out why a run does not learn: each finding has a name, its steps, numbers as evidence, and a remedy.
+"""Find out why a run does not learn: each finding has a name, its steps, numbers as evidence, and a remedy.
 
-    python -m tools.diagnose outputs/RUN    # of a run in progress or one that has ended
+    python -m tools.diagnose outputs/RUN    # a run that is in progress or has ended
 
 The trainer prints a finding when it first appears, and the page of a run (tools/view_run.py) lists them all.
 RULES is the table of findings: a rule holds if all its conditions held in that many steps in a row. The
 conditions are about metrics (docs/glossary.md) and about the numbers of `derived_numbers`; a condition on a
 number that is missing does not hold. To add a rule, add a row. docs/troubleshooting.md explains each finding.
 
-The bounds are chosen so that no finding appears in runs that learn from rewards: those of
-docs/evidence/runs.jsonl and tests/data/good_runs.json. (Distillation has no rewards, so that
-`no-learning-signal` appears there.)
-Left out: what only a comparison with another run could tell, and what would take a new metric. Needs
-run_folder.py.
+The bounds are chosen such that no finding appears in the runs of docs/evidence/runs.jsonl and
+tests/data/good_runs.json that learn from rewards. (Distillation has no rewards, so `no-learning-signal`
+appears there.) Not covered: faults that only a comparison with another run or a new metric could show. This
+file imports run_folder.py.
 """
 
 import sys
@@ -24,14 +23,14 @@ import tyro
 
 from run_folder import read_lines
 
-RECENT = 10  # a step is judged by the samples of this many steps
+RECENT = 10  # a finding at a step uses the samples of this many steps
 SIGNS = {"<": lt, ">": gt}
 SINCE_START = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy",
                "calls": "rollout/answered_turns"}  # fmt: skip
 
 # (name, steps in a row, conditions on each of these steps, remedy). Causes come before their consequences.
 RULES = [
-    # Text has 0.1 to 1.5 nats per token, random weights have ln(vocabulary).
+    # The entropy of text is 0.1 to 1.5 nats per token; with random weights it is ln(vocabulary size).
     ("untrained-weights", 3, ["actor/entropy > 3"],
      "check --model: are these the trained weights, and are they complete?"),
     ("empty-responses", 3, ["response_length/mean < 4"],
@@ -39,10 +38,10 @@ RULES = [
     # The responses contain an answer and continue after it.
     ("missing-end-token", 3, ["response_length/clipped > 0.9", "without_answer < 0.5"],
      "check the chat template and the end tokens in generation_config.json"),
-    # For long answers a tenth is usual.
+    # For long answers, truncation of a tenth of the samples is usual.
     ("truncation", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
      "raise --max-response-length; if the responses ramble, check the chat template"),
-    # A base model forgets the box. It learns it if some groups have one, or if the form is rewarded.
+    # A base model forgets the box. It learns the box if some samples have one or if the format is rewarded.
     ("no-answer", 3, ["without_answer > 0.8", "reward/groups_with_spread < 0.2"],
      "ask for \\boxed{} in the prompt, or use a reward function for the format that the policy writes"),
     ("constant-reward", 3,
@@ -55,40 +54,40 @@ RULES = [
      "fix the rollout function or its tool; see `error` in samples.jsonl, and docs/rollouts.md"),
     ("no-tool-calls", 3, ["rollout/called < 0.02", "calls/ever < 0.02"],
      "say in the prompt how to call a tool, and check that the policy writes the stop text"),
-    # Several turns fill the limit; the same in a single turn is `truncation`.
+    # Several turns together reach the length limit; a single turn that does so is `truncation`.
     ("trajectory-truncation", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
      "raise --max-response-length, or let tools return less"),
     # If only the answer counts, made-up results are cheaper than looked-up ones.
     ("tool-call-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
      "calls cost more than they gain: lower their cost, or reward grounded steps, as FAPO does"),
-    # The samples that are left may be those that are easy to judge.
+    # The remaining samples may be the ones that are easy to judge.
     ("no-verdict", 3, ["reward/no_verdict > 0.1"],
      "check that the judge is up; `error` in samples.jsonl says what failed"),
     ("judge-failures", 3, ["genrm/error_rate > 0.1"],
      "check that the judge is up; for unparsable or truncated critiques see docs/judge.md"),
-    # Seconds after the last rollout.
+    # The reward wait is measured in seconds after the last rollout.
     ("slow-judge", 3, ["time/reward_wait > 60"],
      "use --genrm-servers 2, a smaller genrm_max_tokens, or --overlap"),
-    # Of at least 160 correct answers; the FAPO paper finds flaws in 20 to 40 %.
+    # At least 160 correct answers were judged. The FAPO paper finds flaws in 20 to 40 % of correct answers.
     ("judge-accepts-all", 10, ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
      "read critiques (keep_critique): does the judge miss the flaws, or are there none?"),
     ("judge-rejects-all", 3, ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
      "read critiques (keep_critique): does the judge count paragraphs as you do?"),
-    # Twice what the judge itself finds. A judge as good as the demo's misses 5 to 15 %, most of it early.
+    # The bound is twice the rate that the judge finds. The demo's judge misses 5 to 15 %, mostly early.
     ("reward-hacking", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
      "the policy has found what the judge overlooks: stop, and use a better judge"),
-    # 0.00001 to 0.01 is usual.
+    # Values from 0.00001 to 0.01 are usual.
     ("learning-rate-too-high", 2, ["actor/approx_kl > 0.03"],
      "resume from an earlier checkpoint with a third of this --lr"),
-    # Less than rounding makes in float32. The first update of a step cannot show it.
+    # Rounding in float32 alone changes more than this. The first update of a step cannot show a change.
     ("learning-rate-too-low", 5, ["actor/approx_kl < 1e-8", "actor/updates > 1"],
      "use ten times this --lr; LoRA needs a larger one than full training"),
-    # bf16 on a GPU makes 0.005 to 0.02.
+    # On a GPU, rounding in bf16 causes differences of 0.005 to 0.02.
     ("policy-mismatch", 3, ["rollout/logprob_diff > 0.05"],
      "check that the servers have the new weights; --tis-cap 2 corrects small differences"),
     ("accuracy-collapse", 3, ["accuracy/first < 0.5"],
      "resume from an earlier checkpoint with a lower --lr, or check what the reward measures"),
-    # Longer responses may help to answer, and a policy that learns becomes more certain.
+    # Length growth may help to answer, and lower entropy may come from learning.
     ("length-growth", 3, ["length/first > 2", "accuracy/first < 1"],
      "check whether the reward favours length; set --overlong-buffer"),
     ("length-collapse", 3, ["length/first < 0.5", "accuracy/first < 1"],
@@ -105,11 +104,11 @@ RULES = [
 
 @dataclass
 class Finding:
-    """Something that keeps a run from learning."""
+    """A cause that keeps a run from learning."""
 
     name: str
     steps: list[int]  # the steps at which the rule holds
-    evidence: str  # numbers of the last of these steps
+    evidence: str  # numbers from the last of these steps
     remedy: str
 
     def __str__(self) -> str:
@@ -120,7 +119,7 @@ class Finding:
 
 
 def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
-    """Compute what rules need to know about a step besides its metrics. Unknown numbers are left out.
+    """Compute the numbers that rules need in addition to a step's metrics. Unknown numbers are left out.
 
     Args:
         lines: The metrics of the run up to this step.
@@ -154,10 +153,10 @@ def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
 
 
 def audit(lines: list[dict]) -> tuple[float, float]:
-    """Return which share of the answers that the judge accepted in the last 20 steps a second judge calls
-    flawed (docs/judges.py), and the standard error.
+    """Return the fraction of accepted answers that a second judge calls flawed, and its standard error.
 
-    Laplace's rule adds one answer of either kind, so that few answers prove nothing.
+    The answers are those that the judge accepted in the last 20 steps (docs/judges.py has the second judge).
+    Laplace's rule adds one sound and one flawed answer, because a few answers prove nothing.
     """
     asked = 2
     flawed = 1
@@ -171,7 +170,7 @@ def audit(lines: list[dict]) -> tuple[float, float]:
 
 
 def holds(conditions: list[str], numbers: list[dict]) -> bool:
-    """Whether all conditions held in all these steps. A condition on a missing number never holds."""
+    """Return whether all conditions held in all these steps. A condition on a missing number never holds."""
     for condition in conditions:
         key, sign, bound = condition.split()
         for step in numbers:

@@ -5,9 +5,9 @@
     python -m tools.evaluate_genrm --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
-Requests n critiques of every judge row of prepare_data.py and writes each to critiques.parquet.jsonl at once.
-The same command resumes a run that was stopped, also with other rows, a larger n or another address. It
-prints two tables:
+This script requests n critiques of every judge row of prepare_data.py and immediately writes each critique to
+critiques.parquet.jsonl. The same command resumes a run that was stopped, even with other rows, a larger n or
+another address. The script prints two tables:
 
     ProcessBench         per subset: error, the fraction of flawed solutions whose first wrong step is found;
                          correct, the fraction of sound solutions that are called sound; their harmonic mean
@@ -65,7 +65,7 @@ ANSWERED = ("ok", "truncated")  # Any other status is a failed request, which th
 
 
 def majority_vote(indices: list[int | None]) -> int | None:
-    """Return the most frequent index, or the earliest of several. None (unparsable) is not a vote."""
+    """Return the most frequent index, or in a tie the earliest of them. None (unparsable) is not a vote."""
     votes = [index for index in indices if index is not None]
     if votes:
         return mode(votes)
@@ -186,7 +186,7 @@ async def chat_settings(config: Config) -> dict:
     model = config.model
     try:
         model = model or (await scores.served_model(config.router_address))["id"]
-    except Exception as error:  # Whatever answers there is not a model server.
+    except Exception as error:  # The address answers, but it is not a model server.
         raise OSError(f"--router-address {config.router_address}: names no model ({error!r})") from error
     finally:
         await scores.close_session()
@@ -202,7 +202,7 @@ async def chat_settings(config: Config) -> dict:
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config))
-    # What a result depends on, besides the prompt and the label of its row.
+    # A result depends on these settings and on the prompt and label of its row.
     files = fingerprints(scores.__file__)
     header = chat | {"files": files, "models": asyncio.run(served_models({"genrm": config.router_address}))}
     progress = Path(f"{config.out}.jsonl")

@@ -33,7 +33,7 @@ class Config:
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
-    """Writes the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
+    """Write the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -42,12 +42,12 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
     stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
-    # in float32, and only the sum is rounded: the same numbers as the policy's servers had
+    # The sum is computed in float32 and then rounded, which gives the same weights as on the policy servers.
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
     whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
     if max_positions:
         whole.config.max_position_embeddings = max_positions
-    whole.generation_config.do_sample = True  # or transformers refuses to save a temperature
+    whole.generation_config.do_sample = True  # Otherwise transformers rejects a temperature.
     whole.to(stored).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **remote)
     tokenizer.save_pretrained(out)

@@ -31,7 +31,7 @@ class Config(settings.Config):
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         configs = super().server_configs(sleep_mode)
-        if self.gpus:  # the planned GPUs, whatever this machine has
+        if self.gpus:  # Plan for these GPUs even if this machine has none.
             configs = {name: dataclasses.replace(one, device="cuda") for name, one in configs.items()}
         return configs
 
@@ -51,7 +51,7 @@ from policy import TOKENS_PER_PASS
 from run import Run
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
-VLLM_GB = 1.0  # roughly what a server needs for CUDA itself and for graphs
+VLLM_GB = 1.0  # rough memory of a server's CUDA context and graphs
 VLLM_SEQUENCES = 1024, 256  # vLLM's default of --max-num-seqs on GPUs of 70 GiB or more, and on smaller ones
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
@@ -76,7 +76,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             set_dtypes(model, config.lora_rank, device)
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
-    except Exception:  # A family's own code may raise anything.
+    except Exception:  # Code that comes with a model may raise any exception.
         return math.nan, math.nan, math.nan, math.nan
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return total, trained, max(layers), total - sum(layers)
@@ -87,7 +87,7 @@ def sum_of_sizes(module) -> float:
 
 
 def cache_of(text) -> int:
-    """Return how many numbers the keys and values of a token are."""
+    """Return the number of values in the keys and values (KV cache) of one token."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(text)
 
@@ -97,7 +97,7 @@ def head_size(text) -> int:
 
 
 def activations_of(config, text, tokens: int, device: str) -> int:
-    """Return how many numbers the backward pass of a micro-batch keeps.
+    """Return the number of activations that are kept for the backward pass of a micro-batch.
 
     The formulas for GPUs agree with what benchmarks/fake_gpu.py counts.
     """
@@ -208,14 +208,14 @@ def report(config, num_rows: int) -> str:
 
 
 def servers_of(config) -> dict:
-    """{name: genrm_server.Config} of the policy's servers and the judges'."""
+    """Return {name: genrm_server.Config} for the servers of the policy and of the judges."""
     longest = config.max_prompt_length + config.max_response_length
     policy_server = dataclasses.replace(config.policy_servers(), max_model_len=longest)
     return {"policy server": policy_server} | config.server_configs()
 
 
 def server_memory(config, name: str, server, gpu: float) -> str:
-    """Return what a vLLM server does with its share of GPUs of `gpu` GB, with weights in bfloat16."""
+    """Describe how a vLLM server uses its share of GPUs of `gpu` GB, with weights in bfloat16."""
     gpus = server.tensor_parallel_size
     share = server.gpu_share
     if share == 1:
@@ -263,9 +263,9 @@ def vllm_argument(server, flag: str, default: float) -> float:
 
 
 def placement(config) -> dict[str, list[str]]:
-    """Return what would run on which node; "a + b" share a GPU.
+    """Return the processes that would run on each node; "a + b" share a GPU.
 
-    Without --gpus the room is reserved in Ray, and released at once.
+    Without --gpus, the resources are reserved in Ray and immediately released.
     """
     specs = process_specs(config)
     bundles = defaultdict(list)  # (node, number) -> labels of its processes
@@ -319,7 +319,7 @@ def label(name: str, number: int, gpus: float) -> str:
 
 
 def gpu_memory(config) -> float:
-    """Return the GB of a GPU: --gpu-gb, or as the cluster's GPUs have."""
+    """Return the memory of a GPU in GB: --gpu-gb, or the value of the cluster's GPUs."""
 
     def total_memory():
         if torch.cuda.is_available():

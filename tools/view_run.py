@@ -7,12 +7,12 @@ Give the output directory of a run (--out-dir of grpo_trainer.py), or a director
 progress are shown as far as they are.
 
 Needs tools/page/, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the oracle of
-the toy world. Not covered: statistical tests between runs, and all messages of a prompt but the last.
+the toy world. Not covered: statistical tests between runs, and all messages of a prompt except the last one.
 
-This script chooses the data; tools/page/ says what they look like: page.html, page.css and four scripts in
-plain JavaScript, which are put into the page together with the data. The page loads nothing from elsewhere.
-Its address says what is looked at, so that it can be sent as a link. What models wrote stays data: JSON that
-cannot end its script element, of which the scripts make text nodes.
+This script chooses the data, and tools/page/ displays them: page.html, page.css and four scripts in plain
+JavaScript, which are embedded in the page together with the data. The page loads nothing else. Its address
+contains the state of the view, so you can send a view as a link. Text from models cannot inject code: it is
+JSON that cannot end its script element, and the scripts insert it as text nodes.
 """
 
 import itertools
@@ -34,10 +34,10 @@ from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in this order
-# Of a line of samples.jsonl, what all samples of a group share.
+SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # The order matters.
+# All samples of a group share these keys of samples.jsonl.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
-HIDDEN = "(hidden)"  # in place of a secret: the page may be sent to others
+HIDDEN = "(hidden)"  # replaces secrets, because users may send the page to others
 
 
 @dataclass
@@ -53,7 +53,10 @@ class Config:
 
 
 def find_runs(folders) -> dict[str, Path]:
-    """The runs in these folders by their path below what they share. ValueError: a folder without any."""
+    """Return the runs in these directories, named by the path below their common directory.
+
+    Raises ValueError if a directory contains no runs.
+    """
     found = []
     for folder in map(Path, folders):
         runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
@@ -67,7 +70,7 @@ def find_runs(folders) -> dict[str, Path]:
 
 
 def curves_of(lines: list[dict]) -> dict[str, list]:
-    """Metric -> [[step, value], ...]."""
+    """Return {metric: [[step, value], ...]}."""
     curves = {}
     for line in lines:
         for key, value in line.items():
@@ -77,19 +80,22 @@ def curves_of(lines: list[dict]) -> dict[str, list]:
 
 
 def sample_of(line: dict) -> dict:
-    """The sample's own part of a line of samples.jsonl, and the first error by the toy world's oracle."""
+    """Return the keys of a line that belong to one sample, and the first error by the toy world's oracle."""
     sample = {key: value for key, value in line.items() if key not in OF_GROUP}
     if "oracle_flawed_positive" in line["reward_extra_info"]:
         try:
             sample["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
         except ValueError:
-            pass  # a world of the user's own, with an oracle of its own
+            pass  # The prompt is not from the toy world.
     return sample
 
 
 def group_of(lines: list[dict]) -> dict:
-    """One prompt with its samples. What a function of groups says of all of them alike (its keys begin with
-    group_) is the group's `verdict`, once."""
+    """Return one prompt with its samples.
+
+    A reward function of whole groups returns the same `group_...` keys for all samples of a group. These keys
+    become the group's `verdict`.
+    """
     group = {key: lines[0][key] for key in OF_GROUP}
     group["verdict"] = {}
     group["samples"] = list(map(sample_of, lines))
@@ -104,7 +110,7 @@ def group_of(lines: list[dict]) -> dict:
 
 
 def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
-    """(the groups of every n-th step and of the last one, n): the smallest n that fits into `limit` bytes."""
+    """Return the groups of every n-th step and of the last one, with the smallest n that fits `limit`."""
     sizes = Counter()
     for group in groups:
         sizes[group["step"]] += len(json.dumps(group))
@@ -118,7 +124,7 @@ def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
 
 
 def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
-    """(the groups that fit into `limit` bytes, notes on what was left out). Evaluations get at most half."""
+    """Return the groups that fit into `limit` bytes, and notes on others. Evaluations get at most half."""
     trained = [group for group in groups if group["split"] != "val"]
     evaluated = [group for group in groups if group["split"] == "val"]
     evaluated, every_evaluation = fit(evaluated, limit / 2)
@@ -131,14 +137,14 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
 
 
 def without_secrets(text: str) -> str:
-    """A command line, or keyword arguments as JSON, without the values of keys, tokens and passwords."""
+    """Hide the values of keys, tokens and passwords in a command line or in keyword arguments as JSON."""
     names = "(?:key|token|secret|password)"
     text = re.sub(rf"(--(?:[\w-]+[-_])?{names}[ =])('[^']*'|\S+)", rf"\1{HIDDEN}", text)
     return re.sub(rf'("(?:[^"]*[-_])?{names}": *)"[^"]*"', rf'\1"{HIDDEN}"', text)
 
 
 def settings_of(folder: Path) -> dict:
-    """The configuration of a run without the values of keys, tokens and passwords."""
+    """Return the configuration of a run without the values of keys, tokens and passwords."""
     path = folder / "config.json"
     if not path.is_file():
         return {}
@@ -152,10 +158,10 @@ def settings_of(folder: Path) -> dict:
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
-    """All that the page knows of a run, and notes on what it does not show."""
+    """Return the page's data about a run, with notes on omitted data."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
-    by_group = {}  # of evaluations that were asked for again the last one
+    by_group = {}  # A repeated evaluation replaces the earlier one.
     for place, lines in itertools.groupby(samples, itemgetter("step", "split", "group")):
         by_group[place] = group_of(list(lines))
     groups, left_out = thin(list(by_group.values()), limit)
@@ -166,7 +172,7 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         notes.append("torn lines were left out (the run goes on, or was killed)")
     if not groups:
         notes.append("no samples (samples.jsonl is empty or missing)")
-    bars = []  # (step, share, error) of the second judge
+    bars = []  # (step, fraction, standard error) from the second judge
     for index, line in enumerate(metrics):
         if "reward/audit_flawed" in line:
             bars.append([line["step"], *audit(metrics[: index + 1])])
@@ -187,17 +193,17 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
 
 
 def page_of(folders, max_mb: float, live: str = "") -> str:
-    """The page about the runs in `folders`. `live` is the version of the data if the page is served."""
+    """Return the page of the runs in `folders`. `live` is the version of the data if the page is served."""
     runs = find_runs(folders)
     data = []
     for name, folder in runs.items():
         data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
     text = json.dumps({"title": ", ".join(map(str, folders)), "live": live, "runs": data})
-    valid = json.loads(text, parse_constant=lambda _: None)  # NaN, which Python writes, is no JSON
+    valid = json.loads(text, parse_constant=lambda _: None)  # Python writes NaN, which is not valid JSON.
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
     page = read_part("page.html").replace("__STYLE__", read_part("page.css"))
     page = page.replace("__SCRIPT__", "\n".join(map(read_part, SCRIPTS)))
-    if live:  # a page from disk may not connect to anything
+    if live:  # A page on disk needs no connections.
         page = page.replace("default-src 'none';", "default-src 'none'; connect-src 'self';")
     return page.replace("__DATA__", text.replace("<", "\\u003c"))
 
@@ -207,15 +213,15 @@ def read_part(name: str) -> str:
 
 
 def write_page(folders, out: Path | None = None, max_mb: float = 8.0) -> Path:
-    """Writes the page about the runs in `folders`; returns its path. Raises ValueError, OSError."""
+    """Write the page of the runs in `folders` and return its path. Raises ValueError or OSError."""
     page = page_of(folders, max_mb)
     out = out or Path(folders[0], "report.html")
-    out.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair becomes "?"
+    out.write_text(page, encoding="utf-8", errors="replace")  # A lone surrogate becomes "?".
     return out
 
 
 def version_of(folders) -> str:
-    """Changes whenever a run in `folders` has written something that the page shows."""
+    """Return a version that changes when a run in `folders` writes data that the page shows."""
     parts = []
     for folder in find_runs(folders).values():
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -227,10 +233,11 @@ def version_of(folders) -> str:
 
 
 def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPServer:
-    """A server of the page at / and of the data's version at /version; `serve_forever` runs it.
+    """Return a server of the page at / and of the data's version at /version; `serve_forever` runs it.
 
-    Only this machine can reach the server, and it answers only requests that name this machine as the host:
-    a web page of somebody else, whose name was pointed at 127.0.0.1, gets nothing. Raises OSError.
+    Only this machine can reach the server, which answers only requests that name this machine as the host.
+    This check stops DNS rebinding: another web page cannot read the data through a name that points to
+    127.0.0.1. Raises OSError.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -257,9 +264,9 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
             self.wfile.write(content)
 
         def log_message(self, *_):
-            pass  # one line for every poll would bury everything else
+            pass  # Log lines of polling would hide all other output.
 
-    find_runs(folders)  # a folder without runs is rejected at the start
+    find_runs(folders)  # Reject a directory without runs at the start.
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 

@@ -5,20 +5,21 @@
 A problem is a short story of sums: "Ben has 65 eggs, gets 9, loses 3. Remainder mod 5?" A solution has one
 paragraph per sum ("65+9=74") and a last one with the answer ("Remainder \\boxed{1}"). A forgotten carry makes
 a sum wrong by ten, which leaves the remainder unchanged: the step is wrong and the answer correct. That is a
-flawed positive, and a rule that reads only the answer cannot see it. If the question is "How many?", the same
-slip makes the answer wrong.
+flawed positive, and a reward that checks only the answer cannot see it. If the question is "How many?", the
+same slip makes the answer wrong.
 
 In the second world (`own_flaws` in KINDS) no flaws are planted. Its stories have six to nine sums and its
 questions have few possible answers ("More than 50?", "Remainder mod 2?", "Remainder mod 5?"), so a wrong
 solution often ends with the correct answer. Its policy has read sound solutions only, and too few of them.
 
-This file contains the problems; solvers that make slips and critics that overlook slips, at chosen rates; an
-oracle that finds every slip; the reward functions; and the rows of the data sets. toy/warm_start.py trains
-models on them, and toy/report.py makes tables of finished runs. To copy this file, copy compute_score.py too.
+This file generates the problems, solutions with slips and critiques that overlook slips, at chosen rates. It
+also contains an oracle that finds every slip, the reward functions, and the rows of the data sets.
+toy/warm_start.py trains models on these rows, and toy/report.py makes tables of finished runs. If you copy
+this file, copy compute_score.py too.
 
-Not covered: this is not a benchmark. The flaw of the first world is planted and invisible to the rule by
-construction, while real flawed positives are as varied as mathematics. The toy world shows the mechanism and
-exercises every part of the code.
+Not covered: this is not a benchmark. The flaw of the first world is planted, and a check of the answer cannot
+see it by construction, while real flawed positives are as varied as mathematics. The toy world shows the
+mechanism and exercises every part of the code.
 """
 
 import functools
@@ -29,23 +30,23 @@ from typing import NamedTuple
 
 import compute_score as scores
 
-# The first world's questions. RL is asked REMAINDER only: there a forgotten carry never costs the answer.
+# Questions of the first world. RL uses only REMAINDER, whose answer a forgotten carry never changes.
 REMAINDER, TOTAL = "Remainder mod 5?", "How many?"
-COARSE = ("More than 50?", "Remainder mod 2?", REMAINDER)  # the second world's, one drawn with each problem
+COARSE = ("More than 50?", "Remainder mod 2?", REMAINDER)  # questions of the second world
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
-# The models were trained on shorter words. Their tokenizers still translate into these, so that token ids,
-# random choices and all published figures stay what they were.
+# The shipped models were trained on shorter words. Their tokenizers translate the words of this file into
+# these, which keeps token ids, random choices and all published figures unchanged.
 SHORT_WORDS = {"Remainder": "Rest", " mod": " by"}
 STEPS = (*range(-9, -1), *range(2, 10))
-LOWEST, HIGHEST = 15, 99  # every true intermediate value stays in here
+LOWEST, HIGHEST = 15, 99  # bounds of every true intermediate value
 
 
 # ---- Problems and solutions --------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """Start value, (+n or -n) steps, a question. `str(problem)` is its text; `parse_problem` the inverse."""
+    """A start value, steps of +n or -n, and a question. `parse_problem` reads the text of `str(problem)`."""
 
     name: str
     item: str
@@ -62,14 +63,14 @@ class Problem(NamedTuple):
 
     @property
     def asked(self) -> tuple[str, str, int]:
-        """How the last line begins, what it says of the total, and its number: ("Remainder", "mod 5", 5)."""
+        """The kind of question, its condition and its number: ("Remainder", "mod 5", 5)."""
         if self.question == TOTAL:
             return "Total", "", 0
         head, _, condition = self.question.strip("?").partition(" ")
         return head, condition, int(condition.split()[1])
 
     def answer_for(self, total: int) -> int | str:
-        """What the question asks of a total."""
+        """Return the answer to the question if the story ends with this total."""
         head, _, number = self.asked
         if head == "Total":
             return total
@@ -80,7 +81,7 @@ class Problem(NamedTuple):
         return "no"
 
     def another_answer(self, answer: int | str, rng: Random) -> int | str:
-        """A wrong one, where `answer` is right."""
+        """Return an answer of the same kind that differs from `answer`."""
         head, _, number = self.asked
         if head == "Total":
             return answer + 1
@@ -94,7 +95,7 @@ class Problem(NamedTuple):
 
 
 def parse_problem(text: str) -> Problem:
-    """The problem that `text` tells. Raises ValueError where the text is not one of this world."""
+    """Return the problem that `text` describes. Raises ValueError if it is not a problem of this world."""
     asked = r"Remainder mod [2-9]\?|How many\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
@@ -105,8 +106,12 @@ def parse_problem(text: str) -> Problem:
 
 
 def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] = (3, 4)) -> Problem:
-    """3 or 4 steps of 2-9 (lengths: other bounds); every true intermediate value in LOWEST..HIGHEST. Of
-    several questions one is drawn."""
+    """Draw a problem with steps of 2 to 9 and true intermediate values from LOWEST to HIGHEST.
+
+    Args:
+        question: The question, or a tuple from which one is drawn.
+        lengths: The lowest and the highest number of steps.
+    """
     start = rng.randint(20, 89)
     value = start
     steps = []
@@ -120,7 +125,7 @@ def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] 
 
 
 def forgets_carry(left: int, step: int) -> int | None:
-    """The result of left+step with its carry (or borrow) forgotten; None where there is nothing to forget."""
+    """Return left+step with its carry (or borrow) forgotten, or None if the sum has no carry."""
     units = left % 10 + step
     if units > 9:
         return left + step - 10
@@ -130,24 +135,27 @@ def forgets_carry(left: int, step: int) -> int | None:
 
 
 class Slips(NamedTuple):
-    """How often a solver goes wrong, per step."""
+    """Probabilities of a solver's slips, per step."""
 
-    carry: float = 0.0  # a carry or borrow is forgotten: off by ten, which "Remainder mod 5?" never notices
-    off: float = 0.0  # off by one or two: costs the answer nearly always
-    last: float = 0.0  # a wrong last line
-    fives: float = 0.0  # off by 5, 10 or 20 for no reason at all
-    misread: float = 0.0  # the line starts from another value, or applies another step, 5 or 10 away
+    carry: float = 0.0  # A carry or borrow is forgotten: an error of ten, which the remainder mod 5 hides.
+    off: float = 0.0  # The result is off by one or two, which nearly always makes the answer wrong.
+    last: float = 0.0  # The last line gives a wrong answer for the stated total.
+    fives: float = 0.0  # The result is off by 5, 10 or 20.
+    misread: float = 0.0  # The line starts from a value that is 5 or 10 off, or applies a step that is 5 off.
 
 
 def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> list[str]:
-    """A solution as paragraphs, sound without slips. The line after a slip starts from what was stated."""
+    """Return a solution as paragraphs, which is sound without slips.
+
+    The line after a slip starts from the value that the wrong line states.
+    """
     value = problem.start
     lines = []
     for step in problem.steps:
         left = value
         value = left + step
         forgotten = forgets_carry(left, step)
-        if rng.random() < slips.misread:  # and then computed rightly: a second slip could undo the first
+        if rng.random() < slips.misread:  # No second slip follows, which could undo this one.
             if rng.random() < 0.5:
                 left = abs(left + rng.choice((-10, -5, 5, 10)))
             elif step < -5 or 0 < step <= 5:
@@ -173,12 +181,12 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
 
 
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
-    """The oracle: the 0-based index of the first wrong paragraph of any text, -1 if there is none.
+    """Return the oracle's verdict: the 0-based index of the first wrong paragraph, or -1 if there is none.
 
-    A line is right if it starts from the value stated before it, applies the problem's own step and states
-    its true result; the last one must give what the question asks. So a sound solution can be written in one
-    way only, and what differs from it is wrong, be it malformed, missing or surplus. Raises ValueError where
-    the question is not of this world.
+    A line is right if it starts from the value stated before it, applies the problem's step and states the
+    true result. The last line must answer the question. A problem therefore has exactly one sound solution,
+    and every malformed, missing or additional line is wrong. Raises ValueError if the question is not of this
+    world.
     """
     sound = write_solution(parse_problem(question), Random(0))
     stated = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
@@ -188,12 +196,15 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
 
 
 def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.0, alarm=0.0, stop=True):
-    """Recomputes each line from the value stated before ("0:65+9=74?6 not"), up to the first that differs.
+    """Write a critique that recomputes each line ("0:65+9=74?6 not") up to the first wrong one.
 
-    Of what is stated it reads up to the first digit that differs: so a tiny model compares one digit with one
-    digit. Per line, a wrong result is passed with probability `miss` ("recomputed" as stated), a right one
-    flagged with `alarm`. stop=False checks the lines after it as well, and gives no verdict: practice for a
-    judge that learns to compare.
+    Each line is recomputed from the value stated before it. The critique then quotes the stated result up to
+    the first wrong digit, because a tiny model can compare single digits.
+
+    Args:
+        miss: The probability that a wrong line is accepted; its stated result is then "recomputed".
+        alarm: The probability that a right line is called wrong.
+        stop: False checks all lines and gives no verdict, as practice for a judge that learns to compare.
     """
     value = problem.start
     checks = []
@@ -232,26 +243,27 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
 
 
 class Kind(NamedTuple):
-    """A kind of toy world: its problems, and what its models see go wrong in their warm start."""
+    """A kind of toy world: its problems, and the slips in the texts from which its models learn."""
 
-    question: str | tuple = REMAINDER  # what RL asks, or what it asks one of
-    lengths: tuple[int, int] = (3, 4)  # fewest and most steps of a problem
-    # About 60 % right answers, most of them flawed.
+    question: str | tuple = REMAINDER  # The question of RL, or a tuple from which each problem draws one.
+    lengths: tuple[int, int] = (3, 4)  # Lowest and highest number of steps of a problem.
+    # The policy's slips: about 60 % of its answers are correct, and most of the correct answers are flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
-    # What the judge reads.
+    # Slips in the solutions that the judge reads.
     critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
-    # Every other line is wrong.
+    # Slips in the judge's practice texts, in which about half of the lines are wrong.
     practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)
-    # The policy sees sound solutions only, until so many of its own are sound.
+    # If set, the policy reads only sound solutions, until this fraction of its own solutions is sound.
     stop_at: float | None = None
 
 
-# The judge learns from flaws of every kind, as FAPO-Critic has solutions of many models. Shown forgotten
-# carries only (narrow_judge), it overlooks "82-2=70" (nothing to borrow), and the policy can find that out:
-# reward hacking. The weak policy is wrong far more often than truly correct: FAPO first encourages flawed
-# positives, until that turns. The second world is own_flaws: every wrong step of its policy is its own. Its
-# judge is shown the first world's flaws, and then those of the policy's own (recipes/critic_rows.py).
-JUDGE = {"miss": 0.5, "alarm": 0.05}  # how the warm-started judge errs, for reinforcement learning to mend
+# The standard judge learns from all kinds of flaws, because FAPO-Critic has solutions of many models. A judge
+# that has seen only forgotten carries (narrow_judge) overlooks "82-2=70", which has nothing to borrow. The
+# policy may learn to exploit this gap: reward hacking. The weak policy is wrong far more often than fully
+# correct, so FAPO encourages its flawed positives until that changes. own_flaws is the second world, without
+# planted flaws. Its judge sees the first world's flaws; recipes/critic_rows.py makes rows from the flaws that
+# policies made.
+JUDGE = {"miss": 0.5, "alarm": 0.05}  # error rates of the warm-started judge, which RL is to reduce
 KINDS = {
     "standard": Kind(),
     "narrow_judge": Kind(critic=Slips(carry=0.35), practice=Slips(carry=0.8)),
@@ -264,7 +276,10 @@ KINDS = {
 
 
 def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
-    """Adds what only the oracle knows, under keys that the trainer averages. What is there stays."""
+    """Add the oracle's findings to a result, under keys that the trainer averages.
+
+    The result's own `first_wrong` and `sums_right` take precedence over the oracle's.
+    """
     first_wrong = first_wrong_paragraph(extra_info["question"], solution_str)
     sound = first_wrong == -1
     acc = result["acc"]
@@ -278,7 +293,7 @@ def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
 
 
 def watched(function):
-    """`function` with the oracle looking on. Its settings stay, so that misspelt ones are refused."""
+    """Add the oracle's metrics to a reward function; its signature stays: misspelt settings are rejected."""
 
     @functools.wraps(function)
     async def score(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
@@ -289,17 +304,19 @@ def watched(function):
 
 
 compute_score_fapo = watched(scores.compute_score_fapo)  # a served judge finds the flaws
-compute_score_baseline = watched(scores.compute_score_baseline)  # the rule's score; a judge only measures
+compute_score_baseline = watched(scores.compute_score_baseline)  # the outcome reward; a judge only measures
 
 
 def compute_score_fapo_oracle(
     data_source, solution_str, ground_truth, extra_info, *,
     penalty=1.0, recall=1.0, judge_wrong=True, place=0.0) -> dict:  # fmt: skip
-    """FAPO with the oracle as a judge, a perfect one (paper eq. 8: a flawed positive gets 1 - penalty).
+    """Return FAPO's score with the oracle as a perfect judge (paper eq. 8).
 
-    recall: the share of flawed solutions that it sees; the same solution is always seen, or never.
-    judge_wrong: say where wrong answers go wrong, too, for the advantages that want to know.
-    place: what a wrong answer gets back, times the share of its paragraphs before the first wrong one.
+    Args:
+        penalty: Lambda: a flawed positive scores 1 - penalty. recall: The fraction of flawed solutions that
+        the judge finds; it finds a given solution always or never. judge_wrong: Whether to locate the first
+        error of wrong answers too, for advantages that need it. place: The bonus of a wrong answer, times its
+        fraction of paragraphs before the first wrong one.
     """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
@@ -320,9 +337,9 @@ def compute_score_fapo_oracle(
     return result
 
 
-@functools.wraps(compute_score_fapo_oracle, assigned=())  # its settings, so that misspelt ones are refused
+@functools.wraps(compute_score_fapo_oracle, assigned=())  # keeps the settings: misspelt ones are rejected
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
-    """The same with a score for each step (--advantage steps): 1 before the first wrong one, then 0."""
+    """Add `step_scores` to FAPO's score (--advantage steps): 1 before the first wrong step, then 0."""
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
     first_wrong = result["first_wrong"]
     steps = [1.0] * len(scores.split_paragraphs(solution_str))
@@ -335,7 +352,7 @@ def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_in
 
 # ---- Rows --------------------------------------------------------------------------------------------------
 
-# The judge's prompt: a style of its own, short enough for a tiny model.
+# The toy judge has a prompt that is short enough for a tiny model.
 scores.PROMPT_STYLES["brief"] = ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n")
 
 
@@ -344,7 +361,7 @@ def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
 
 
 def policy_row(problem: Problem, data_source: str, split: str, index: int) -> dict:
-    """A row of the schema for training or validating the policy."""
+    """Return a row for training or validating the policy."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": str(problem)}],
@@ -355,7 +372,7 @@ def policy_row(problem: Problem, data_source: str, split: str, index: int) -> di
 
 
 def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) -> tuple[Problem, list[str]]:
-    """A problem and a solution with the right answer, sound or flawed as asked, as FAPO-Critic has them."""
+    """Draw a problem and a flawed or sound solution with the correct answer, as in FAPO-Critic."""
     if flawed:
         slips = kind.critic
     else:
@@ -369,7 +386,7 @@ def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) ->
 
 
 def critic_row(problem: Problem, paragraphs: list[str], split: str, index: int) -> dict:
-    """A row of the schema for training or validating the judge on a solution."""
+    """Return a row for training or validating the judge on a solution."""
     row = policy_row(problem, "fapo_critic", split, index)
     row["ability"] = "math_critic"
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)

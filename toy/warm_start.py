@@ -4,16 +4,16 @@
     python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
     python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
     python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
-    python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # its rows alone
+    python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # only its rows
     python -m toy.warm_start --out-dir data/shop --kind shop --models policy       # the world with a tool
 
-The warm start is supervised training on texts that toy/toy_world.py writes. It leaves something for
-reinforcement learning to mend: the policy forgets carries, the judge overlooks half of the wrong lines. In
-the second world nothing wrong is shown: the policy reads sound solutions only and is stopped early.
+The warm start is supervised training on texts that toy/toy_world.py writes. It teaches errors that
+reinforcement learning can then correct: the policy forgets carries, and the judge overlooks half of the wrong
+lines. In the second world, the policy reads only sound solutions, and its training stops early.
 The same seed gives the same files on the same kind of processor.
 
-What it leaves out: GPUs, and all that more than a million parameters would need. To copy this file alone,
-take toy/toy_world.py, toy/shop_world.py and their compute_score.py with it.
+What it leaves out: training on GPUs, and models of more than a million parameters. To copy this file, copy
+toy/toy_world.py, toy/shop_world.py and compute_score.py too.
 """
 
 import math
@@ -75,7 +75,7 @@ from toy.toy_world import (
     write_solution,
 )
 
-SHIPPED = Path(__file__).with_name("models")  # its README.md says how they do
+SHIPPED = Path(__file__).with_name("models")  # models/README.md has their metrics
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
@@ -88,12 +88,12 @@ CHAT_TEMPLATE = (
 
 
 def chat(prompt: str, response: str):
-    """The two halves of a conversation as the chat template writes them."""
+    """Return a prompt and a response in the format of the chat template."""
     return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
 
 
 def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
-    """Texts of every kind that the models read and write."""
+    """Return texts of every kind that the models read or write."""
     texts = []
     for _ in range(3000):
         problem = random_problem(rng, rng.choice((kind.question, TOTAL)), kind.lengths)
@@ -104,10 +104,10 @@ def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; digits stay single and "\\n\\n" is always one piece.
+    """Train a byte-level BPE tokenizer on `texts`: each digit is one token, and "\\n\\n" is never split.
 
-    Its vocabulary has SHORT_WORDS in place of the words of the world, and a text that contains a short word
-    itself is decoded with the long one.
+    The vocabulary contains SHORT_WORDS instead of the words of the world. Decoding restores the long words,
+    also if a text originally contained a short word.
     """
     tokenizer = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
@@ -116,7 +116,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     shorten = [normalizers.Replace(word, short) for word, short in SHORT_WORDS.items()]
     tokenizer.normalizer = normalizers.Sequence(shorten)
     lengthen = []
-    for word, short in SHORT_WORDS.items():  # Tokens spell a space as Ġ.
+    for word, short in SHORT_WORDS.items():  # Byte-level tokens write a space as Ġ.
         lengthen.append(decoders.Replace(short.replace(" ", "Ġ"), word.replace(" ", "Ġ")))
     tokenizer.decoder = decoders.Sequence([*lengthen, decoders.ByteLevel()])
     trainer = trainers.BpeTrainer(
@@ -140,7 +140,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
+    """Return a Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -155,15 +155,15 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        initializer_range=0.05,  # 0.02 learns visibly slower at this width
+        initializer_range=0.05,  # With 0.02 a model of this width learns more slowly.
     )
     return LlamaForCausalLM(config)
 
 
 def response_losses(model, tokenizer, examples, count: int):
-    """Of `count` examples the N tokens that the model writes: their losses, what they are, in which row."""
+    """Return the losses, token ids and rows of all tokens that the model writes in `count` examples."""
     texts = []
-    responses = []  # whether the model writes a token of the text
+    responses = []  # for each text: whether the model writes each token
     for _ in range(count):
         text = []
         own = []
@@ -183,17 +183,19 @@ def response_losses(model, tokenizer, examples, count: int):
 
 @torch.no_grad()
 def sound_share(model, tokenizer, examples) -> float:
-    """The probability of a sound solution at temperature 1: there is one way only to write it."""
+    """Return the probability of a sound solution at temperature 1; each problem has exactly one."""
     losses, _, rows = response_losses(model, tokenizer, examples, 128)
     return torch.zeros(128).index_add(0, rows, losses).neg().exp().mean().item()
 
 
 def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, of=None, **bar):
-    """Supervised training on `examples()` -> (prompt, response), 16 at a time; the loss is on the responses.
+    """Train a model on the responses of examples, 16 examples per step.
 
-    An example with a tool alternates: (prompt, response, what the tool says, response ...).
-    The tokens " ok" and " not" count `verdict_weight` times: they are few, and everything hangs on them.
-    stop_at: end as soon as the `sound_share` of examples `of()` is that large. `bar` is tqdm's.
+    Args:
+        examples: Returns (prompt, response), or (prompt, response, tool output, response, ...).
+        verdict_weight: The weight of the tokens " ok" and " not", which are rare and decide the verdict.
+        stop_at: Stop when the `sound_share` of the examples that `of` returns reaches this value.
+        bar: Options of the tqdm progress bar.
     """
     verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -214,9 +216,10 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at
 
 
 def phases(name: str, rng: Random, kind: Kind):
-    """The warm start of a model: a list of (what it learns, then the arguments of `fit` from `examples` on).
+    """Return the phases of a model's warm start: [(what it learns, arguments of `fit` from `examples` on)].
 
-    The judge learns to add before it compares: with solutions at hand it would only learn to copy.
+    The judge learns to add before it learns to compare, because with a solution in the prompt it would only
+    learn to copy.
     """
 
     def solve(question=kind.question, slips=Slips(), lengths=kind.lengths):
@@ -229,7 +232,7 @@ def phases(name: str, rng: Random, kind: Kind):
             question = TOTAL
         return solve(question, slips)
 
-    def solve_short_too():  # every other story is so short that its question has to be learnt first
+    def solve_short_too():  # half of the stories are short, because short ones teach the question first
         if rng.random() < 0.5:
             return solve(lengths=(0, 2))
         return solve_either()
@@ -237,7 +240,7 @@ def phases(name: str, rng: Random, kind: Kind):
     def critique(problem, paragraphs, **how):
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
 
-    def compare():  # checks every line, and every other one is wrong: many verdicts to learn from
+    def compare():  # critiques of all lines, half of them wrong, contain many verdicts to learn from
         if rng.random() < 0.3:
             return solve()
         problem = random_problem(rng, kind.question, kind.lengths)
@@ -255,7 +258,7 @@ def phases(name: str, rng: Random, kind: Kind):
         ]
     add = solve
     patience = 1
-    if kind.stop_at:  # longer stories
+    if kind.stop_at:  # This kind has longer stories.
         add = solve_short_too
         patience = 2
     return [
@@ -267,7 +270,7 @@ def phases(name: str, rng: Random, kind: Kind):
 
 
 def shop_phases(rng: Random, stop_at: float):
-    """The warm start of the shop's policy: half of the texts look prices up, half just state them."""
+    """Return the phases of the shop's policy: half of the texts look prices up, half just state them."""
 
     def solve(looks_up=None, lengths=(3, 4)):
         problem = shop_world.random_problem(rng, COARSE, lengths)
@@ -277,14 +280,14 @@ def shop_phases(rng: Random, stop_at: float):
         prompt, pieces[-1] = chat(str(problem), pieces[-1])
         return [prompt, *pieces]
 
-    def solve_short_too():  # every other story is so short that its question has to be learnt first
+    def solve_short_too():  # half of the stories are short, because short ones teach the question first
         return solve(lengths=rng.choice([(0, 2), (3, 4)]))
 
     return [("to solve", solve_short_too, 4000, 2e-3, 2e-3, 1.0, stop_at, lambda: solve(looks_up=True))]
 
 
 def shop_corpus(rng: Random) -> list[str]:
-    """The words of the shop's texts: whole stories would become single tokens."""
+    """Return single words of the shop's texts: from whole texts, whole stories would become single tokens."""
     words = []
     for _ in range(3000):
         problem = shop_world.random_problem(rng, COARSE)
@@ -294,9 +297,10 @@ def shop_corpus(rng: Random) -> list[str]:
 
 
 def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_at=0.25) -> None:
-    """Trains names[row] on one thread (two would be slower for this size); saves it in `out_dir` in bf16.
+    """Train the model names[row] and save it in `out_dir` in bf16. One thread is fastest for this model size.
 
-    kind: None is the shop.
+    Args:
+        kind: The kind of world; None is the shop.
     """
     torch.set_num_threads(1)
     name = names[row]
@@ -316,7 +320,7 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
-    """The five parquet files of a world of this kind (see KINDS)."""
+    """Write the five parquet files of a world of this kind (see KINDS)."""
     rng = Random(f"{seed}/rows")
     made = KINDS[kind]
     for source, split, count in (
@@ -340,7 +344,7 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
 
 
 def write_shop_rows(out_dir: Path, seed: int) -> None:
-    """The two parquet files of the shop."""
+    """Write the two parquet files of the shop."""
     rng = Random(f"{seed}/rows")
     for split, count in (("train", 4096), ("test", 512)):
         rows = []
@@ -352,7 +356,7 @@ def write_shop_rows(out_dir: Path, seed: int) -> None:
 
 
 def copy_shipped(out_dir: Path) -> None:
-    """The models of toy/models/ into this folder."""
+    """Copy the models of toy/models/ into this directory."""
     for name in ("policy", "judge"):
         shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
         print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
@@ -373,7 +377,7 @@ def main(config: Config) -> None:
         write_rows(config.out_dir, config.seed, config.kind)
         tokenizer = build_tokenizer(tokenizer_corpus(rng, kind))
     arguments = (config.models, tokenizer, config.out_dir, config.seed, kind, config.stop_at)
-    torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # side by side
+    torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # one process per model
 
 
 if __name__ == "__main__":
