@@ -148,8 +148,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # fails.
     save_every: int = 20
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: keep all.
-    # Whether to resume: auto resumes from the newest checkpoint in --out-dir, if there is one; never rejects
-    # an --out-dir that contains a checkpoint.
+    # Whether to resume. With auto, the run resumes from the newest checkpoint in --out-dir, if there is one;
+    # with never, a checkpoint in --out-dir is an error.
     resume: Literal["never", "auto"] = "never"
     # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
     samples_per_step: int = 8
