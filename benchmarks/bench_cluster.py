@@ -1,16 +1,18 @@
-"""The parts of a step as simulate.py predicts them, beside a real run over four hosts with slow links.
+"""Compare the parts of a step that simulate.py predicts with a real run over four hosts with slow links.
 
-    python benchmarks/bench_cluster.py            # as root, ten minutes; two cores, hardly at work
+    python benchmarks/bench_cluster.py            # as root; ten minutes with little load on two cores
 
-The hosts are network namespaces (hosts.py); `tc` lets so many bytes a second out of each and into it.
-Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. vLLM's servers are played, three for
-the policy and two judges: places, a speed, log-normal lengths, random tokens. What the simulation is told is
-measured beforehand: a transfer between two hosts, collectives of a layer's size between them, an update in
-two processes that are no ranks, pickling on one core. Then, as the run's own samples are few,
-made-up ones to its two ranks, and weights in four packs from rank 0 to the three other hosts. Medians: of
-simulated steps with the middle 80 %, as lengths are drawn, of measured ones (not the first) with all.
+The hosts are network namespaces (hosts.py), and `tc` limits the bytes per second into and out of each host.
+Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. The vLLM servers, three for the
+policy and two judges, are simulated by their slots, their speed, log-normal lengths and random tokens.
 
-Left out: GPUs, NCCL, servers that read their weights, more hosts than four.
+The inputs of the simulation are measured first: a transfer between two hosts, collectives of a layer's size,
+an update in two separate processes without ranks, and pickling on one core. The run has few samples, so the
+script also times made-up samples on their way to the two ranks, and weights in four packs on their way from
+rank 0 to the three other hosts. The tables show medians: of simulated steps with the middle 80 %, because
+lengths are random, and of measured steps (without the first) with all values.
+
+Not covered: GPUs, NCCL, servers that read their weights, and more than four hosts.
 """
 
 import dataclasses
@@ -49,15 +51,15 @@ from toy import warm_start
 RANKS, SERVERS, JUDGES = 2, 3, 2
 PROMPTS, GROUP, UPDATES = 14, 5, 2
 SAMPLES = PROMPTS * GROUP
-LAYERS = 2  # wide ones: most of an update is to be travel, not two busy cores
-PACKS = 4  # of weights, from rank 0 to the other hosts
-ROUNDS = 5  # of what is measured after the run
-SEEDS = 100  # steps that are simulated
+LAYERS = 2  # A few wide layers make communication dominate an update, not the two cores.
+PACKS = 4  # packs of weights that rank 0 sends to the other hosts
+ROUNDS = 5  # repetitions of the measurements after the run
+SEEDS = 100  # number of simulated steps
 HANDED = "to the ranks: made-up samples"
 PACKED = f"weights, in {PACKS} packs to three other hosts"
 CPUS = {"h1": 0, "h2": 4, "h3": 4, "h4": 4}
 
-# Instead of vLLM, with TOLD: of each path places, tokens/s, mean and limit of its lengths.
+# This server replaces vLLM. TOLD has the slots, tokens/s, mean length and length limit of each path.
 SERVER = """
 import asyncio, random, sys
 from aiohttp import web
@@ -170,7 +172,7 @@ def settings(config: Config, folder: Path) -> grpo_trainer.Config:
 
 
 def shape(config: Config, vocab_size: int) -> LlamaConfig:
-    """Of the policy."""
+    """Return the configuration of the policy's model."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden,
@@ -184,7 +186,7 @@ def shape(config: Config, vocab_size: int) -> LlamaConfig:
 
 
 def write_input(config: Config, folder: Path) -> int:
-    """A policy, rows and a reward function. Returns the bytes of its weights."""
+    """Write a policy, rows and a reward function. Returns the size of the policy's weights in bytes."""
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     model = LlamaForCausalLM(shape(config, len(tokenizer)))
     model.save_pretrained(folder / "policy")
@@ -206,7 +208,7 @@ def write_input(config: Config, folder: Path) -> int:
 
 
 class MeasuredGroup(policy_group.PolicyGroup):
-    """Before it writes the run's only checkpoint it measures what crosses the links."""
+    """A policy group that measures transfers over the links before it writes the run's only checkpoint."""
 
     def save(self, folder: Path) -> None:
         found = {HANDED: [], PACKED: []}
@@ -218,7 +220,7 @@ class MeasuredGroup(policy_group.PolicyGroup):
             where = NodeAffinitySchedulingStrategy(node, soft=False)
             kind = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=where)
             folders[node] = kind.remote(f"{folder.parent}_{number}", {})
-        ray.get([actor.finish.remote() for actor in folders.values()])  # they have started
+        ray.get([actor.finish.remote() for actor in folders.values()])  # Wait until all actors have started.
         size = 4 * self.model_info()["numel"]
         for _ in range(ROUNDS):
             begun = time.monotonic()
@@ -237,7 +239,7 @@ def take(rank, batches: list) -> int:
 
 
 def send_packs(rank, size: int, folders: dict) -> set:
-    """Made-up weights of so many bytes, in PACKS packs."""
+    """Send made-up weights of `size` bytes in PACKS packs."""
     weights.PACK = size // PACKS
     return weights.send([(str(number), torch.zeros(size // PACKS // 4)) for number in range(PACKS)], folders)
 
@@ -250,13 +252,13 @@ def train(config: Config, folder: Path, rank: int) -> None:
 
 
 def update_alone(config: Config, folder: Path, rank: int) -> None:
-    """A rank's share of a step's samples in one process, which waits for no other: prints tokens/s."""
+    """Update on a rank's share of a step's samples in one independent process, and print tokens/s."""
     torch.set_num_threads(1)
     options = settings(config, folder)
     policy = Policy(options, options.model, torch.device("cpu"))
-    policy.model.shares_prompts = False  # nor can ranks
+    policy.model.shares_prompts = False  # Ranks cannot share prompts either.
     rng = random.Random(0)
-    prompt_ids = list(range(10, 18))  # as many as those of the rows
+    prompt_ids = list(range(10, 18))  # as long as the prompts of the rows
     batches = []
     total = 0
     for _ in range(UPDATES):
@@ -276,11 +278,11 @@ def update_alone(config: Config, folder: Path, rank: int) -> None:
 
 
 def exchange(config: Config, folder: Path, rank: int) -> None:
-    """What a pass over a layer sends, without its computing: prints bytes/s out of each of two hosts."""
+    """Send the data of a pass over a layer without computing, and print bytes/s out of each host."""
     numel = sum(tensor.numel() for tensor in LlamaForCausalLM(shape(config, 8)).model.layers[0].parameters())
     first = address_of("h2")
     store = None
-    if rank == 0:  # they meet at it, as long as it is held
+    if rank == 0:  # The ranks meet at this store, which must stay alive.
         store = dist.TCPStore(first, 4712, is_master=True, wait_for_workers=False)
     address = address_of(f"h{rank + 2}")
     Ranks(rank=rank, count=RANKS, store=f"{first}:4712", address=address).join(torch.device("cpu"))
@@ -293,7 +295,7 @@ def exchange(config: Config, folder: Path, rank: int) -> None:
         for _ in range(2):
             dist.all_gather_single(whole, own)
         dist.reduce_scatter_single(own, whole)
-        # Half of it went out twice, and then, as gloo adds up all of it on both, all.
+        # Two gathers send half of the layer each. gloo then sends the whole layer to add up the gradients.
         rates.append(2 * 4 * numel / (time.monotonic() - begun))
     dist.barrier()
     del store
@@ -304,13 +306,13 @@ def exchange(config: Config, folder: Path, rank: int) -> None:
 
 
 def number_of(process: subprocess.Popen, log: Path) -> float:
-    """What a program prints last."""
+    """Return the last number that a program prints."""
     assert process.wait(300) == 0, log.read_text()
     return float(log.read_text().split()[-1])
 
 
 def link_rate(on, config: Config, folder: Path) -> float:
-    """Bytes/s of a plain transfer between two hosts."""
+    """Return the bytes/s of a plain transfer between two hosts."""
     log = folder / "receive.log"
     receiver = on("h3", sys.executable, "-c", RECEIVE, log=log)
     size = str(int(3 * config.link))
@@ -323,7 +325,7 @@ def this_script(role: str, folder: Path, rank: int = 0) -> list[str]:
 
 
 def of_two(on, role: str, folder: Path) -> float:
-    """The mean of what this script, in this role, prints on two hosts at once."""
+    """Run this script in this role on two hosts at the same time; return the mean of their numbers."""
     running = []
     for rank, host in enumerate(("h2", "h3")):
         log = folder / f"{role}_{host}.log"
@@ -351,7 +353,7 @@ def simulated(config: Config, link, fabric, train_speed, size: int) -> simulate.
         hand_over=tokens / cpu_of(3, lambda: pickle.dumps(batches, 5)),
         unpack=tokens / cpu_of(3, lambda: pickle.loads(packed)),
         weights=size,
-        gradients=2 * size,  # gloo adds up all of them on all ranks
+        gradients=2 * size,  # With gloo, every rank adds up all gradients.
         updates=UPDATES,
         pack=size / cpu_of(3, lambda: list(weights.packs(tensors))),
         link=link,
@@ -373,7 +375,7 @@ def measured(folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     roles = {"alone": update_alone, "exchange": exchange, "train": train}
-    if sys.argv[1:2] and sys.argv[1] in roles:  # one of the processes on the hosts
+    if sys.argv[1:2] and sys.argv[1] in roles:  # This process is one of those on the hosts.
         folder = Path(sys.argv[2])
         config = Config(**json.loads((folder / "config.json").read_text()))
         return roles[sys.argv[1]](config, folder, int(sys.argv[3]))
@@ -403,13 +405,13 @@ def compare(config: Config, folder: Path) -> None:
 
 
 def predicted(config: Config, told: simulate.Config) -> dict[str, list[float]]:
-    """Each part's seconds in SEEDS steps."""
+    """Return the seconds of each part in SEEDS simulated steps."""
     found = {part: [] for part in ("rollout", "reward wait", "update", "weights", PACKED)}
     alone = dataclasses.replace(told, pack_size=told.weights / PACKS)
     for seed in range(SEEDS):
         rng = random.Random(seed)
         parts, _ = simulate.step(told, RANKS + SERVERS + JUDGES, seed)
-        # one of the hosts with servers is rank 0's own
+        # Rank 0 runs on one of the hosts with servers.
         parts["weights"] = simulate.to_servers(told, RANKS, SERVERS - 1, rng)
         parts[PACKED] = simulate.to_servers(alone, 1, len(CPUS) - 1, rng)
         for part, values in found.items():

@@ -1,12 +1,12 @@
-"""What the trainer's own process has to do in a step with many samples, part by part, in CPU time.
+"""Measure the CPU time of each part of a large step in the trainer's main process.
 
     python benchmarks/bench_driver.py                           # on one core, some minutes
 
-For samples of 1,161 tokens: reading a policy server's answer (rollout_vllm, from a server that plays vLLM's
-own answers in another process) beside json.loads of all of it; its text; advantages, metrics and mini-batches
-of the step; the ranks' parts of them. Twice, with many samples and with eight times as many: a part that
-costs more a sample then would grow faster than a step. The reward loop's part is measured by
-bench_reward_loop.py, the way to the ranks by bench_hand_over.py.
+The samples have 1,161 tokens. The parts are: reading a policy server's answer with rollout_vllm (another
+process plays vLLM's answers) compared with json.loads of the whole answer; decoding its text; advantages,
+metrics and mini-batches of the step; and splitting the mini-batches for the ranks. All parts are measured
+with many samples and with eight times as many, because a part must not cost more per sample in a larger step.
+bench_reward_loop.py measures the reward loop, and bench_hand_over.py measures sending samples to the ranks.
 """
 
 import json
@@ -58,7 +58,7 @@ class Config:
 
 
 def tokenizer_of():
-    """A byte-level BPE, trained on this repository's own pages."""
+    """Return a byte-level BPE tokenizer that is trained on this repository's pages."""
     pages = [str(path) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train(pages, vocab_size=8000, show_progress=False)
@@ -66,7 +66,7 @@ def tokenizer_of():
 
 
 def vllm_answer(tokenizer, ids: list[int], rng) -> dict:
-    """As vLLM writes it with `logprobs` 0 and `return_token_ids`."""
+    """Return an answer as vLLM writes it with `logprobs` 0 and `return_token_ids`."""
     logprobs = [-rng.random() for _ in ids]
     texts = [tokenizer.decode([number]) for number in ids]
     choice = {
@@ -118,7 +118,7 @@ def row(name: str, config: Config, samples: int, seconds: float) -> None:
 
 
 def step_of(config: Config, samples: int, ids: list[int]) -> list[list]:
-    """Judged groups. Their samples share lists of tokens, to need little memory."""
+    """Return judged groups. Their samples share lists of tokens to save memory."""
     logprobs = [-0.5] * len(ids)
     rng = random.Random(0)
     groups = []

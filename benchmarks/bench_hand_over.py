@@ -1,11 +1,11 @@
-"""What leaves the trainer in a step: each rank's own samples, and the new weights as packs.
+"""Measure the data that the trainer sends in a step: each rank's samples, and the new weights as packs.
 
     python benchmarks/bench_hand_over.py                        # CPU time, on one core
 
-Samples: pickling all of them in the trainer, and reading its own in each of 8 and 64 ranks, beside sending
-all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model's into packs (beside safetensors'
-own function), then into Ray's object store, or a file in shared memory, and all of it through an actor on
-this node. Left out: the network; the copy from a GPU.
+Samples: the trainer pickles all samples, and each of 8 or 64 ranks reads its own. The benchmark compares this
+with sending all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model are copied into
+packs (compared with safetensors' function), then into Ray's object store or a file in shared memory. The last
+row sends everything through an actor on this node. Not covered: the network, and the copy from a GPU.
 """
 
 import os
@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 import tyro
 
-from bench_router import machine  # first: with it Python finds the scripts
+from bench_router import machine  # This import comes first, because it extends the path to the other scripts.
 
 import reward_loop
 from cluster.policy_group import split
@@ -38,7 +38,7 @@ class Config:
 
 
 def cpu_of(rounds: int, function) -> float:
-    """CPU seconds of this process, the least of so many rounds."""
+    """Return the CPU seconds that `function` takes in this process: the lowest of `rounds` rounds."""
     seconds = []
     for _ in range(rounds):
         begun = time.process_time()
@@ -82,7 +82,7 @@ def measure_samples(config: Config) -> None:
 
 
 def layers(gigabytes: float):
-    """Name and tensor, as Policy.weights yields them."""
+    """Yield names and tensors as Policy.weights does."""
     shapes = [(3584, 3584)] * 2 + [(512, 3584)] * 2 + [(18944, 3584)] * 2 + [(3584, 18944)]
     held = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
     total = 0
@@ -120,7 +120,7 @@ def measure_weights(config: Config) -> None:
     print("| | GB/s of CPU time | GB/s |\n| --- | ---: | ---: |")
 
     def row(name, function):
-        function()  # memory that is touched for the first time
+        function()  # The first call touches new memory.
         begun = time.perf_counter()
         seconds = cpu_of(config.rounds, function)
         wall = (time.perf_counter() - begun) / config.rounds

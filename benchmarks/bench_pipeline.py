@@ -1,21 +1,21 @@
-"""Does a step wait for its judge, or for its rollouts? Set durations, played through the trainer's own loop.
+"""Measure whether a step waits for its judge or its rollouts, with set durations in the trainer's own loop.
 
     # about two minutes, no model, no Ray, hardly any CPU
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --rollout 8 --judge 3 --update 6 --hand-over 0.2
 
-grpo_trainer.train runs as it is: its draw, its rollouts over HTTP, its waiting for verdicts, its thread, its
-log. What is played is at the other end: a server whose responses take as long as they are told, rewards that
-come so long after their response, an update and a hand-over of weights that sleep. The longest rollout of
-each step takes --rollout seconds, the others 0.3 to 1.0 of that; each verdict comes --judge seconds after its
-response.
+grpo_trainer.train runs unchanged: it draws prompts, requests rollouts over HTTP, waits for verdicts and
+writes its log. Everything behind the trainer is simulated: a server whose responses take a set time, rewards
+that arrive a set time after their response, and an update and a weight sync that sleep. The longest rollout
+of each step takes --rollout seconds and the others 0.3 to 1.0 of that; each verdict arrives --judge seconds
+after its response.
 
-The judge's share is what a step takes longer than without a judge, as the FAPO paper counts it (18 % for 7B,
-14 % for 32B). Exit code 1 where a step of --overlap takes on average more than 1.1 times the longer of
-(rollout + the judge's rest) and (update + hand-over): that wants an idle machine. tests/test_pipeline.py uses
-the same stand-ins.
+The judge's share is the additional time of a step compared with a step without a judge, as in the FAPO paper
+(18 % for 7B, 14 % for 32B). The exit code is 1 if a step with --overlap takes on average more than 1.1 times
+the longer of (rollout + the judge's rest) and (update + weight sync); this check needs an idle machine.
+tests/test_pipeline.py uses the same stand-ins.
 
-Left out: what overlapping work costs where it shares cores or GPUs; policies that get better or worse.
+Not covered: the cost of overlapping work that shares cores or GPUs, and policies that get better or worse.
 """
 
 import asyncio
@@ -69,10 +69,13 @@ class Config:
 
 
 class PlayedServers:
-    """PolicyServers and vLLM behind it: a real HTTP server. A response's first token is the number of its
-    weights.
+    """A stand-in for PolicyServers and vLLM with a real HTTP server.
 
-    version: that of the first weights. generate(body): awaited, takes as long as a response shall take.
+    The first token of a response is the version of the weights.
+
+    Args:
+        version: The version of the first weights.
+        generate: An async function of the request's body, which takes as long as the response should take.
     """
 
     def __init__(self, version: int, generate, hand_over: float = 0.0):
@@ -87,7 +90,7 @@ class PlayedServers:
     async def serve(self) -> int:
         app = web.Application()
         app.router.add_post("/v1/completions", self.answer)
-        self.runner = web.AppRunner(app, handler_cancellation=True)  # as vLLM: who leaves is not answered
+        self.runner = web.AppRunner(app, handler_cancellation=True)  # like vLLM: stop on disconnect
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
@@ -122,7 +125,7 @@ class PlayedServers:
 
 
 class PlayedRewards:
-    """RewardLoopManager: every sample gets a verdict, so many seconds later."""
+    """A stand-in for RewardLoopManager: each sample gets a verdict after a set time."""
 
     job = SimpleNamespace(sees_group=False)
 
@@ -148,7 +151,7 @@ class PlayedRewards:
 
 
 class PlayedPolicy:
-    """Policy: an update sleeps."""
+    """A stand-in for Policy, whose update sleeps."""
 
     def __init__(self, config, seconds: float = 0.0):
         self.config, self.seconds, self.num_updates = config, seconds, 0
@@ -169,10 +172,10 @@ class PlayedPolicy:
 
 
 class PlayedRun(Run):
-    """A run with these instead of a model, servers and rewards."""
+    """A run with stand-ins for the model, the servers and the rewards."""
 
     def play(self, servers, rewards, policy) -> list[dict]:
-        """All of it. Returns its metrics."""
+        """Train for the whole run and return its metrics."""
         self.config = self.config.resolved(gpus=0)
         self.servers, self.rewards, self.policy, self.eos_ids = servers, rewards, policy, {1}
         with patch.object(grpo_trainer, "Run", lambda config: self):
@@ -190,7 +193,7 @@ class PlayedRun(Run):
 
 
 def write_input(folder: Path) -> dict:
-    """A model's shape, a tokenizer and 64 rows; returns the settings that name them."""
+    """Write a model's configuration, a tokenizer and 64 rows. Returns the settings that name these files."""
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -216,7 +219,7 @@ def write_input(folder: Path) -> dict:
 
 
 def durations(config: Config, step: int) -> list[float]:
-    """Seconds of each rollout of a step: the same in every run."""
+    """Return the seconds of each rollout of a step, which are the same in every run."""
     rng = random.Random(step)
     fractions = [rng.uniform(0.3, 1.0) for _ in range(PROMPTS * GROUP)]
     return [config.rollout * fraction / max(fractions) for fraction in fractions]
@@ -225,7 +228,7 @@ def durations(config: Config, step: int) -> list[float]:
 def seconds_per_step(
     config: Config, settings: dict, folder: Path, overlap: bool, judge: float
 ) -> tuple[float, float, float]:
-    """Of a run: the mean step; the median one, and how much of that waited for verdicts."""
+    """Return the mean and the median seconds per step of a run, and the median wait for verdicts."""
     run = PlayedRun(
         grpo_trainer.Config(
             **settings,
@@ -241,7 +244,7 @@ def seconds_per_step(
     left = iter([seconds for step in range(config.steps) for seconds in durations(config, step)])
     servers = PlayedServers(0, lambda body: asyncio.sleep(next(left)), config.hand_over)
     gc.collect()
-    gc.freeze()  # what was imported is not looked through again: a tenth of a second and more, now and then
+    gc.freeze()  # Otherwise a collection of the imported objects sometimes takes a tenth of a second.
     with contextlib.redirect_stdout(None):
         metrics = run.play(servers, PlayedRewards(judge), PlayedPolicy(run.config, config.update))
     steps, waits = ([line[key] for line in metrics[1:]] for key in ("time/step", "time/reward_wait"))
@@ -249,8 +252,10 @@ def seconds_per_step(
 
 
 def gain_by_mini_batch(config: Config) -> float:
-    """Seconds that a step without --overlap would gain if each mini-batch's update began when its own
-    verdicts are there."""
+    """Return the seconds that a step without --overlap would save if updates waited for less.
+
+    Each mini-batch's update would begin when the mini-batch's own verdicts have arrived.
+    """
     gains = []
     for step in range(config.steps):
         seconds, size, end = durations(config, step), PROMPTS * GROUP // MINI_BATCHES, 0.0

@@ -4,9 +4,9 @@
     python benchmarks/bench_reward_loop.py --part speed     samples/s, CPU time and memory
     python benchmarks/bench_reward_loop.py --part overlap   a step with rewards streamed or in a batch
 
-Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function that waits 50 ms, and one
-that asks a fake judge through router.py (one pooled HTTP session a worker), each with 1, 2 and 4
-workers, on one local Ray.
+Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function that waits 50 ms, and one that
+queries a fake judge through router.py (one pooled HTTP session per worker). It does so with 1, 2 and 4
+workers in a local Ray.
   batch      score_batch of all samples, best of --repeats
   streamed   one score_one per sample from one event loop, in 512 lanes: each the moment the one before it in
              its lane has come back
@@ -15,10 +15,10 @@ workers, on one local Ray.
   memory     resident memory (RSS) of workers and grading processes (two each: one watches); shared pages
              count more than once
 
-Part "overlap" plays the rollouts and the judge by waiting: lengths are log-normal with the paper's means (a
-rollout 1.1k tokens, a critique 3.0k; every second answer is right, and only those are judged), the judge is
-two HTTP servers behind router.py that each work on a limited number of critiques. It leaves out what a
-GPU shared by both would add.
+Part "overlap" simulates the rollouts and the judge by waiting. Lengths are log-normal with the paper's means
+of 1.1k tokens for a rollout and 3.0k for a critique. Half of the answers are correct, and only these are
+judged. The judge is two HTTP servers behind router.py, each with a limited number of concurrent critiques.
+Not covered: a GPU that rollouts and judge share.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def sync_rule(data_source, solution_str, ground_truth, extra_info):
-    """A rule as simple as GSM8K's."""
+    """Score by a rule that is as simple as GSM8K's."""
     found = re.findall(r"#### (-?[0-9.,]+)", solution_str)
     return {
         "score": 1.0 if found and found[-1].replace(",", "") == ground_truth else -1.0,
@@ -51,7 +51,7 @@ def sync_rule(data_source, solution_str, ground_truth, extra_info):
 
 
 async def waits_50_ms(data_source, solution_str, ground_truth, extra_info):
-    """Stands for a judge elsewhere that answers in 50 ms."""
+    """Stand in for a remote judge that answers in 50 ms."""
     await asyncio.sleep(0.05)
     return 1.0
 
@@ -60,7 +60,7 @@ session = None
 
 
 async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address):
-    """One chat completion for a right answer, none for a wrong one; extra_info has the critique's length."""
+    """Request one chat completion for a correct answer and none for a wrong one."""
     global session
     if not extra_info.get("right", True):
         return -1.0
@@ -85,7 +85,7 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
 
 
 def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
-    """Serves chat completions: at most `slots` at once, each for as long as its critique takes."""
+    """Serve at most `slots` chat completions at the same time, each for as long as its critique takes."""
     from aiohttp import web
 
     free = asyncio.Semaphore(slots)
@@ -112,14 +112,14 @@ def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def wait_for_health(port: int) -> None:
-    """Returns when GET /health answers 200; raises TimeoutError after 30 s."""
+    """Wait until GET /health answers 200. Raises TimeoutError after 30 s."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def wait_for_health(port: int) -> None:
 
 @contextlib.contextmanager
 def judges(count: int, slots: int, seconds_per_1k: float):
-    """`count` fake judges with `slots` places each, behind router.py -> the router's address."""
+    """Start `count` fake judges with `slots` slots each behind router.py, and yield the router's address."""
     ports = [free_port() for _ in range(count)]
     code = "import sys; sys.path.insert(0, {!r}); import bench_reward_loop as b; b.judge_main({}, {}, {})"
     processes = [
@@ -169,7 +169,7 @@ def judges(count: int, slots: int, seconds_per_1k: float):
 
 
 def make_samples(count: int) -> list[dict]:
-    """Rows as of GSM8K, with responses of about 1,000 characters."""
+    """Return rows like GSM8K's, with responses of about 1,000 characters."""
     text = "She sells 16 - 3 - 4 = 9 eggs a day, and so she makes 9 * 2 = 18 dollars every day. " * 12
     return [
         {
@@ -184,7 +184,7 @@ def make_samples(count: int) -> list[dict]:
 
 
 def our_processes():
-    """(the workers with their grading processes, these and the driver and Ray's own)."""
+    """Return the workers with their grading processes, and these with the driver and Ray's processes."""
     import psutil
 
     everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -204,7 +204,7 @@ def our_processes():
 
 
 def cpu_seconds(processes) -> float:
-    """CPU time used so far by these processes."""
+    """Return the CPU time that these processes have used so far."""
     import psutil
 
     total = 0.0
@@ -215,7 +215,7 @@ def cpu_seconds(processes) -> float:
 
 
 async def stream(manager, samples, lanes: int = 512) -> None:
-    """score_one for every sample, `lanes` at a time."""
+    """Call score_one for every sample, with `lanes` calls at the same time."""
     left = iter(samples)
 
     async def lane():
@@ -226,7 +226,7 @@ async def stream(manager, samples, lanes: int = 512) -> None:
 
 
 def speed(config) -> None:
-    """Prints the table of samples per second."""
+    """Print the table of samples per second."""
     from reward_loop import RewardLoopManager, RewardOptions
 
     print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
@@ -273,12 +273,12 @@ def speed(config) -> None:
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float, longest: float) -> float:
-    """A log-normal number with this mean (before the cut at `longest`)."""
+    """Return a log-normal number with this mean (before the cut at `longest`)."""
     return min(mean * rng.lognormvariate(-sigma * sigma / 2, sigma), longest)
 
 
 def overlap(config) -> None:
-    """Prints, for judges of several speeds, how long a step takes: no rewards, streamed, in a batch."""
+    """Print how long a step takes with judges of several speeds: without rewards, streamed, or in a batch."""
     import ray
 
     from reward_loop import RewardLoopManager, RewardOptions
@@ -305,7 +305,7 @@ def overlap(config) -> None:
         async def one(sample):
             async with places:
                 await asyncio.sleep(sample["rollout_tokens"] / 1000 * config.rollout_s_per_1k)
-            if after:  # the place is free again before the reward is asked for
+            if after:  # The slot is free again before the reward is requested.
                 result = await after(sample)
                 assert result["status"] == "ok", result
 
@@ -362,7 +362,7 @@ class Config:
 
 
 def main() -> None:
-    """Parses the command line and prints the tables."""
+    """Parse the command line and print the tables."""
     import tyro
     from bench_router import machine
 

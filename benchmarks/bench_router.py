@@ -1,21 +1,21 @@
-"""How fast is router.py, and when does which policy win? Prints two Markdown tables.
+"""Measure how fast router.py is and which routing policy wins when. Prints two Markdown tables.
 
     python benchmarks/bench_router.py            # needs nginx for the upstreams: apt-get install nginx-light
     python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
 
-Table 1, proxying: --connections connections send POSTs of --body-bytes, one after the other, through each
-router to two nginx servers that answer at once; every router in turn, --rounds times, in one run, the median
-of the rounds. Requests/s, p50 and p99 latency, answers that were not 200, and CPU time per request of the
-router alone, the figure that drifts least. Besides router.py: the same load without a router, a bare aiohttp
-proxy (below; what the HTTP library costs without any of a router's duties), and the Rust routers of sglang
-and vllm where they are found.
+Table 1 measures proxying. --connections connections send POSTs of --body-bytes, one after the other, through
+each router to two nginx servers that answer immediately. The routers take turns for --rounds rounds, and the
+table shows medians: requests/s, p50 and p99 latency, answers that were not 200, and the router's CPU time per
+request, which varies least. For comparison it has the same load without a router, a bare aiohttp proxy (the
+cost of the HTTP library without a router's duties), and the Rust routers of sglang and vllm if they are
+found.
 
-Table 2, policies: --skew-requests requests through round_robin and least_loaded to four fake servers that
-work on eight requests each at a time, with answer times from constant to heavily skewed (log-normal), and
-with one slow server. Both get the same answer times. Wall time until the last answer, the best of --rounds
-(noise only adds).
+Table 2 compares policies. --skew-requests requests go through round_robin and least_loaded to four fake
+servers, each of which works on eight requests at a time. Answer times range from constant to heavily skewed
+(log-normal), and in one case one server is slow. Both policies get the same answer times. The table shows the
+wall time until the last answer, the best of --rounds, because noise only adds time.
 
-Left out: TLS, streams, real models, routers on several cores.
+Not covered: TLS, streams, real models, and routers on several cores.
 """
 
 import asyncio
@@ -59,8 +59,10 @@ class Config:
 # ---- load ----------------------------------------------------------------------------------------
 
 class Client(asyncio.Protocol):
-    """One connection that sends the same request again as soon as the answer is complete. Minimal, so that
-    the load takes little of the machine: it needs answers with a Content-Length."""
+    """A connection that sends the same request again as soon as the answer is complete.
+
+    The client is minimal, because the load should need little CPU: answers must have a Content-Length.
+    """
 
     def __init__(self, data, latencies, bad):
         self.data = data
@@ -99,13 +101,13 @@ class Client(asyncio.Protocol):
 
 
 def chat_request(size: int) -> bytes:
-    """A chat completion request of `size` bytes; the Rust routers read it."""
+    """Return a chat completion request of `size` bytes, which the Rust routers parse."""
     start, end = b'{"model": "m", "messages": [{"role": "user", "content": "', b'"}]}'
     return start + b"x" * max(1, size - len(start) - len(end)) + end
 
 
 async def load(port: int, config: Config, seconds: float) -> tuple[list[float], int, float]:
-    """(latencies in s, failures, seconds)"""
+    """Return the latencies in seconds, the number of failures, and the duration in seconds."""
     body = chat_request(config.body_bytes)
     data = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" \
            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -127,7 +129,7 @@ async def load(port: int, config: Config, seconds: float) -> tuple[list[float], 
 # ---- what is measured ----------------------------------------------------------------------------
 
 async def bare_proxy(port: int, upstreams: list[str]) -> None:
-    """The least an aiohttp proxy can be: no retries, no health, no time limits, no streams."""
+    """Run a minimal aiohttp proxy without retries, health checks, time limits and streams."""
     turn = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         async def handle(request):
@@ -171,7 +173,7 @@ location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} 
 
 
 def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
-    """name -> command that takes the port at its end"""
+    """Return {router: command}, to which the port is appended."""
     commands = {"router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
                 "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams]}
     python = config.sglang_router or sys.executable
@@ -199,13 +201,13 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and all its threads."""
+    """Return the CPU time of a process and all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def wait_for(port: int, process: subprocess.Popen, limit: float = 60) -> None:
-    """Until POSTs are answered with 200."""
+    """Wait until POSTs are answered with 200."""
     end = time.monotonic() + limit
     async with aiohttp.ClientSession() as session:
         while process.poll() is None and time.monotonic() < end:
@@ -284,7 +286,7 @@ async def compare_routers(config: Config) -> None:
 # ---- policies ------------------------------------------------------------------------------------
 
 class FakeServer:
-    """Works on eight requests at a time; each takes the seconds that its path names, times `slowness`."""
+    """A server with eight slots. A request takes the seconds that its path names, times `slowness`."""
 
     def __init__(self, slowness: float):
         self.slowness, self.slots = slowness, asyncio.Semaphore(8)
@@ -298,9 +300,9 @@ class FakeServer:
 
 
 async def time_policy(policy: str, slownesses: list[float], times: list[float]) -> float:
-    """Seconds until all are answered, 64 at a time."""
+    """Return the seconds until all requests are answered, with 64 requests at a time."""
     import router as ours
-    ours.say = lambda text: None  # no line per server and round
+    ours.say = lambda text: None  # prints no line per server and round
     runners, urls = [], []
     for slowness in slownesses:
         runner = web.ServerRunner(web.Server(FakeServer(slowness).handle, access_log=None))
@@ -343,7 +345,7 @@ async def compare_policies(config: Config) -> None:
     for name, (sigma, slownesses) in cases.items():
         times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
         slots = sum(8 / slowness for slowness in slownesses)
-        best = max(sum(times) / slots, max(times))  # all busy; the longest one
+        best = max(sum(times) / slots, max(times))  # bounds: all slots busy; the longest request
         spent = {"round_robin": math.inf, "least_loaded": math.inf}
         for _ in range(config.rounds):
             for policy in spent:
@@ -354,7 +356,7 @@ async def compare_policies(config: Config) -> None:
 
 
 def machine() -> str:
-    """The first line of every benchmark: cores, processor, vector units, Python, load."""
+    """Return the first line of every benchmark: cores, processor, vector units, Python and load."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)", text)
     units = [
@@ -375,7 +377,7 @@ async def measure(config: Config) -> None:
 
 def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if sys.argv[1:2] == ["--bare-proxy"]:  # this script again, as one of the things it measures
+        if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
             runner.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
             return
         try:

@@ -1,5 +1,5 @@
-"""How fast is grpo_trainer.py beside TRL's GRPOTrainer, do both compute the same loss, and how much memory
-does an update take?
+"""Compare grpo_trainer.py with TRL's GRPOTrainer: their speed, and whether both compute the same loss. Also
+measure the memory of an update.
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
@@ -7,28 +7,28 @@ does an update take?
     python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
     python benchmarks/bench_trainer.py --ranks 1 2 4    # instead: on so many ranks; --model for another model
 
-TRL takes part where this Python can import it: pip install "trl==1.16.*" beside the project's packages.
+TRL is included if this Python can import it: pip install "trl==1.16.*" next to the project's packages.
 
-Speed: generate, score, one AdamW update, the same on both sides: float32 on CPU, temperature 1, token-mean
-loss clipped to 0.8..1.28, no KL term. TRL is measured as it comes (with gradient checkpointing) and without.
-No token ends a completion, so all have full length. Each side runs in processes of its own with the same
-number of threads, in turn: medians over all steps; the median of each round shows how far the machine drifts;
-the best step drifts least. Generation includes decoding.
+Speed: both sides generate, score and make one AdamW update with the same settings: float32 on CPU,
+temperature 1, token-mean loss clipped to 0.8..1.28, no KL term. TRL runs with its default of gradient
+checkpointing and without it. No token ends a completion, so all completions have full length. The sides take
+turns in separate processes with the same number of threads. The table shows medians over all steps. The
+median of each round shows how far the machine drifts, and the best step drifts least. Generation includes
+decoding.
 
-Same loss: TRL's first step, in which many tokens end a completion, is written down: samples, rewards, loss,
-gradient norm. Our compute_advantages and Policy.update get the same samples and weights. Exit code 1 where a
-figure differs by more than 0.1 %.
+Same loss: the script records the samples, rewards, loss and gradient norm of TRL's first step, in which many
+tokens end a completion. Our compute_advantages and Policy.update get the same samples and weights. The exit
+code is 1 if a figure differs by more than 0.1 %.
 
-Ranks: the same samples, updated in turn by one process with all threads and by ranks with one thread each
-(gloo, on this machine): what each holds between updates, its peak above that, and how long the update and the
-hand-over of all weights take.
+Ranks: one process with all threads and ranks with one thread each (gloo, on this machine) update on the same
+samples in turn. The table shows the memory that each process holds between updates, its peak above this, and
+the time of the update and of the sync of all weights.
 
-Memory: what one update needs above weights, gradients and Adam's moments, beside the plain way: all logits at
-once.
+Memory: the memory that an update needs in addition to weights, gradients and Adam's moments, compared with an
+implementation that holds all logits at the same time.
 
-Left out: GPUs, vLLM, reference models, several updates a step. Both sides call the reward function in
-process; in training grpo_trainer.py hands samples to Ray workers instead (bench_reward_loop.py measures
-those).
+Not covered: GPUs, vLLM, reference models, and several updates per step. Both sides call the reward function
+in their process, while in training grpo_trainer.py sends samples to Ray workers (see bench_reward_loop.py).
 """
 
 import contextlib
@@ -64,9 +64,9 @@ from rollout import WeightFolder, rollout_hf
 from cluster.weights import packs
 
 GROUP = 8
-PARTS = ("generation", "scoring", "update", "step", "cpu")  # of a step, in seconds
-NEVER = 1 << 30  # as an end token: no model can sample it
-# TRL adds 1e-4 to the standard deviation, we add 1e-6; the scores spread over several points.
+PARTS = ("generation", "scoring", "update", "step", "cpu")  # parts of a step, in seconds
+NEVER = 1 << 30  # an end token that no model can sample
+# TRL adds 1e-4 to the standard deviation and we add 1e-6, which is small compared with the spread of scores.
 TOLERANCE = 1e-3
 
 
@@ -96,7 +96,7 @@ class Config:
 
 
 def score(text: str) -> float:
-    """Per cent of vowels: cheap, and never the same for a whole group."""
+    """Return the percentage of vowels, which is cheap and never the same for a whole group."""
     return 100 * len(re.findall("[aeiou]", text)) / max(len(text), 1)
 
 
@@ -127,7 +127,7 @@ def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyG
 
 
 def hand_over(policy, folder) -> None:
-    """All weights to a folder, as before each step of sampling on servers."""
+    """Write all weights to a directory, as a weight sync does before each step with servers."""
     if isinstance(policy, PolicyGroup):
         policy.send_weights({"here": folder}, torch.float32)
     else:
@@ -184,11 +184,11 @@ def run_ours(job: dict) -> list[dict]:
                 "tokens": tokens,
             }
         )
-    return steps[1:]  # the first one warms up
+    return steps[1:]  # The first step is a warm-up.
 
 
 def run_trl(job: dict) -> dict:
-    """The timed steps, and what the first one, which is not among them, sampled and computed."""
+    """Return the timed steps, and the samples and figures of the first step, which is not timed."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -273,7 +273,7 @@ def run_trl(job: dict) -> dict:
 
 
 def run_check(job: dict) -> dict:
-    """Our loss and gradient norm on the samples of TRL's first step."""
+    """Return our loss and gradient norm on the samples of TRL's first step."""
     first = job["first"]
     # Only a metric needs the sampler's log-probabilities.
     samples = []
@@ -289,7 +289,7 @@ def megabytes(name: str, path: str = "/proc/self/status") -> float:
 
 
 def run_memory(job: dict) -> dict:
-    """Resident memory before one update and at its peak, in MB, and its seconds."""
+    """Return the resident memory before an update and at its peak, in MB, and the update's seconds."""
     shape = LlamaConfig(
         vocab_size=151_936,
         hidden_size=256,
@@ -320,9 +320,9 @@ def run_memory(job: dict) -> dict:
         compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
         optimizer.step()
 
-    update(64)  # afterwards gradients and moments exist
+    update(64)  # Afterwards gradients and moments exist.
     before = megabytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far, VmHWM
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
     begun = time.perf_counter()
     update(job["tokens"])
     return {"before": before, "above": megabytes("VmHWM") - before, "seconds": time.perf_counter() - begun}
@@ -337,8 +337,10 @@ def work(path: str) -> None:
 
 
 def in_child(job: dict):
-    """Runs `work` in a process of its own; stops it before the machine is out of memory. Raises RuntimeError
-    if it fails."""
+    """Run `work` in a separate process, and stop it before the machine is out of memory.
+
+    Raises RuntimeError if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder, "job.json"), Path(folder, "log")
         path.write_text(json.dumps(job | {"folder": folder}))
@@ -366,7 +368,7 @@ def in_child(job: dict):
 
 
 def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
-    """Prints a model's table and the check of the loss. False where the check fails."""
+    """Print a model's table and the check of the loss. Returns False if the check fails."""
     theirs = {}  # name -> gradient checkpointing
     if with_trl:
         theirs = {"TRL": True, "TRL, no checkpointing": False}
@@ -423,7 +425,7 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
 
 @contextlib.contextmanager
 def tiny_model():
-    """The folder of a Llama of 1 M parameters, and eight prompts for it."""
+    """Return the directory of a Llama of 1 M parameters, and eight prompts for it."""
     rng = random.Random(0)
     problems = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(8)]
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
@@ -484,7 +486,7 @@ def compare_memory(threads: int) -> None:
 
 
 def bytes_held(policy) -> list[int]:
-    """Bytes of parameters, gradients and moments in this process."""
+    """Return the bytes of parameters, gradients and moments in this process."""
     parameters, gradients, moments = [], [], []
     for parameter in policy.model.parameters():
         parameters.append(parameter)
@@ -514,7 +516,7 @@ def forget_peak(policy) -> float:
 
 
 def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, threads: int) -> None:
-    """One table: the same step's samples on 1, 2 ... ranks."""
+    """Print a table of updates on the same samples with one process and with each number of ranks."""
     tokenizer, messages = load({"model": model, "prompts": prompts})
     samples = [Sample({}, prompt) for prompt in token_ids(tokenizer, messages) for _ in range(GROUP)]
     torch.set_num_threads(threads)
@@ -549,7 +551,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
             policy = our_policy(model, len(prompts), count)
             target = ray.remote(num_cpus=0)(WeightFolder).remote(name, {})
             each = lambda f: ray.get([actor.__ray_call__.remote(f) for actor in policy.actors])  # noqa: E731
-        policy.update(groups, lr=1e-6)  # afterwards gradients and moments exist
+        policy.update(groups, lr=1e-6)  # Afterwards gradients and moments exist.
         before = max(each(forget_peak))
         seconds, handed, ratios = [], [], []
         for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both

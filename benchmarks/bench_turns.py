@@ -1,4 +1,4 @@
-"""What session affinity is worth: multi-turn trajectories on two vLLM servers with CPUs, behind the router.
+"""Measure the benefit of session affinity: multi-turn trajectories on two CPU vLLM servers behind the router.
 
     python benchmarks/bench_turns.py --model PATH
 

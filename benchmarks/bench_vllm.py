@@ -1,4 +1,4 @@
-"""A vLLM server on CPU: its start and its speed, with the model in the engine's own process or in one more.
+"""Measure a vLLM server's start and speed on CPU, with the model in the engine's process or a separate one.
 
     python benchmarks/bench_vllm.py                                      the toy policy, one server and two
     python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 32 --max-tokens 32 --concurrency 16
@@ -69,7 +69,7 @@ async def tokens_per_second(config: Config, address: str, requests: int) -> floa
 
 
 def measure(config: Config, number: int) -> tuple[float, float, float, float]:
-    """Seconds and CPU seconds of the start, memory in GB, tokens/s."""
+    """Return the seconds and the CPU seconds of the start, the memory in GB, and tokens/s."""
     cpu, begun = cpu_seconds(), time.monotonic()
     with tempfile.TemporaryDirectory() as logs:
         settings = dict(port=0, device="cpu", served_model_name="m", max_model_len=512, log_dir=Path(logs))
@@ -79,7 +79,7 @@ def measure(config: Config, number: int) -> tuple[float, float, float, float]:
             children = psutil.Process().children(recursive=True)
             memory = sum(child.memory_info().rss for child in children) / 1e9
             address = servers.router_address
-            asyncio.run(tokens_per_second(config, address, config.concurrency))  # kernels are compiled
+            asyncio.run(tokens_per_second(config, address, config.concurrency))  # compiles kernels
             speeds = [asyncio.run(tokens_per_second(config, address, config.requests)) for _ in range(3)]
         finally:
             servers.shutdown()

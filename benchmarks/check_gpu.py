@@ -1,19 +1,19 @@
-"""Everything that only an NVIDIA GPU can show, as one table: holds, fails, or skipped and why, each with its
-figure.
+"""Check everything that only an NVIDIA GPU can show, and print a table: each check holds, fails, or is
+skipped for a reason.
 
     make check-gpu                                    # or python benchmarks/check_gpu.py; needs no network
     python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,065 M
     python benchmarks/check_gpu.py --model FOLDER     # a real one
     python benchmarks/check_gpu.py --only servers     # one check again
 
-Each check is a function that yields rows, and runs in a process of its own with a time limit, so that one
-that fails, hangs or dies stops no other. Logs stay in outputs/check_gpu. Exit code 1 where anything fails, 2
-without a GPU.
+Each check is a function that yields rows. It runs in a separate process with a time limit, because a check
+that fails, hangs or dies must not stop the others. Logs stay in outputs/check_gpu. The exit code is 1 if a
+check fails and 2 without a GPU.
 
-The models have random weights, and logits spread out to an entropy of some four nats: near a uniform
-distribution every sampler would agree with every trainer.
+The models have random weights, whose logits are scaled to an entropy of about four nats: near a uniform
+distribution, every sampler would agree with every trainer.
 
-Left out: how well anything learns, several machines, GPUs of other makers.
+Not covered: how well anything learns, several machines, and GPUs of other makers.
 """
 
 import contextlib
@@ -57,16 +57,16 @@ from cluster.policy_group import PolicyGroup
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
-AGREE = 0.1  # nats a token, on average, between two ways to compute log-probabilities in bf16
-STALE = grpo_trainer.Config.max_logprob_diff  # where the trainer stops
-SHARE = 0.3  # of the GPU that servers take beside the policy
-POLICY_SHARE = 0.6  # of the GPU that the policy and a judge take in turns (colocate)
+AGREE = 0.1  # limit of the mean difference in nats per token between two bf16 computations
+STALE = grpo_trainer.Config.max_logprob_diff  # limit at which the trainer stops
+SHARE = 0.3  # fraction of the GPU for servers next to the policy
+POLICY_SHARE = 0.6  # fraction of the GPU that the policy and a judge use in turns (colocate)
 TOP_P = 0.7
 PEAK = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA A100": 312e12,
-}  # bf16, dense; of others it is measured
+}  # dense bf16; the script measures the peak of other GPUs
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Config:
 
 
 def make_models(work: Path, device=GPU):
-    """In `work`: the folders `tiny` and `model`, and rows to train on."""
+    """Write the models `tiny` and `model` and rows for training to the directory `work`."""
     config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
     write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
@@ -118,8 +118,10 @@ def make_models(work: Path, device=GPU):
 
 @torch.no_grad()
 def write_model(model, tokenizer, folder: Path) -> None:
-    """With logits spread so that the entropy is about four nats: where they are normal it is log V - variance
-    / 2."""
+    """Save a model with its logits scaled to an entropy of about four nats.
+
+    For normally distributed logits the entropy is log V - variance / 2.
+    """
     logits = model(torch.arange(64, device=model.device)[None]).logits
     model.model.norm.weight *= math.sqrt(2 * (math.log(model.config.vocab_size) - 4)) / logits.std(-1).mean()
     model.save_pretrained(folder)
@@ -135,7 +137,7 @@ def load(work: Path, device, max_tokens=4096, **changes) -> policy.Policy:
 
 
 def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
-    """Eight empty samples of each prompt, a problem of the toy world."""
+    """Return eight empty samples for each prompt, which is a problem of the toy world."""
     tokenizer, rng = AutoTokenizer.from_pretrained(work / "model"), random.Random(0)
     texts = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(prompts)]
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
@@ -154,22 +156,26 @@ def roll_out(learner, samples, length: int):
 
 
 def logprobs_of(learner, samples):
-    """Log-probabilities of all response tokens, one after the other, and the entropy as estimated by them."""
+    """Return the log-probabilities of all response tokens, and the entropy estimated from them."""
     found = {id(sample): logprobs for sample, logprobs in learner.logprobs_of(samples)}
     logprobs = torch.cat([found[id(sample)] for sample in samples]).cpu()
     return logprobs, -logprobs.mean().item()
 
 
 def difference(learner, samples) -> float:
-    """rollout/logprob_diff: the mean between sampler and trainer."""
+    """Return the mean absolute difference between sampler and trainer (rollout/logprob_diff)."""
     sampled = torch.tensor([logprob for sample in samples for logprob in sample.rollout_logprobs])
     return (logprobs_of(learner, samples)[0] - sampled).abs().mean().item()
 
 
 def agreement(work: Path, learner, who: str, fill, within_nucleus: bool):
-    """Rows: sampler and trainer at another temperature, greedy (whose log-probabilities are those at 1) and
-    at top_p. fill(samples, temperature=..., top_p=...) samples; within_nucleus: its log-probabilities are,
-    and so above the trainer's by the log of the nucleus' share at most."""
+    """Compare sampler and trainer at another temperature, greedily (log-probabilities at 1) and with top_p.
+
+    Args:
+        fill: fill(samples, temperature=..., top_p=...) samples the responses.
+        within_nucleus: Whether the sampler's log-probabilities are those within the nucleus, which exceed the
+            trainer's by at most the negative log of top_p.
+    """
     ways = (("temperature 1.2", 1.2, 1.0), ("greedy", 0.0, 1.0), (f"top_p {TOP_P}", 1.0, TOP_P))
     for name, temperature, top_p in ways:
         samples = samples_of(work, 4)
@@ -185,8 +191,10 @@ def agreement(work: Path, learner, who: str, fill, within_nucleus: bool):
 
 
 def measure(device, function):
-    """What it returns; its seconds; of the GPU's memory the peak, and how far that was above the start, in GB
-    (0 on a CPU)."""
+    """Return the function's result, its seconds, the GPU's peak memory, and the peak above the start.
+
+    Memory is in GB and 0 on a CPU.
+    """
     cuda, peak, before = torch.cuda if device.type == "cuda" else None, 0, 0
     if cuda:
         cuda.empty_cache()
@@ -230,8 +238,10 @@ def check_environment(work: Path):
 
 
 def check_precision(work: Path, device=GPU, length=256):
-    """One update as it is, one that recomputes activations, one in float32: the same samples, and no weight
-    moves."""
+    """Compare an ordinary update with one that recomputes activations and one in float32.
+
+    All updates use the same samples and leave the weights unchanged.
+    """
     learner = load(work, device, tis_cap=2.0)  # with it the loss depends on the log-probabilities
     samples, rng = roll_out(learner, samples_of(work, 4), length), random.Random(0)
     for sample in samples:
@@ -248,7 +258,7 @@ def check_precision(work: Path, device=GPU, length=256):
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
         return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
 
-    update()  # makes the optimizer's state
+    update()  # creates the optimizer's state
     (plain, above, gradient), (logprobs, entropy) = update(), logprobs_of(learner, samples)
     shares, learner.model.shares_prompts = learner.model.shares_prompts, False  # as a run with this has it
     learner.config.gradient_checkpointing = True
@@ -313,7 +323,7 @@ def check_rollouts(work: Path, device=GPU, length=256):
 
 
 def check_update(work: Path, device=GPU, length=1024):
-    """Speed and memory with the trainer's own micro-batches, or, by its own estimate, with what fits."""
+    """Measure speed and memory with the trainer's micro-batches, or with those that fit by its estimate."""
     total = 1e-9 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1e6
     for budget in (16384, 8192, 4096, 2048):
         config = grpo_trainer.Config(
@@ -337,7 +347,7 @@ def check_update(work: Path, device=GPU, length=1024):
     learner.update(groups_of(samples), lr=0.0)  # warms up
     _, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
     if not shape.tie_word_embeddings:
-        weights -= learner.model.get_input_embeddings().weight.numel()  # looked up, not multiplied
+        weights -= learner.model.get_input_embeddings().weight.numel()  # a lookup, not a multiplication
     tokens, fastest = sum(len(sample.prompt_ids) + length for sample in samples), peak_of(device)
     text = (
         f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s "
@@ -350,7 +360,7 @@ def check_update(work: Path, device=GPU, length=1024):
 
 
 def peak_of(device) -> float:
-    """Operations a second in bf16: the maker's figure, or, of what is not listed, that of a large product."""
+    """Return bf16 operations per second: the maker's figure, or the measured speed of a large product."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for start, rate in PEAK.items():
         if name.startswith(start) and not name.endswith(("NVL", "PCIe")):
@@ -361,7 +371,7 @@ def peak_of(device) -> float:
 
 
 def check_servers(work: Path, device=GPU, length=64):
-    """vLLM servers with the policy's weights, beside it on its GPU."""
+    """Check vLLM servers that have the policy's weights and share its GPU."""
     learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
     sent = 2e-9 * learner.model_info()["numel"]
     total = 0.0
@@ -373,7 +383,7 @@ def check_servers(work: Path, device=GPU, length=64):
         rollout_vllm(servers, samples, **options)
 
     def served():
-        """The difference between sampler and trainer, and the seconds that sampling took."""
+        """Return the difference between sampler and trainer, and the seconds of sampling."""
         samples = samples_of(work, 4)
         _, seconds, *_ = measure(device, lambda: fill(samples, temperature=1.0))
         return difference(learner, samples), seconds
@@ -417,7 +427,7 @@ def check_servers(work: Path, device=GPU, length=64):
 
 
 def room_row(log: str, plan: str):
-    """What a server says of its room for keys and values, beside what plan_run says; nothing on a CPU."""
+    """Compare a server's room for keys and values with the estimate of plan_run; no row on a CPU."""
     found = re.findall(r"GPU KV cache size: ([\d,]+) tokens", log)
     planned = re.search(r"room for ([\d,]+) tokens", plan)
     if found and planned:
@@ -427,7 +437,7 @@ def room_row(log: str, plan: str):
 
 
 def check_speed(work: Path, device=GPU, count=512, length=512):
-    """Tokens/s of a server with CUDA graphs, as it comes, and without (--enforce-eager)."""
+    """Measure tokens/s of a server with CUDA graphs (the default) and without (--enforce-eager)."""
     learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
     length = min(length, learner.model.config.max_position_embeddings // 2)
     rates = {}
@@ -456,7 +466,7 @@ def check_speed(work: Path, device=GPU, count=512, length=512):
 
 
 def check_ranks(work: Path, device=GPU, length=256):
-    """The same update by one process and by two ranks, and what each of those holds."""
+    """Compare the same update by one process and by two ranks, and the memory that each rank holds."""
     count = torch.cuda.device_count()
     if device.type == "cuda" and count < 2:
         yield "two ranks", None, f"needs 2 GPUs, torch sees {count}"
@@ -563,7 +573,7 @@ RUNS = {  # name -> (flags, GPUs, what its figures should be)
 async def score_by_asking(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_
 ) -> dict:
-    """The reward function of the whole runs: a number, and where there is a judge it has to answer."""
+    """Score samples of whole runs; if there is a judge, it has to answer."""
     status, answer = "skipped", ""
     if reward_router_address:
         status, answer, _ = await compute_score.chat(
@@ -574,7 +584,7 @@ async def score_by_asking(
 
 
 def check_run(work: Path, name: str):
-    """grpo_trainer.py as a user starts it, two steps with the tiny model; in both vLLM and trainer agree."""
+    """Run grpo_trainer.py as a user does, for two steps with the tiny model; vLLM and trainer must agree."""
     flags, gpus, expected = RUNS[name]
     if torch.cuda.device_count() < gpus:
         yield f"a whole run, {name}", None, f"needs {gpus} GPUs, torch sees {torch.cuda.device_count()}"
@@ -590,7 +600,7 @@ def check_run(work: Path, name: str):
 
 
 def run_row(folder: Path, name: str, expected: str) -> tuple:
-    """Whether a run has its two steps, log-probabilities agree, and a run of adapters saved no weights."""
+    """Check that a run has two steps, log-probabilities agree, and a LoRA run saved no full weights."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     keys = ("time/step", "rollout/logprob_diff")
     times, offs = (", ".join(f"{step[key]:.3g}" for step in steps) for key in keys)
@@ -619,7 +629,7 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
 
 
 def work_on(name: str) -> None:
-    """One check in this process: its rows as lines of JSON, and where it raises the reason as one more."""
+    """Run one check in this process: print its rows as lines of JSON, and an exception as one more row."""
     torch.manual_seed(0)
     with open(WORK / f"{name}.jsonl", "a") as file:
         try:
@@ -635,8 +645,10 @@ def work_on(name: str) -> None:
 
 
 def in_child(name: str, seconds: float) -> list:
-    """The rows of a check in a process of its own, which ends, with what it started, after so many
-    seconds."""
+    """Return the rows of a check that runs in a separate process.
+
+    The process and its children are ended after `seconds`.
+    """
     rows, failure = WORK / f"{name}.jsonl", []
     rows.touch()
     with open(WORK / f"{name}.log", "w") as log:

@@ -1,13 +1,13 @@
-"""The policy on GPUs that are not there: devices, number formats and peak memory of an update, without one.
+"""Simulate an update on GPUs that this machine lacks: devices, number formats and peak memory.
 
-    python benchmarks/fake_gpu.py                           # each recipe's policy beside tools/plan_run.py
+    python benchmarks/fake_gpu.py                           # each recipe's policy next to tools/plan_run.py
     python benchmarks/fake_gpu.py --recipes fapo_7b --layers 4      # quicker: each layer takes seconds
 
-Tensors are fake (torch's FakeTensorMode): each has a device, a type and a size, but no numbers, and what they
-would hold is counted as they come and go. The code is the trainer's own, with the ranks' (FSDP2) on a process
-group that is none; attention is the GPU's flash attention. An operation that mixes devices or types it must
-not mix fails here as it would there. Left out: what a GPU's kernels take for themselves, fragmentation, and
-the memory of libraries (about 1 GB). Needs g++, for fake_gpu.cpp.
+The tensors are fake (torch's FakeTensorMode): each has a device, a type and a size, but no numbers. The
+script counts the bytes of all live tensors. It runs the trainer's code, with the ranks' code (FSDP2) on a
+fake process group and the GPU's flash attention. An operation that mixes incompatible devices or types fails
+as on a GPU. Not covered: memory within GPU kernels, fragmentation, and the memory of libraries (about 1 GB).
+The script needs g++ for fake_gpu.cpp.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Config:
 
 
 class Anything:
-    """A stream, an event, the properties of a device."""
+    """A stand-in for a stream, an event or the properties of a device."""
 
     major, minor, total_memory, multi_processor_count, name = 9, 0, 80 * 2**30, 132, "none"
 
@@ -78,10 +78,10 @@ class Anything:
 
 
 def believe() -> None:
-    """What a GPU build of torch would answer."""
+    """Make torch answer like a build for GPUs."""
     torch._C._ensureCUDADeviceGuardSet()
     fake_tensor.init_gpu_context = lambda *args: None
-    masking_utils.is_tracing = lambda *args: False  # else masks are made that a GPU does not need
+    masking_utils.is_tracing = lambda *args: False  # avoids masks that a GPU does not need
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     answers = dict(device_count=1, current_device=0, is_initialized=True, is_bf16_supported=True)
     answers |= dict(get_device_capability=(9, 0), get_device_properties=Anything, stream=Anything())
@@ -96,7 +96,7 @@ def believe() -> None:
 
 
 def replace_all(model, change, recurse=True):
-    """Module._apply; fake parameters cannot be changed in place, so that tied ones are kept together here."""
+    """Replace Module._apply: fake parameters cannot change in place, so tied ones are kept together here."""
     changed = {}
 
     def of(tensor):
@@ -117,14 +117,14 @@ def replace_all(model, change, recurse=True):
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """As autocast and the GPU have it: bf16, in the kernel that never holds all scores."""
+    """Compute attention as on a GPU with autocast: in bf16, with a kernel that never holds all scores."""
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
 
 def from_config(source, dtype, trust_remote_code=False, max_position_embeddings=0):
-    """A model without weights. For ranks on the GPU at once: FSDP moves parameters in place."""
+    """Return a model without weights. For ranks it is on the GPU, as FSDP moves parameters in place."""
     shape = AutoConfig.from_pretrained(source)
     is_split = dtype == "auto"
     with torch.device("cuda:0" if is_split else "cpu"):
@@ -132,7 +132,7 @@ def from_config(source, dtype, trust_remote_code=False, max_position_embeddings=
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, by device, and answers where numbers would decide."""
+    """Counts the bytes of live storages per device, and answers operations that depend on numbers."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class Memory(TorchDispatchMode):
         self.resized(storage)
 
     def resized(self, storage) -> None:
-        """FSDP frees what it has gathered by giving it the size 0."""
+        """Count a changed size: FSDP frees gathered parameters by resizing them to 0."""
         if storage in self.sizes:
             entry = self.sizes[storage]
             self.count(entry[0], storage.nbytes() - entry[1])
@@ -163,7 +163,7 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if any("DTensor" in kind.__name__ for kind in types):
-            return NotImplemented  # the operations of its local tensors come here one by one
+            return NotImplemented  # The operations on its local tensors arrive separately.
         out = self.answer(function, arguments, options or {})
         for tensor in tree_leaves(out):
             self.see(tensor)
@@ -189,7 +189,7 @@ class Memory(TorchDispatchMode):
 
 
 def folder_of(model: str, fewer: int = 0) -> str:
-    """A folder with this model's shape and nothing else. fewer: layers, instead of its own."""
+    """Return a directory with only this model's configuration. `fewer` replaces its number of layers."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[model]
     kind = Qwen3Config if "Qwen3" in model else Qwen2Config
     shape = kind(
@@ -210,7 +210,7 @@ def folder_of(model: str, fewer: int = 0) -> str:
 
 
 def samples_of(config) -> list[list[policy.Sample]]:
-    """Two groups, each of two full micro-batches of equally long samples: the second one finds gradients."""
+    """Return two groups of two full micro-batches each; in the second micro-batch gradients already exist."""
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or policy.TOKENS_PER_PASS["cuda"], longest)
     count = -(-tokens // longest)
@@ -227,7 +227,7 @@ def samples_of(config) -> list[list[policy.Sample]]:
 
 
 def kind_of_policy(config):
-    """What makes it: a Policy, or one rank that takes the others' answers as given."""
+    """Return a function that makes a Policy, or one rank with simulated answers of the other ranks."""
     device = torch.device("cuda:0")
     if config.policy_ranks == 1 and not config.policy_offload:
         return lambda: policy.Policy(config, config.model, device)
@@ -241,7 +241,7 @@ def kind_of_policy(config):
 
 
 def run_case(flags: list[str]) -> dict:
-    """An update of this configuration: bytes that are held and at the peak, and which devices and types."""
+    """Run an update; return the bytes between updates and at the peak, and the tensors' devices and types."""
     config = tyro.cli(grpo_trainer.Config, args=flags)
     config = dataclasses.replace(config, device="cuda", mini_batch_size=1, rollout="vllm")
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,7 +256,7 @@ def run_case(flags: list[str]) -> dict:
     real_mask_of = causal_lm.mask_of
     real_states = speedups.shared_states
 
-    def shared_states(model, body, sequences, counts, *rest):  # asked first in each pass
+    def shared_states(model, body, sequences, counts, *rest):  # called first in each pass
         memory.true = sum(counts)
         return real_states(model, body, sequences, counts, *rest)
 
@@ -274,7 +274,7 @@ def run_case(flags: list[str]) -> dict:
         batches = policy.mini_batches(groups, config)
         for batch in batches:
             batch.samples = batch.samples[:: config.policy_ranks]
-        learner.update_mini_batches(batches, 1e-6, math.inf)  # makes Adam's moments
+        learner.update_mini_batches(batches, 1e-6, math.inf)  # creates Adam's moments
         held = dict(memory.now)
         memory.peak = dict(memory.now)
         learner.update_mini_batches(batches, 1e-6, math.inf)
@@ -301,7 +301,7 @@ def run_case(flags: list[str]) -> dict:
 
 
 def in_child(cases: list[list[str]]) -> list[dict]:
-    """run_case of each in a process that believes in a GPU. RuntimeError with the end of its output."""
+    """Call run_case for each case in a process with a simulated GPU. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         library = build_guard(folder)
         libraries = str(Path(torch.__file__).parent / "lib")
@@ -314,7 +314,7 @@ def in_child(cases: list[list[str]]) -> list[dict]:
 
 
 def build_guard(folder: str) -> str:
-    """Compiles fake_gpu.cpp (seconds)."""
+    """Compile fake_gpu.cpp, which takes seconds."""
     home = Path(torch.__file__).parent
     library = f"{folder}/fake_gpu.so"
     command = f"g++ -shared -fPIC -std=c++20 -I{home}/include {HERE}/fake_gpu.cpp -o {library} -L{home}/lib"
@@ -323,7 +323,7 @@ def build_guard(folder: str) -> str:
 
 
 def flags_of(recipe: str, layers: int = 0) -> list[str]:
-    """The trainer's flags in a recipe, which is run with a shell function in place of python."""
+    """Return the trainer's flags in a recipe, which runs with a shell function in place of python."""
     script = f'python() {{ shift; printf "%s\\0" "$@"; }}; source {HERE.parent}/recipes/{recipe}.sh'
     env = os.environ | {"JUDGE_MODEL": "a/judge", "DATA": "data", "OUT": "outputs"}
     said = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True).stdout

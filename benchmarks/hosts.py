@@ -1,11 +1,11 @@
-"""Four hosts on this machine: network namespaces on one bridge, each with its own address, loopback, Ray
-session and shared memory. They make one Ray cluster, which asks for a token.
+"""Simulate four hosts on this machine: network namespaces on one bridge, each with a separate address,
+loopback, Ray session and shared memory. The hosts form one Ray cluster, which requires a token.
 
     with played_hosts(folder, SERVER) as on:
         process = on("h1", sys.executable, "grpo_trainer.py", ..., log=folder / "run.log")
 
-tests/test_cluster.py cuts one of them off, bench_cluster.py limits their links. Needs root and `ip`. Left
-out: what separate machines have of their own, such as clocks, disks and cores.
+tests/test_cluster.py disconnects a host, and bench_cluster.py limits the links. Both need root and `ip`. Not
+covered: separate clocks, disks and cores.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # what Ray may deal out; h1 has the driver
-START_S = 300.0  # in which Ray must have started on all of them
+CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # CPUs that Ray may assign; h1 has the driver
+START_S = 300.0  # time limit for the start of Ray on all hosts
 OWN = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
 
 
@@ -32,7 +32,7 @@ def run(command: str) -> None:
 
 
 def limit_links(bytes_per_s: float) -> None:
-    """So much into each host, and so much out of it."""
+    """Limit the bytes per second into and out of each host."""
     rate = f"root tbf rate {8 * bytes_per_s:.0f}bit burst 128kb latency 50ms"
     for host in CPUS:
         run(f"tc -n {host} qdisc add dev eth0 {rate}")
@@ -41,10 +41,14 @@ def limit_links(bytes_per_s: float) -> None:
 
 @contextlib.contextmanager
 def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
-    """Yields what starts a program on a host.
+    """Start the hosts and yield a function that starts a program on a host.
 
-    server: the text of a program that plays vLLM's server. cpus: what Ray may deal out on each host.
-    PermissionError where this user may not make network namespaces.
+    Args:
+        server: The source of a program that stands in for vLLM's server.
+        cpus: The number of CPUs that Ray may assign on each host.
+
+    Raises:
+        PermissionError: This user may not make network namespaces.
     """
     if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
         raise PermissionError("no right to make network namespaces here (root and `ip` are needed)")
@@ -69,7 +73,7 @@ def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
 
 
 def make_links() -> None:
-    """All hosts but h1, which is there, and a bridge between all of them."""
+    """Create all hosts except h1, which exists already, and a bridge between all hosts."""
     run("ip link add br77 type bridge")
     run("ip link set br77 up")
     for host in CPUS:
@@ -82,17 +86,17 @@ def make_links() -> None:
 
 
 def environment(folder: Path, server: str) -> dict[str, str]:
-    """Of all that is started; in it, `server` is vLLM."""
+    """Return the environment of all programs, in which `server` replaces vLLM."""
     package = folder / "path" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for part in (package, package.parent, package.parent.parent):
         (part / "__init__.py").touch()
     (package / "api_server.py").write_text(server)
     return os.environ | {
-        "RAY_health_check_period_ms": "1000",  # a host that is cut off is soon noticed
+        "RAY_health_check_period_ms": "1000",  # Ray soon notices a disconnected host.
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "4",
-        "RAY_worker_niceness": "0",  # not behind whatever else this machine does
+        "RAY_worker_niceness": "0",  # Workers run at normal priority.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "token of the test " + "x" * 20,
         "RAY_ADDRESS": f"{address_of('h1')}:6379",
@@ -102,7 +106,7 @@ def environment(folder: Path, server: str) -> dict[str, str]:
 
 
 def start_ray(on, folder: Path, cpus: dict[str, int]) -> None:
-    """Returns when all have joined: what is placed before that is not spread over them."""
+    """Start Ray and wait until all hosts have joined, because earlier placements would not use all hosts."""
     end = time.monotonic() + START_S
     ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
     logs = []
@@ -114,7 +118,7 @@ def start_ray(on, folder: Path, cpus: dict[str, int]) -> None:
         log = folder / f"{host}.log"
         on(host, *ray, *place, "--object-store-memory=100000000", log=log)
         logs.append(log)
-        if host == "h1":  # the others look for it
+        if host == "h1":  # The other hosts connect to h1.
             wait_started(logs, end)
     wait_started(logs, end)
 
@@ -127,12 +131,12 @@ def wait_started(logs: list[Path], end: float) -> None:
 
 
 def remove() -> None:
-    """Ends everything that runs on the hosts, and them."""
+    """End all programs on the hosts and remove the hosts."""
     for host in CPUS:
         pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
         for pid in pids.split():
             os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", host])
-        # or it goes some time later by itself
+        # Without this call the link would disappear only some time later.
         subprocess.run(["ip", "link", "del", f"{host}out"], stderr=subprocess.DEVNULL)
     subprocess.run(["ip", "link", "del", "br77"])

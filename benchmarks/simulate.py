@@ -1,24 +1,29 @@
-"""What breaks first: one step of training on many GPUs, played event by event from measured constants.
+"""Find what limits scaling: simulate a training step on many GPUs, event by event, from measured constants.
 
     python benchmarks/simulate.py                                            # FAPO-7B on 8 to 4,096 GPUs
     python benchmarks/simulate.py --gpus 64 --drawn outputs/RUN/samples.jsonl           # with a run's lengths
-    python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # a run of one machine, beside measured
+    python benchmarks/simulate.py --run outputs/demo_seed0/fapo        # predicted and measured times of a run
 
-Each sample passes the stations of the Reward Loop: router and place on a policy server, the trainer's loop;
-where a judge is asked also a reward worker, the judges' router and a place on a judge. A station serves its
-line in order: the trainer's loop, on one core, reads each answer, makes its text and hands it to the reward
-loop. Then the trainer computes advantages and pickles the samples, each rank reads its own, they update,
-and send each other weights and gradients for each micro-batch; and rank 0 packs the new weights, which go
-from node to node while the next ones are packed: to one node, to two more, to four more, of which some ask
-the same node for them. These parts follow one another, as in the code without --overlap; nothing of them is
-done while others still generate. Nor is traffic between ranks hidden behind computing: gloo hides none, NCCL
-much of it, so that `update` is an upper bound. bench_cluster.py holds all this beside a real run over four
-hosts. Left out: the cost of prompts, cached prefixes, failures, --overlap, servers reading their weights.
+Each sample passes the stations of the Reward Loop: the policy's router, a slot on a policy server, and the
+trainer's loop. A judged sample also passes a reward worker, the judges' router and a slot on a judge. A
+station serves its queue in order. The trainer's loop, on one core, reads each answer, decodes its text and
+passes it to the reward loop.
 
---run is for --rollout hf with critiques in samples.jsonl (keep_critique), as in the demo: every second step
-gives the speeds, and the others are predicted. All samples of a step are generated side by side, token by
-token; the judge's one server works on one critique after the other, which ends when all at once would.
-Medians, because whatever else the machine did is no part of it.
+Then the trainer computes advantages and pickles the samples, each rank reads its share, and the ranks update
+and exchange weights and gradients for each micro-batch. Rank 0 packs the new weights. Each pack goes from
+node to node while the next pack is made: to one node, to two more, then to four more. Several nodes may
+request a pack from the same node.
+
+These parts follow one another, as in the code without --overlap: no part starts while samples are still
+generated. The simulation does not hide traffic between ranks behind computing. gloo hides none and NCCL hides
+much of it, so `update` is an upper bound. bench_cluster.py compares the simulation with a real run over four
+hosts. Not covered: the cost of prompts, cached prefixes, failures, --overlap, and servers that read their
+weights.
+
+--run needs a run with --rollout hf and critiques in samples.jsonl (keep_critique), as in the demo. Every
+second step gives the speeds, from which the other steps are predicted. All samples of a step are generated in
+parallel, token by token. The judge's server is simulated with one critique at a time, which ends at the same
+time as a batch would. The figures are medians, because other work on the machine is not part of the run.
 """
 
 import heapq
@@ -68,9 +73,11 @@ class Config:
 
 
 def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[dict, dict]:
-    """When each station was done, in seconds, and how long it was busy, divided by its places.
+    """Return the second at which each station was done, and its busy seconds divided by its slots.
 
-    jobs: what each does, [(station, seconds), ...]; places: how many jobs a station serves at once.
+    Args:
+        jobs: The stations of each job, [(station, seconds), ...].
+        places: The number of jobs that each station serves at the same time.
     """
     free = {name: [0.0] * count for name, count in places.items()}
     done, busy = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0.0)
@@ -88,12 +95,12 @@ def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[d
 
 
 def drawn(rng: random.Random, mean: float, most: float) -> float:
-    """A length in tokens: log-normal with this mean, cut off at the limit."""
+    """Draw a length in tokens: log-normal with this mean, cut off at the limit."""
     return min(mean * rng.lognormvariate(-0.245, 0.7), most)
 
 
 def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
-    """Seconds of a step's parts, and for how many of them each station is at work."""
+    """Return the seconds of a step's parts, and the seconds for which each station is busy."""
     rng, jobs, total = random.Random(seed), [], 0.0
 
     written = config.drawn.read_text().splitlines() if config.drawn else ()
@@ -122,24 +129,24 @@ def step(config: Config, gpus: int, seed: int = 0) -> tuple[dict, dict]:
 
 
 def to_ranks(config: Config, ranks: int, tokens: float) -> float:
-    """Seconds until each rank has its own of all these tokens: pickled, 14 bytes each on a link, read."""
+    """Return the seconds to pickle these tokens, send them with 14 bytes each, and read a rank's share."""
     return tokens / config.hand_over + 14 * tokens / config.link + tokens / ranks / config.unpack
 
 
 def between_ranks(config: Config, ranks: int, tokens: float) -> float:
-    """Seconds of an update in which weights and gradients travel, were none of them hidden by computing.
+    """Return the seconds in which an update exchanges weights and gradients, if computing hides none of them.
 
-    Each pass over a micro-batch gathers the weights, forward and backward, and adds up the gradients.
-    Before the first update all later ones' samples are looked at, in passes that only go forward.
+    Each pass over a micro-batch gathers the weights forward and backward, and adds up the gradients. Before
+    the first update, forward passes over the samples of all later updates compute log-probabilities.
     """
-    passes = math.ceil(tokens / config.updates / config.micro_batch)  # of each update
+    passes = math.ceil(tokens / config.updates / config.micro_batch)  # passes of each update
     gathered = 2 * config.updates + config.updates - 1
     size = passes * (gathered * config.weights + config.updates * config.gradients)
     return size * (1 - 1 / ranks) / config.fabric
 
 
 def to_servers(config: Config, ranks: int, nodes: int, rng) -> float:
-    """Seconds until all nodes have the weights: a pack is made while the one before is on its way."""
+    """Return the seconds until all nodes have the weights; each pack is made while the last one is sent."""
     count = math.ceil(config.weights / config.pack_size)
     size = config.weights / count
     made = size / config.pack + size * (1 - 1 / ranks) / config.fabric
@@ -153,10 +160,10 @@ def to_servers(config: Config, ranks: int, nodes: int, rng) -> float:
 
 
 def links(nodes: int, rng) -> int:
-    """How many times in a row a pack takes a link until it is on all nodes.
+    """Return the number of consecutive transfers until a pack is on all nodes.
 
-    First one has it from rank 0's node, then as many have it as those that had it before; each asks any of
-    these, as Ray does, and so some are asked by several, and serve them side by side.
+    First one node gets the pack from rank 0's node. In each later round, the number of nodes that have the
+    pack doubles. Each new node asks a random owner, as in Ray, so an owner may have to serve several nodes.
     """
     times, have = 0, 1
     while have <= nodes:
@@ -167,7 +174,7 @@ def links(nodes: int, rng) -> int:
 
 
 def table(config: Config) -> str:
-    """A row for each size: a step's parts in seconds, and what has most to do of what is no GPU's work."""
+    """Return a table by number of GPUs: a step's parts in seconds, and the busiest part without GPUs."""
     parts = "rollout | reward wait | advantages | to the ranks | update | weights"
     rows = [f"| GPUs | {parts} | step s | breaks first |"]
     rows.append("| ---: " * 8 + "| --- |")
@@ -182,7 +189,7 @@ def table(config: Config) -> str:
 
 
 def predict(run: Path) -> dict[str, tuple[float, float]]:
-    """{part of a step: (seconds predicted, measured)} for every second step of the run."""
+    """Return {part of a step: (predicted seconds, measured seconds)} for every second step of the run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "time/step" in line]
     halves = lines[::2], lines[1::2]
@@ -200,7 +207,7 @@ def predict(run: Path) -> dict[str, tuple[float, float]]:
 
     batch = round(of("perf/tokens") / of("response_length/mean"))
     speed = of("response_length/max") / of("time/rollout")  # tokens/s of each sample
-    # all that the judge wrote, from the end of the shortest response to that of the last critique
+    # The judge writes from the end of the shortest response to the end of the last critique.
     seconds = of("time/rollout") + of("time/reward_wait") - min(lengths(0)) / speed
     judge = of("genrm/asked") * sum(critiques(0)) / len(critiques(0)) / seconds
     rng, jobs = random.Random(0), []

@@ -1,4 +1,4 @@
-"""Seconds of training until a held-out score is reached: grpo_trainer.py next to TRL's GRPOTrainer.
+"""Measure the training time to a held-out score, for grpo_trainer.py and for TRL's GRPOTrainer.
 
     pip install --target ~/trl --no-deps "trl==1.16.*" datasets multiprocess pandas
     python benchmarks/time_to_score.py --trl ~/trl --model data/gcd0/policy --threshold 0.9 \
@@ -7,14 +7,15 @@
         --reward-fn recipes/gcd_steps.py:compute_score_outcome --out time_to_score.jsonl
 
 Both sides get the same rows, model, reward function, loss (token mean, clipped to 0.8..1.28, no KL term),
-optimizer and lengths, in float32 on the same number of threads. Each draws the prompts in an order of its
-own. Held-out rows are answered greedily; the score is the share that the reward function calls correct (acc).
+optimizer and lengths, in float32 on the same number of threads. The sides draw the prompts in different
+orders. Held-out rows are answered greedily; the score is the fraction that the reward function calls correct
+(acc).
 
-The clock of a side runs from the start of its process, imports and Ray included, and stands still during
-evaluations. The sides take turns: one is stopped while the other runs, so that other work on the machine
-slows both down alike. The script also prints the seconds of CPU time of each trainer's own process.
+The clock of a side starts with its process, includes imports and Ray, and stops during evaluations. The sides
+take turns, because other work on the machine should slow both down alike: one side is stopped while the other
+runs. The script also prints the CPU time of each trainer's main process in seconds.
 
-Left out: GPUs, vLLM, TRL's own evaluation loop (the same model.generate is called directly).
+Not covered: GPUs, vLLM, and TRL's evaluation loop (the script calls model.generate directly).
 """
 
 import contextlib
@@ -79,7 +80,7 @@ def rows_of(path: str) -> list[dict]:
 
 
 class Events:
-    """Lines of JSON with the time at which they were written; the parent reads them."""
+    """A log of JSON lines with the time of each line, which the parent process reads."""
 
     def __init__(self, path: str):
         self.file = open(path, "a", buffering=1)
@@ -224,7 +225,7 @@ def run_trl(job: dict, events: Events) -> None:
 
 @contextlib.contextmanager
 def without_checkpointing(model):
-    """While a model recomputes activations it does not use its cache of keys and values."""
+    """Turn off gradient checkpointing, with which a model does not use its cache of keys and values."""
     was_on = model.is_gradient_checkpointing
     if was_on:
         model.gradient_checkpointing_disable()
@@ -252,13 +253,13 @@ def load_function(reference: str):
 
 
 class Side:
-    """A trainer in a process group of its own, which is stopped while it is another one's turn."""
+    """A trainer in a separate process group, which is stopped while another side runs."""
 
     def __init__(self, job: dict, config: Config):
         self.name = job["side"]
         self.events = Path(job["folder"], f"{self.name}.jsonl")
         self.log = Path(job["folder"], f"{self.name}.log")
-        self.turns = []  # (from, to) in which it ran
+        self.turns = []  # (start, end) of each turn
         self.was_stopped = False
         path = Path(job["folder"], f"{self.name}.job")
         path.write_text(json.dumps(job | {"events": str(self.events)}))
@@ -275,7 +276,7 @@ class Side:
             )
 
     def run_for(self, seconds: float) -> bool:
-        """Let the process run -> whether it goes on."""
+        """Let the process run. Returns whether it still runs afterwards."""
         begun = time.monotonic()
         self.process.send_signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -286,7 +287,7 @@ class Side:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the process, if it still runs, and give Ray time to end what it started."""
+        """End the process if it still runs, and give Ray time to end its processes."""
         if self.process.poll() is None:
             self.was_stopped = True
             self.process.send_signal(signal.SIGTERM)
@@ -305,12 +306,12 @@ class Side:
 
 
 def own_seconds(turns: list[tuple[float, float]], moment: float) -> float:
-    """How long a process that ran in these turns had been running at this moment."""
+    """Return how many seconds a process with these turns had run at this moment."""
     return sum(max(0.0, min(end, moment) - begin) for begin, end in turns)
 
 
 def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
-    """Scores and ends of steps, with the seconds that leave out evaluations and others' turns."""
+    """Return scores and ends of steps, in seconds without evaluations and the turns of other sides."""
     paused = paused_cpu = 0.0
     points = []
     step_ends = []
@@ -332,7 +333,7 @@ def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
 
 
 def compare(config: Config, seed: int) -> list[dict]:
-    """The curves of all sides for one seed."""
+    """Return the curves of all sides for one seed."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = {name: Path(folder, f"{name}.jsonl") for name in ("train_file", "val_file")}
         write_rows(config.train_file, None, config.suffix, files["train_file"])
@@ -357,7 +358,7 @@ def compare(config: Config, seed: int) -> list[dict]:
 
 
 def reached(curve: dict, threshold: float) -> dict | None:
-    """The first evaluation at or above the threshold."""
+    """Return the first evaluation at or above the threshold."""
     for point in curve["points"]:
         if point["score"] >= threshold:
             return point
@@ -397,7 +398,7 @@ def main() -> None:
             run_trl(job, events)
         return
     config = tyro.cli(Config)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a stopped side would stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would stay behind.
     curves = []
     for seed in config.seeds:
         curves += compare(config, seed)

@@ -1,11 +1,12 @@
-"""Writes docs/evidence/classifier.jsonl from finished runs of recipes/toy_disrm.sh, and from that the tables
-and the figure of docs/classifier.md.
+"""Write docs/evidence/classifier.jsonl from finished runs of recipes/toy_disrm.sh, and from this file the
+tables and the figure of docs/classifier.md.
 
     for seed in 0 1 2; do SEED=$seed bash recipes/toy_disrm.sh --val-every 0; done
     python docs/make_classifier.py --runs outputs/disrm   # from these runs
-    python docs/make_classifier.py                        # tables and figure anew, from classifier.jsonl
+    python docs/make_classifier.py                        # tables and figure again, from classifier.jsonl
 
-Beside them stand the runs from the same warm start, problems and seeds in runs.jsonl (docs/make_evidence.py).
+The tables compare these runs with the runs of runs.jsonl (docs/make_evidence.py) that have the same
+checkpoint, problems and seeds.
 """
 
 import json
@@ -24,7 +25,7 @@ from toy.report import COLUMNS, read_metrics, table
 
 FILE = evidence.FILE.with_name("classifier.jsonl")
 PAGE = evidence.DOCS / "classifier.md"
-START = "algo0"  # of runs.jsonl: the models that come with the repository
+START = "algo0"  # the runs of runs.jsonl from the shipped models
 BESIDE = {
     "rule": "outcome reward only",
     "classifier": "classifier score as the reward",
@@ -35,7 +36,7 @@ BESIDE = {
 OURS = ("classifier", "flagged")
 COLOURS = evidence.COLOURS | {"classifier": "#CC79A7", "flagged": "#E69F00"}
 KINDS = ("truly correct", "flawed positive", "wrong")
-LAST = 10  # steps of which a table sums up the training samples
+LAST = 10  # number of steps whose training samples a table sums up
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Config:
 
 
 def kind_of(result: dict) -> str:
-    """A sample, as the oracle sees it: one of KINDS."""
+    """Return the oracle's verdict on a sample: one of KINDS."""
     if result["truly_correct"]:
         return "truly correct"
     if result["oracle_flawed_positive"]:
@@ -56,7 +57,7 @@ def kind_of(result: dict) -> str:
 
 
 def called_sound(folder: Path, first: int, last: int) -> dict[str, list[int]]:
-    """Of the training samples that were kept of these steps, by kind: those with a score above 0, and all."""
+    """Return {kind: [samples with a score above 0, all samples]} for the logged samples of these steps."""
     counts = {kind: [0, 0] for kind in KINDS}
     for line in read_lines(folder / "samples.jsonl")[0]:
         if line["split"] == "train" and first <= line["step"] <= last:
@@ -67,7 +68,7 @@ def called_sound(folder: Path, first: int, last: int) -> dict[str, list[int]]:
 
 
 def collect(folder: Path) -> list[dict]:
-    """A dict for each run of OURS, as evidence.collect has it, with what was said of its samples."""
+    """Return the dict of `evidence.collect` for each run of OURS, with the classifier's verdicts."""
     found = []
     for run in evidence.collect(folder):
         if run["algorithm"] not in OURS:
@@ -86,7 +87,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def share(runs: list[dict], when: str, kind: str) -> str:
-    """Of all runs' samples of this kind the share that was called sound, and how many there are."""
+    """Return the fraction of all runs' samples of this kind that was called sound, and their number."""
     sound = sum(run[when][kind][0] for run in runs)
     count = sum(run[when][kind][1] for run in runs)
     if not count:
@@ -95,7 +96,7 @@ def share(runs: list[dict], when: str, kind: str) -> str:
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
-    """Every table of the page by its name, as Markdown. runs: those of both files."""
+    """Return every table of the page as {name: Markdown}. `runs` contains the runs of both files."""
     rows = [[*evidence.row("initial policy", evidence.of(runs, "rule", START), COLUMNS, when="before"), ""]]
     for name, title in BESIDE.items():
         some = evidence.of(runs, name, START)
@@ -117,7 +118,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """The training samples step by step, as the oracle sees them."""
+    """Plot the oracle's verdicts on the training samples of each step."""
     figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
     for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), evidence.PANELS.items()):
         for name in ("rule", *OURS, "fapo_judge"):
@@ -128,7 +129,7 @@ def draw(runs: list[dict], path: Path) -> None:
 
 
 def read() -> list[dict]:
-    """The runs of both files."""
+    """Return the runs of both files."""
     return evidence.read() + [json.loads(line) for line in FILE.read_text().splitlines()]
 
 

@@ -1,14 +1,14 @@
-"""Writes docs/evidence/runs.jsonl from finished runs, and from that file the figures, tables and CSV files.
+"""Write docs/evidence/runs.jsonl from finished runs, and from that file the figures, tables and CSV files.
 
     make evidence                                         # seven to nine hours: the runs, then this
     python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
     python docs/make_evidence.py                          # figures and tables again, from runs.jsonl
 
-A line of runs.jsonl is one run: its world (a warm start), algorithm and seed, the held-out figures before and
-after it, and what was measured on the rollouts of each step. A table stands in a page between
-<!-- evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test compares all of them with
-runs.jsonl. A cell is the median of the runs, with the lowest and the highest value in parentheses. A run of
---runs replaces the run with the same world, algorithm and seed.
+A line of runs.jsonl is one run: its world (a checkpoint with its data), algorithm and seed, the held-out
+metrics before and after training, and the metrics of each step's rollouts. A page has each table between <!--
+evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test compares all tables with runs.jsonl.
+A cell is the median of the runs, with the lowest and the highest value in parentheses. A run of --runs
+replaces the run with the same world, algorithm and seed.
 """
 
 import csv
@@ -45,14 +45,14 @@ PANELS = {
     "flawed_positive_rate": "flawed positives as the judge sees them\n(fraction of correct answers)",
 }
 STANDARD = ("warm0", "warm1", "warm2")
-COMPARED = ("algo0", "algo1", "algo2")  # warm starts of their own, for the algorithms
+COMPARED = ("algo0", "algo1", "algo2")  # separate checkpoints for the comparison of algorithms
 NAMES = {
     "rule": "outcome reward only",
     "fapo_judge": "FAPO, served judge",
     "fapo_oracle": "FAPO, oracle as judge",
     "papo_oracle": "PAPO, oracle as judge",
 }
-FIRST_TABLE = {  # of the README
+FIRST_TABLE = {  # the table in the README
     "rule": "GRPO, outcome reward only",
     "fapo_judge": "FAPO, judge trained and served",
     "fapo_oracle": "FAPO, oracle as the judge",
@@ -90,7 +90,7 @@ LONG = {
     "prefix_oracle": "prefix_long",
     "vppo_oracle": "vppo_long",
 }
-VARIANTS = {  # from its first checkpoint; {steps} is the number of steps of the runs
+VARIANTS = {  # runs from the second world's first checkpoint; {steps} is their number of steps
     "rule": "outcome reward only",
     "rule_slow": "outcome reward, half the learning rate",
     "rule_fast": "outcome reward, twice the learning rate",
@@ -110,7 +110,7 @@ VARIANTS = {  # from its first checkpoint; {steps} is the number of steps of the
     "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, judge queried on correct answers only",
 }
-SCHEDULES = {  # from its first checkpoint: of lambda (recipes/lambda_schedule.py)
+SCHEDULES = {  # schedules of lambda (recipes/lambda_schedule.py) from the second world's first checkpoint
     "rule": "0 (outcome reward only)",
     "fapo_oracle": "1",
     "penalty2": "2",
@@ -118,14 +118,14 @@ SCHEDULES = {  # from its first checkpoint: of lambda (recipes/lambda_schedule.p
     "linear": "from 0 to 1 within 20 steps",
     "majority": "1 in groups with more fully correct than wrong answers, else 0",
 }
-FORBIDDING = {  # what becomes of flawed positives
+FORBIDDING = {  # how flawed positives are scored
     "penalty2": "forbidden from the start (λ = 2)",
     "later2": "forbidden in the second half (λ = 0, then 2)",
     "fapo_oracle": "penalised (λ = 1)",
     "rule": "never penalised (λ = 0)",
 }
-UNASKED = {"later": 20, "later2": 20}  # steps in which lambda is 0, so that no judge has to be asked
-OVERLOOKING = {  # from its second checkpoint: FAPO with judges that find a share of the flaws
+UNASKED = {"later": 20, "later2": 20}  # In these first steps lambda is 0, so no judge is needed.
+OVERLOOKING = {  # judges of different recall, with FAPO from the second world's second checkpoint
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
     "fapo_recall0.7": "FAPO, recall .7",
@@ -138,7 +138,7 @@ OVERLOOKING = {  # from its second checkpoint: FAPO with judges that find a shar
 }
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own flaws"}
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-# The judge is also queried on wrong answers.
+# In runs of these algorithms, the judge is also queried on wrong answers.
 LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
@@ -147,8 +147,8 @@ OWN_COLUMNS = {
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
 }
-REPEATED = ("flawed positives", "fully correct")  # of OWN_COLUMNS: also shown for the twin checkpoint
-COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
+REPEATED = ("flawed positives", "fully correct")  # The tables show these columns for the twin checkpoint too.
+COLOURS = {  # the palette of Okabe and Ito, which colour-blind readers can distinguish
     "rule": "#D55E00",
     "fapo_judge": "#0072B2",
     "fapo_oracle": "#56B4E9",
@@ -179,7 +179,7 @@ class Config:
 
 
 def collect(folder: Path) -> list[dict]:
-    """One dict a run, in the order of their names. Raises ValueError for a run that is not finished."""
+    """Return one dict per run, in the order of their names. Raises ValueError if a run is not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
         if path.parent.parent.name.startswith("shop"):  # docs/make_shop.py collects these
@@ -205,7 +205,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def kind_of_flaw(question: str, solution: str) -> str:
-    """What the first wrong paragraph of a flawed solution of the toy world is, in a word."""
+    """Return the kind of the first error in a flawed solution of the toy world, such as "arithmetic"."""
     problem = parse_problem(question)
     sound = write_solution(problem, Random(0))
     stated = split_paragraphs(solution)
@@ -225,8 +225,8 @@ def kind_of_flaw(question: str, solution: str) -> str:
 
 
 def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
-    """Of the training samples that a run kept from that step on: its flawed positives by their kind, how many
-    correct answers its judge accepted, and the flawed ones among these by their kind."""
+    """Count the flawed positives by kind in the training samples from step `since` on, the correct answers
+    that the judge accepted ("passed"), and the flawed positives among these by kind ("overlooked")."""
     flaws, overlooked, passed = Counter(), Counter(), 0
     for line in read_lines(folder / "samples.jsonl")[0]:
         info = line["reward_extra_info"]
@@ -247,7 +247,7 @@ def read() -> list[dict]:
 
 
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
-    """Some of the runs. ValueError where there is none."""
+    """Return the runs of an algorithm in these worlds. Raises ValueError if there are none."""
     found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
     if not found:
         where = " or ".join(worlds or STANDARD)
@@ -256,7 +256,7 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
 
 
 def cell(values: list[float], digits: int = 2) -> str:
-    """.83 (.78-.87), or only .83 for one value; for infinity "never"."""
+    """Format median and range, such as .83 (.78-.87); one value has no range, and infinity is "never"."""
     shown = (min(values), statistics.median(values), max(values))
     low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
     if len(values) == 1 or low == "never":
@@ -271,20 +271,20 @@ def row(
 
 
 def half_correct(run: dict) -> float:
-    """The first step at which half of the samples are truly correct, smoothed; infinity: never."""
+    """Return the first step at which half of the samples (smoothed) are fully correct, or infinity."""
     values = smooth(run["curves"].get("truly_correct", []))
     return next((step for step, value in enumerate(values, 1) if value >= 0.5), math.inf)
 
 
 def half_mended(run: dict) -> float:
-    """The first step at which flawed positives are half of what they were, smoothed; infinity: never."""
+    """Return the first step at which the smoothed flawed-positive rate has halved, or infinity."""
     values = smooth(run["curves"]["oracle_flawed_positive_rate"])
     half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
     return next((step for step, value in enumerate(values, 1) if value <= half), math.inf)
 
 
 def algorithms_table(runs: list[dict], *worlds: str) -> str:
-    """The algorithms that have finished runs in each of these worlds."""
+    """Return a table of the algorithms that have finished runs in each of these worlds."""
     rows = []
     for algorithm, title in ALGORITHMS.items():
         some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
@@ -295,7 +295,7 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
 
 
 def calls(run: dict) -> float:
-    """What the judge is asked in a step of 128 samples: nothing, about right answers, or about all."""
+    """Return the mean number of judge calls per step of 128 samples: none, the correct answers, or all."""
     if run["algorithm"].startswith(("rule", "distill")):
         return 0.0
     if run["algorithm"].startswith(LOCATED):
@@ -305,7 +305,7 @@ def calls(run: dict) -> float:
 
 
 def schedule_table(runs: list[dict]) -> str:
-    """FAPO from the second world's first checkpoint with a fixed lambda and with schedules of it."""
+    """Return a table of FAPO with fixed and scheduled lambda from the second world's first checkpoint."""
     rows = []
     for name, title in SCHEDULES.items():
         some = of(runs, name, OWN[0])
@@ -315,7 +315,7 @@ def schedule_table(runs: list[dict]) -> str:
 
 
 def forbidding_table(runs: list[dict], world: str) -> str:
-    """What becomes of a policy whose flawed positives are forbidden from the start, later or never."""
+    """Return a table of policies whose flawed positives are forbidden from the first step, later or never."""
     rows = [row("initial policy", of(runs, "rule", world), COLUMNS, when="before") + ["", ""]]
     for name, title in FORBIDDING.items():
         some = of(runs, name, world)
@@ -326,7 +326,7 @@ def forbidding_table(runs: list[dict], world: str) -> str:
 
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
-    """A row with OWN_HEADS: where an algorithm ends from this checkpoint and from its twin."""
+    """Return a row with OWN_HEADS: an algorithm's results from this checkpoint and from its twin."""
     found = of(runs, name, world)
     twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
     cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
@@ -344,7 +344,7 @@ def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "a
 
 
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
-    """A checkpoint of the second world, and the algorithms that have run from it."""
+    """Return rows for a checkpoint of the second world and for the algorithms that have runs from it."""
     there = {run["algorithm"] for run in runs if run["world"] == world}
     rows = [of_start(runs, "rule", f"{head}initial policy", world, "before")]
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
@@ -356,7 +356,7 @@ OWN_HEADS += [f"{name}, twin checkpoint" for name in REPEATED]
 
 
 def judges_table(runs: list[dict]) -> str:
-    """How FAPO ends with judges of different recall; second_world.csv has all columns and runs."""
+    """Return a table of FAPO with judges of different recall; second_world.csv has all columns and runs."""
     shown = ["512 held-out problems", "flawed positives", "flawed positives, twin checkpoint"]
     shown += ["fully correct"]
     places = [OWN_HEADS.index(name) for name in shown]
@@ -366,7 +366,7 @@ def judges_table(runs: list[dict]) -> str:
 
 
 def flaws_by_start(runs: list[dict]) -> str:
-    """The flawed-positive rate: a row for each algorithm, a column for each checkpoint."""
+    """Return a table of flawed-positive rates with a row per algorithm and a column per checkpoint."""
     columns, place = {}, OWN_HEADS.index("flawed positives")
     for world in starts(runs):
         rows = own_rows(runs, OWN_ALGORITHMS, world)
@@ -383,7 +383,7 @@ def csv_table(heads: list[str], *rows: list[str]) -> str:
 
 
 def csv_files(runs: list[dict]) -> dict[str, str]:
-    """The tables that are too large for a page, by the names of their files in docs/evidence."""
+    """Return {file in docs/evidence: CSV text} for the tables that are too large for a page."""
     made, rows = {}, []
     for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS), (OWN[1], OWN_ALGORITHMS | OVERLOOKING),
                          (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
@@ -416,13 +416,13 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
 
 
 def starts(runs: list[dict]) -> list[str]:
-    """The starts of the second world from which the first four algorithms have run."""
+    """Return the checkpoints of the second world from which the first four algorithms have runs."""
     core = set(list(OWN_ALGORITHMS)[:4])
     return [world for world in OWN if core <= {run["algorithm"] for run in runs if run["world"] == world}]
 
 
 def flaw_table(runs: list[dict]) -> str:
-    """The kinds of flaws in the last ten steps from all starts, as shares."""
+    """Return a table of the kinds of flaws, as fractions, in the last ten steps from all checkpoints."""
     kinds = ("arithmetic", "copied", "skipped", "answer", "other")
     rows = []
     for name, title in OWN_ALGORITHMS.items():
@@ -435,13 +435,13 @@ def flaw_table(runs: list[dict]) -> str:
 
 
 def in_use(shown: str, runs: list[dict]) -> list[str]:
-    """What a judge says of the policies that it trains, and what the oracle says."""
+    """Return a row that compares a judge's verdicts on the policies that it trains with the oracle's."""
     curves = [[statistics.fmean(run["curves"][key][-10:]) for run in runs] for key in IN_USE.values()]
     return [f"judge trained on {shown}", *map(cell, curves)]
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
-    """Every table of the pages by its name, as Markdown."""
+    """Return every table of the pages as {name: Markdown}."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
     rows = [row("initial policy", of(runs, "rule"), COLUMNS, when="before")]
     for algorithm, title in FIRST_TABLE.items():
@@ -481,29 +481,29 @@ def tables(runs: list[dict]) -> dict[str, str]:
 
 
 def fill(page: str, made: dict[str, str]) -> str:
-    """The page with its tables as they should be. KeyError for a table that nobody makes."""
+    """Return the page with its tables replaced by `made`. Raises KeyError if `made` lacks a table."""
     return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)",
                   lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Each with the four before it, as their mean."""
+    """Return the mean of each value and the four values before it."""
     return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
 def save(figure, path: Path, of_what: str = "step", about: str = "median and range of the runs") -> None:
-    """Save panels of fractions, with one legend below them. about: what lines and bands are."""
+    """Save panels of fractions with one legend below them. `about` explains the lines and bands."""
     for axis in figure.axes:
         axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[-1].get_legend_handles_labels()
-    title = about if len(figure.axes) > 1 else None  # a single panel says it in its title
+    title = about if len(figure.axes) > 1 else None  # The title of a single panel contains `about`.
     figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
     figure.savefig(path)
 
 
 def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
-    """The median of runs, step by step, and from the lowest to the highest."""
+    """Plot the median of the runs at each step, and the range from the lowest to the highest run."""
     columns = list(zip(*map(smooth, curves), strict=True))
     steps = range(1, len(columns) + 1)
     axis.plot(steps, list(map(statistics.median, columns)), color=colour, linewidth=2, label=label)
@@ -512,7 +512,7 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
 
 
 def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path: Path) -> None:
-    """The first three of PANELS. shown: the runs of each algorithm; names: its label."""
+    """Plot the first three of PANELS. `shown` has each algorithm's runs, and `names` its label."""
     figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
     for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
         for name, some in shown.items():
@@ -522,7 +522,7 @@ def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path:
 
 
 def draw_second_world(runs: list[dict], path: Path) -> None:
-    """The algorithms from each checkpoint: flawed positives above, fully correct below."""
+    """Plot the algorithms from each checkpoint: flawed positives above, fully correct answers below."""
     worlds = starts(runs)
     figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
     keys = ("oracle_flawed_positive_rate", "truly_correct")
@@ -538,7 +538,7 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
 
 
 def draw_judges(runs: list[dict], path: Path) -> None:
-    """The end of runs with judges that find a share of the flaws, against that share; 0 is the rule alone."""
+    """Plot final metrics against the judge's recall; recall 0 is the outcome reward only."""
     recalls = {"rule": 0.0, "fapo_oracle": 1.0}
     recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
     keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2"}
@@ -560,7 +560,7 @@ def draw_judges(runs: list[dict], path: Path) -> None:
 
 
 def draw_variants(runs: list[dict], path: Path) -> None:
-    """The flawed-positive rate of each variant: every run from the first checkpoint and from its twin."""
+    """Plot the flawed-positive rate of each variant, for every run from the first checkpoint and its twin."""
     key = "toy/oracle_flawed_positive_rate/mean@1"
     worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
     figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=90)
@@ -586,7 +586,7 @@ def draw_variants(runs: list[dict], path: Path) -> None:
 
 
 def shares(run: dict) -> dict[str, list[float]]:
-    """The shares of all samples, step by step (paper appendix A: alpha, gamma, beta)."""
+    """Return the fractions alpha, gamma and beta of all samples at each step (paper appendix A)."""
     right, sound = run["curves"]["acc"], run["curves"]["truly_correct"]
     return {
         "truly correct": sound,
@@ -596,14 +596,14 @@ def shares(run: dict) -> dict[str, list[float]]:
 
 
 def turning_point(run: dict) -> int | None:
-    """The first step at which truly correct samples outnumber wrong ones (rho > 1), smoothed; None: never."""
+    """Return the first step at which fully correct samples outnumber wrong ones (smoothed), or None."""
     smoothed = {name: smooth(values) for name, values in shares(run).items()}
     more = [sound > wrong for sound, wrong in zip(smoothed["truly correct"], smoothed["wrong"])]
     return more.index(True) + 1 if True in more else None
 
 
 def draw_weak_start(runs: list[dict], path: Path) -> None:
-    """All samples in three parts, with the step at which FAPO begins to discourage flawed positives."""
+    """Plot three fractions of all samples, and when FAPO begins to discourage flawed positives."""
     figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
     colours = {"truly correct": "#0072B2", "flawed positives": "#D55E00", "wrong": "#999999"}
     for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
@@ -623,11 +623,11 @@ def main() -> None:
     try:
         runs = read()
         if config.runs:
-            runs += collect(config.runs)  # of two with one name the new one stays
+            runs += collect(config.runs)  # A new run replaces an old run of the same name.
             runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-        made, files = tables(runs), csv_files(runs)  # before anything is written: a run may be missing
+        made, files = tables(runs), csv_files(runs)  # before writing: a run may be missing
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
-        policies = {name: of(runs, name) for name in NAMES}  # over all warm starts and seeds
+        policies = {name: of(runs, name) for name in NAMES}  # all checkpoints and seeds
         draw_side_by_side(policies, NAMES, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         draw_second_world(runs, FILE.parent / "second_world.png")

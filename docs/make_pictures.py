@@ -1,11 +1,11 @@
-"""Writes docs/report_group.png and docs/report_sample.png from a finished demo.
+"""Write docs/report_group.png and docs/report_sample.png from a finished demo.
 
     make demo
     python -m tools.view_run outputs/demo_seed0    # if the page has changed since
     python docs/make_pictures.py                   # from outputs/demo_seed0; needs chromium
 
-The group is the first one after --step in which the judge and the oracle name the same paragraph of a right
-answer; the sample is the first such one in it.
+The pictures show the first group from --step on in which the judge and the oracle name the same paragraph of
+a correct answer, and the first such sample of this group.
 """
 
 import json
@@ -40,7 +40,7 @@ class Config:
 
 
 def choose(run: Path, first_step: int) -> dict[str, int]:
-    """Step, group and sample to show. ValueError where there is none."""
+    """Return the step, group and sample to show. Raises ValueError if there is none."""
     lines, _ = read_lines(run / "samples.jsonl")
     before = []
     for line in lines:
@@ -55,7 +55,7 @@ def choose(run: Path, first_step: int) -> dict[str, int]:
 
 
 def photograph(page: Path, chromium: str, hidden: str, target: Path, **state) -> None:
-    """A picture of the page in this state without its hidden elements, cut to what is not white."""
+    """Save a picture of the page in this state, without the elements `hidden`, and crop its white margins."""
     with tempfile.TemporaryDirectory() as folder:
         copy, picture = Path(folder, "page.html"), Path(folder, "picture.png")
         style = f"{hidden} {{ display: none !important }}</style>"

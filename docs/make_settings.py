@@ -1,8 +1,8 @@
-"""Writes docs/settings.md, every setting of every script, from the dataclasses and the comments in them.
+"""Write docs/settings.md, a page of all scripts' settings, from the dataclasses and their comments.
 
     python docs/make_settings.py
 
-The help texts are those of `--help`, which settings.py reads from the comments; the groups are its own.
+settings.py reads the help texts from the comments and defines the groups, as for `--help`.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def default_of(field) -> str:
 
 
 def choices_of(hint) -> str:
-    """The values that a setting may have, if they are few."""
+    """Return the allowed values of a setting if the type lists them."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     found = [choices_of(inner) for inner in typing.get_args(hint)]
@@ -65,7 +65,7 @@ def table(config: type, fields: list) -> str:
     texts, hints = settings.help_texts(config), typing.get_type_hints(config, include_extras=True)
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
-        if "Suppress" in repr(hints[field.name]):  # no flag of the command line
+        if "Suppress" in repr(hints[field.name]):  # This field is not a command-line flag.
             continue
         name = f"--{field.name.replace('_', '-')}"
         if "Positional" in repr(hints[field.name]):
@@ -79,7 +79,7 @@ def table(config: type, fields: list) -> str:
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """Return the text of docs/settings.md."""
     trainer = settings.Config
     parts = [HEAD, "## The trainer (`grpo_trainer.py`)\n"]
     for group, fields in settings.grouped(trainer).items():

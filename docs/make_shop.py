@@ -1,12 +1,13 @@
-"""Writes docs/evidence/shop.jsonl from finished runs in the world with a tool, and the tables.
+"""Write docs/evidence/shop.jsonl from finished runs in the world with a tool, and the tables.
 
     WORLDS=tools make evidence                            # the runs, then this
     python docs/make_shop.py --runs outputs/evidence      # from runs that recipes/evidence.sh has made
     python docs/make_shop.py                              # tables and figure again, from the JSONL files
 
 A line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
-steps. The tables are in docs/rollouts.md, docs/evidence.md and LEADERBOARD.md, which also has the second
-world's runs, and in the CSV files of docs/evidence; a test compares them with the JSONL files.
+steps. The tables are in docs/rollouts.md, docs/evidence.md, LEADERBOARD.md and the CSV files of
+docs/evidence. LEADERBOARD.md also has the second world's runs. A test compares the tables with the JSONL
+files.
 """
 
 import json
@@ -28,7 +29,7 @@ FIGURE = FILE.with_suffix(".png")
 LEADERBOARD = evidence.DOCS.parent / "LEADERBOARD.md"
 PAGES = (evidence.DOCS / "rollouts.md", evidence.DOCS / "evidence.md", LEADERBOARD)
 STARTS = ("shop0", "shop1", "shop2")
-COST = 0.03  # of a look-up, unless an algorithm's name has another one
+COST = 0.03  # cost of a look-up, unless the algorithm's name has another cost
 COSTS = (0, 0.01, 0.03, 0.1)
 NAMES = {
     "outcome": "outcome reward only",
@@ -57,14 +58,14 @@ PANELS = {
 }
 SHOWN = {"outcome": ("outcome reward only", "#D55E00"), "fapo": ("FAPO", "#0072B2")}
 OUTCOME = "--reward-fn toy/shop_world.py:compute_score_outcome"
-FLAGS = {  # of each algorithm, beyond those of recipes/toy_tools.sh
+FLAGS = {  # flags of each algorithm, in addition to those of recipes/toy_tools.sh
     "outcome": OUTCOME,
     "outcome_dr_grpo": f"{OUTCOME} --advantage dr_grpo",
     "fapo": "",
     "prefix": "--credit prefix",
     "vppo": "--advantage vppo --prefix-cut 0",
 }
-SECOND_WORLD = {  # of each algorithm, beyond those of recipes/second_world.sh
+SECOND_WORLD = {  # flags of each algorithm, in addition to those of recipes/second_world.sh
     "rule": "--reward-fn toy/toy_world.py:compute_score_baseline",
     "fapo_oracle": "",
     "prefix_oracle": "--credit prefix",
@@ -83,7 +84,7 @@ class Config:
 
 
 def collect(folder: Path) -> list[dict]:
-    """One dict for each finished run, in the order of their names."""
+    """Return one dict for each finished run, in the order of their names."""
     runs = []
     for path in sorted(folder.glob("shop*/*/metrics.jsonl")):
         try:
@@ -110,7 +111,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def held_out(line: dict) -> dict:
-    """The figures of an evaluation."""
+    """Return the metrics of an evaluation."""
     return {key[4:]: round(line[key], 4) for key in line if re.match(r"val/.*/mean@1$", key)}
 
 
@@ -123,8 +124,10 @@ def some_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
 
 
 def at_cost(runs: list[dict], algorithm: str, cost: float) -> list[dict]:
-    """Runs of `outcome` or `fapo` with this cost of a look-up: those from checkpoints with seeds that have
-    all costs, so that rows can be compared."""
+    """Return runs of `outcome` or `fapo` with this cost of a look-up.
+
+    Only checkpoints and seeds that have runs at all costs are used, because the rows must be comparable.
+    """
     found = []
     for each in COSTS:
         name = algorithm if each == COST else f"{algorithm}_cost{each:g}"
@@ -138,7 +141,7 @@ def row(title: str, runs: list[dict], columns=COLUMNS, when: str = "after") -> l
 
 
 def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
-    """Every table of the pages by its name, as Markdown."""
+    """Return every table of the pages as {name: Markdown}."""
     heads = ["512 held-out problems", *COLUMNS, "runs"]
     before = some_of(runs, "outcome")
     rows = [row("initial policy", before, when="before")]
@@ -157,7 +160,7 @@ def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
 
 
 def csv_files(runs: list[dict]) -> dict[str, str]:
-    """The tables that are too large for a page, by the names of their files in docs/evidence."""
+    """Return {file in docs/evidence: CSV text} for the tables that are too large for a page."""
     made, rows = {}, []
     for world in STARTS:
         before = row("initial policy", some_of(runs, "outcome", world), when="before")
@@ -176,7 +179,7 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
 
 
 def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], keys) -> str:
-    """The algorithms with runs from each checkpoint, the best first; a cell is the median of the seeds."""
+    """Rank the algorithms that have runs from each checkpoint; a cell is the median over the seeds."""
     heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]
     heads += ["judge calls per step", "seconds", "runs", "FLAGS"]
     ranked = []
@@ -199,14 +202,14 @@ def median_after(runs: list[dict], key: str) -> float:
 
 
 def seconds_of(runs: list[dict]) -> str:
-    """The quickest run's: others shared their core."""
+    """Return the seconds of the quickest run, because other runs shared their core."""
     if "seconds" not in runs[0]:
         return "not recorded"
     return f"{min(run['seconds'] for run in runs):.0f}"
 
 
 def judge_calls(run: dict) -> float:
-    """What the judge is asked in a step of 128 samples: nothing, about correct answers, or about all."""
+    """Return the mean number of judge calls per step of 128 samples: none, the correct answers, or all."""
     if run["algorithm"].startswith("outcome"):
         return 0.0
     if run["algorithm"] in ("prefix", "vppo"):
@@ -215,11 +218,11 @@ def judge_calls(run: dict) -> float:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Training curves of the two rewards, and where they end at each cost of a look-up."""
+    """Plot the training curves of the two rewards, and the final metrics at each cost of a look-up."""
     figure = Figure(figsize=(11, 7.4), layout="constrained", dpi=90)
     axes = figure.subplots(2, 2).flat
     figure.suptitle("A tool that costs 0.03 per call: median and range of nine runs, smoothed over 5 steps")
-    ends = {"acc": (0.83, 1.0), "truly_correct": (0.03, 0.66), "calls": (0.35, 2.9)}  # of the labels
+    ends = {"acc": (0.83, 1.0), "truly_correct": (0.03, 0.66), "calls": (0.35, 2.9)}  # label positions
     for axis, (key, title) in zip(axes, PANELS.items()):
         for (name, (label, colour)), height in zip(SHOWN.items(), ends[key]):
             evidence.band(axis, [run["curves"][key] for run in some_of(runs, name)], colour, label)
@@ -247,7 +250,7 @@ def draw(runs: list[dict], path: Path) -> None:
 
 
 def fill(page: str, made: dict[str, str]) -> str:
-    """The page with its tables as they should be. KeyError for a table that nobody makes."""
+    """Return the page with its tables replaced by `made`. Raises KeyError if `made` lacks a table."""
     return re.sub(r"(<!-- runs: ([\w ]+) -->\n).*?(<!-- end -->)",
                   lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
 
@@ -256,9 +259,9 @@ def main() -> None:
     config = tyro.cli(Config)
     runs = read() if FILE.exists() else []
     if config.runs:
-        runs += collect(config.runs)  # of two with one name the new one stays
+        runs += collect(config.runs)  # A new run replaces an old run of the same name.
         runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-    made = tables(runs, evidence.read())  # before anything is written: a run may be missing
+    made = tables(runs, evidence.read())  # before writing: a run may be missing
     FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
     draw(runs, FIGURE)
     for name, text in csv_files(runs).items():

@@ -1,9 +1,9 @@
-"""Writes docs/walkthrough.md, one real step of the demo in numbers, from docs/walkthrough.json.
+"""Write docs/walkthrough.md, one real step of the demo in numbers, from docs/walkthrough.json.
 
     python docs/make_walkthrough.py      # writes the page from the recorded step
     python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step 9 --group 9
 
-The recording holds the texts that the two models wrote, and the log-probabilities of the policy's tokens
+The recording contains the texts that the two models wrote, and the log-probabilities of the policy's tokens
 before and after each update of the step. The functions of the trainer compute everything else on the page.
 --record repeats a step: it samples from the checkpoint before the step, which gives the same samples, and
 takes the verdicts from samples.jsonl. The recorded run therefore needs --rollout hf, --save-every 1,
