@@ -363,8 +363,8 @@ def set_advantages(
 ) -> list[list]:
     """Fill in the advantage of each sample, or one advantage per token, and return the groups to train on.
 
-    A sample without a verdict keeps None. A sample also loses its verdict if a value that the advantage needs
-    is not a number. The other samples of its group are then compared without it.
+    A sample without a verdict keeps None as its advantage. A sample also loses its verdict if a value that
+    the advantage needs is not a number. The other samples of its group are then compared without it.
 
     Args:
         groups: Lists of policy.Sample that have a `result`.
@@ -512,7 +512,7 @@ def compute_policy_loss(
         num_sequences: Number of sequences in the whole mini-batch, by default B. Only gspo uses it.
         loss: A name in LOSSES.
         clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high, by default as in LOSSES.
-        clip_c: Bound of the dual clip for the loss "clip".
+        clip_c: Dual-clip bound, used only by the "clip" loss.
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
 

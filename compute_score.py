@@ -33,7 +33,7 @@ from typing import Literal
 import aiohttp
 
 # --- 1. The answer in the box -------------------------------------------------------------------------------
-TAIL_CHARS = 300  # Only the end of a solution is searched, as in DAPO. MATH-500 answers have at most 159.
+TAIL_CHARS = 300  # Only the end is searched, as in DAPO. Answers of MATH-500 have at most 159 characters.
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -193,9 +193,9 @@ def _members(answer):
 
 
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-# These substitutions concern several tokens and are applied in this order. Each line has a regular expression
-# and, after the arrow, its replacement. Each member of an answer is one line; ~ stands for white space that
-# must remain.
+# These substitutions span several tokens and are applied in this order. Each line below holds a regular
+# expression and, after the arrow, its replacement. They are applied to a text with one line per member of the
+# answer, in which ~ marks white space that must be kept.
 _SPELLINGS = r"""
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
@@ -355,9 +355,9 @@ def compute_score_gsm8k(
     return compute_score("gsm8k", solution_str, ground_truth, verifier=verifier)
 
 
-# math-verify limits its time with signal.alarm, which works in main threads only. Therefore child processes
-# compare the answers, and an answer that hangs or kills its child process affects no other answer. The
-# children are forked, because a spawned child would run the main script again.
+# math-verify limits its running time with signal.alarm, which works only in the main thread of a process.
+# Therefore child processes compare the answers, and an answer that hangs or kills its child process affects
+# no other answer. The children are forked, because a spawned child would run the main script again.
 GRADE_TIMEOUT_S = 4  # Seconds per answer; ordinary answers take milliseconds.
 GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine.
 _grader_threads = ThreadPoolExecutor(4)  # This limits event loops to 4 concurrent child processes.
@@ -794,8 +794,8 @@ async def compute_score_fapo(
         penalty: lambda. 1.0 is the paper's majority-guided default (appendix A). If penalty is None, the
             judge only measures, and the run needs no judge.
         on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores the
-            sample as if the solution were sound, as the original does. "rule" also avoids None among the
-            returned numbers, because verl averages every value.
+            sample as if the solution were sound, as the original does. "rule" also keeps None out of the
+            returned numbers, which matters because verl averages every value.
         judge_test: also query the judge on the test split, only to measure: the score stays the rule's.
         judge_wrong: also query the judge on wrong answers, for first_wrong: their score stays the rule's.
         keep_critique: return the text of the critique.
@@ -880,7 +880,7 @@ def compute_score_fapo_genrm(
     try:
         truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"ground_truth, extra_info['total_steps'] must be integers: {error!r}") from error
+        raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
     if not -1 <= truth < total_steps:
         raise ValueError(f"ground_truth: {truth} is not between -1 and {total_steps - 1} (total_steps - 1)")
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)

@@ -243,7 +243,7 @@ class ModelServers:
                 # A sleeping model may die because the trainer uses its GPU memory: such deaths do not count.
                 if slot is not self.router and not self.asleep:
                     deaths += 1
-            except Exception as error:  # A full disk or a lost node may recover, so this is not a death.
+            except Exception as error:  # not a death: a full disk or a lost node may recover
                 last = str(error).strip().rpartition("\n")[2]  # after an actor's traceback
                 event = f"failed ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
@@ -278,7 +278,7 @@ class ModelServers:
                 while not self.stopping.wait(WATCH_EVERY):
                     status, _ = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                     silent = time.monotonic() - answered
-                    if status == 200 or slot is self.router and status:  # An empty router says 503.
+                    if status == 200 or slot is self.router and status:  # 503: it has no servers
                         answered = time.monotonic()
                         self.join(slot, answered - started)
                     elif not self.call_server(slot, "alive"):
@@ -336,7 +336,7 @@ class ModelServers:
         return ray.get(function.remote(*args))
 
     def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> None:
-        """Send a control call to one server. Raise RuntimeError if the answer is not 200."""
+        """Send a control call to one server. Raise RuntimeError if the response status is not 200."""
         status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
         if status != 200:
             raise RuntimeError(f"{slot.name}: POST {path} failed ({status}): {text[:300]}")
@@ -572,7 +572,7 @@ class VllmServer(Process):
         super().__init__(log, command, env, f"http://{host}:{port}", all_cores)
 
     def node(self) -> str:
-        """Return the Ray node of this actor."""
+        """Return the ID of the Ray node on which this actor runs."""
         import ray
         return ray.get_runtime_context().get_node_id()
 

@@ -11,7 +11,7 @@ sample. Advantages and losses are in algorithm.py, the update in policy.py, the 
 causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything
 that a run starts and saves in run.py, and what it writes in run_folder.py.
 
-On a CPU the policy is in this process, unless --policy-ranks shards it. On GPUs Ray places everything: the
+On a CPU the policy runs in this process unless --policy-ranks shards it. On GPUs Ray places everything: the
 ranks of the policy (cluster/), its servers and the judges, each with a fraction of a GPU. `python -m
 tools.plan_run` with the same flags estimates what a run needs.
 
@@ -108,7 +108,7 @@ class Batch:
     staleness: int = 0  # Number of steps by which the sampled weights are old.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
-    rolled_out: threading.Event = field(default_factory=threading.Event)  # Nothing more is generated.
+    rolled_out: threading.Event = field(default_factory=threading.Event)  # set: all is generated
 
     def needs_prompts(self, config: Config) -> bool:
         if not config.dynamic_sampling:
@@ -152,7 +152,7 @@ def start_prefetch(run: Run, step: int, collect) -> PrefetchedStep:
     batch = Batch(step, run.config.temperature)
     pool = ThreadPoolExecutor(1, f"step {step} ")
     future = pool.submit(collect_batch, run, batch, collect)
-    pool.shutdown(wait=False)  # The thread ends with the batch.
+    pool.shutdown(wait=False)  # The thread exits when the batch is complete.
     future.add_done_callback(lambda _: batch.rolled_out.set())
     return PrefetchedStep(batch.rolled_out, future)
 

@@ -242,7 +242,7 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             found = self.all_reduce(self.accumulate_gradients(batch, is_first_update=not norms))
             sums.update(found)
-            if not norms:  # All tokens to compare have been computed by now.
+            if not norms:  # By now, all log-probabilities to compare have been computed.
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.optimizer_step(found["loss_sum"]))
         return self.metrics(sums, norms)
@@ -389,8 +389,8 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None):
         """Yield the name and the full tensor of every weight, with adapters merged.
 
-        vLLM reads the names of the model's files. In memory, transformers uses other names and joins all
-        experts of a layer into one tensor. A tied head is yielded like any other weight.
+        vLLM expects the weight names of the checkpoint files. In memory, transformers uses other names and
+        joins all experts of a layer into one tensor. A tied head is yielded like any other weight.
         """
         if self.has_adapters:
             named = merged_weights(self.model)

@@ -167,7 +167,7 @@ def _final_answer(raw, columns):
 
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
-    """Build a row from problem and final answer, under the hub's column names or those of common copies."""
+    """Build a row from a raw row with a problem and its final answer, under any of several column names."""
     question = _pick(raw, QUESTION)
     answer = _final_answer(raw, source.answer)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".

@@ -68,7 +68,7 @@ log = logging.getLogger("reward_loop")
 
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
-    """How samples are scored: flags of every command line that scores, whose configuration inherits them."""
+    """Options for scoring samples. The configuration of every program that scores samples inherits them."""
 
     # Reward function FILE:NAME. Default: the outcome rule, or the score of a discriminative model.
     reward_fn: str | None = None
@@ -319,7 +319,8 @@ class RewardLoopManager:
         for address in addresses.values():
             if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
                 raise ValueError(f"--router-address {address}: workers on other nodes cannot reach it; start "
-                                 "the router with --host 0.0.0.0 and a key; pass its address")  # fmt: skip
+                                 "the router with --host 0.0.0.0 and a key, and pass its network "
+                                 "address, such as 10.0.0.2:30000")  # fmt: skip
         num_workers = self.options.num_workers or max(2, len(nodes))
         processes = self.options.sync_processes
         if not processes:
@@ -340,7 +341,7 @@ class RewardLoopManager:
 
     # ---- Called from the callers' threads
     def submit(self, sample: dict) -> Future:
-        """Accept a sample (a row of the schema plus `response`) and return the future of its result.
+        """Accept a sample (a row of the schema plus `response`) and return a future for its result.
 
         `response_length` and `step` are optional keys of the sample.
         """
@@ -507,7 +508,7 @@ class RewardLoopManager:
                 worker.ready = False
                 self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # Ray restarts the worker or lost the call.
+            except self._ray.exceptions.ActorUnavailableError:  # It is restarting, or the call was lost.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
@@ -589,7 +590,7 @@ def count_servers(address: str, key: str) -> int:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
     except OSError as error:
-        log.warning("--router-address %s: no answer yet (%s); samples wait for it", address, error)
+        log.warning("--router-address %s: no response yet (%s); samples will wait", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1

@@ -146,11 +146,12 @@ def load_function(spec: str, kind: str = "reward function"):
 
 
 def file_and_name(field: str, spec: str) -> tuple[Path, str]:
-    """Split FILE:NAME. Raise a ValueError that names the option if there is no such file."""
+    """Split FILE:NAME. Raise a ValueError that names the option if that is impossible."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{flag(field)} {spec}: there is no file {path}; pass FILE:NAME, such as score.py:f")
+        raise ValueError(f"{flag(field)} {spec}: expected FILE:NAME, where FILE is an existing .py file, "
+                         "such as score.py:f")  # fmt: skip
     return path, name
 
 
@@ -230,7 +231,7 @@ class Scorer:
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
     async def score(self, payload: bytes) -> bytes:
-        """Call an async function once. This method never raises, because SystemExit would end the worker."""
+        """Call an async function once. It catches even SystemExit, which would otherwise end the worker."""
         try:
             arguments = pickle.loads(payload)  # The data is trusted, because our own manager pickled it.
             return as_result(await self.function(**arguments), arguments.get("solution_strs"))

@@ -295,7 +295,7 @@ class Router:
         say(f"{worker.url} is {state} the rotation ({why})")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer any request. Errors of /generate become plain text."""
+        """Answer any request. Errors from /generate are returned as plain text."""
         response = await self.respond(request)
         if response.status >= 400 and request.path == "/generate":
             # Functions written for SGLang read keys of the answer without checking its status. An error in a
@@ -361,9 +361,9 @@ class Router:
     async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
         """Choose a server like `acquire`, but let some requests wait. Return None if no server can be had.
 
-        A request that no living server has seen may wait for a server. A suspect, which is a request whose
-        server died, waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
-        kills servers.
+        A request that has not yet reached any live server may wait for one. A suspect, which is a request
+        whose server died, waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request
+        that kills servers.
         """
         timeout_s = min(self.config.queue_timeout, deadline - time.monotonic())
         turn = contextlib.nullcontext()
@@ -586,7 +586,7 @@ def sglang_answers(completion: dict) -> list[dict]:
 
 
 async def serve(config: Config) -> None:
-    """Run until SIGINT or SIGTERM, then let the running requests end."""
+    """Run until SIGINT or SIGTERM, then let the requests in progress finish."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

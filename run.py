@@ -115,7 +115,7 @@ class Run:
     def read_tokenizer(self):
         config = self.config
         self.base_model = self.resume_from
-        if config.lora_rank:  # A checkpoint of adapters lacks the base model.
+        if config.lora_rank:  # An adapter checkpoint does not contain the base model.
             self.base_model = config.model
         if Path(self.base_model, "adapter_config.json").is_file():
             raise ValueError(
@@ -365,7 +365,7 @@ class Run:
                 self.policy.load_optimizer(Path(self.resume_from))
         except (ValueError, RanksLost):
             raise
-        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
+        except (Exception, CheckpointException) as error:  # The latter is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
                 f"cannot load {self.resume_from} ({why}); if one of its files is truncated, delete the "

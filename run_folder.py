@@ -125,7 +125,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
 
 
 def add_end_tokens(file: Path, tokenizer) -> None:
-    """Make other programs end responses from this checkpoint at the same tokens."""
+    """Add the end tokens to `file`, so that other programs end responses at the same tokens."""
     if file.is_file():  # Adapter checkpoints do not have this file.
         settings = json.loads(file.read_text())
         ids = sorted(end_tokens(settings.get("eos_token_id"), tokenizer))
@@ -187,12 +187,12 @@ def lines_until(step: int, path: Path, is_valid=lambda line: True) -> list[dict]
 
 
 def has_evaluation(line: dict) -> bool:
-    """Return whether a step's line has the metrics of an evaluation."""
+    """Return whether a step's line contains evaluation metrics."""
     return any(key.startswith("val/") for key in line)
 
 
 class Log:
-    """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png, and to TensorBoard and W&B.
+    """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png; logs to TensorBoard and W&B.
 
     A run resumes after `first_step`: lines of later steps are dropped, because these steps are repeated.
     """

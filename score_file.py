@@ -187,7 +187,7 @@ def run(config: Config):
                     done.pop(row, None)
     left = len(rows) - len(done)
     if done:
-        print(f"resuming: {len(done):,} of {len(rows):,} samples have a score already")
+        print(f"resuming: {len(done):,} of {len(rows):,} samples already have a score")
 
     def check(at_least):
         rate = no_verdict_rate(done.values(), at_least)

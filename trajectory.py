@@ -415,7 +415,7 @@ class Rollouts:
         return ids
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """Render a message after an assistant's. Returns the texts before the content, of it and after it."""
+        """Render a message that follows an assistant's. Returns the text before, of and after its content."""
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:

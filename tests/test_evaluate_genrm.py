@@ -186,7 +186,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
     assert len(judge.requests) == 6  # one more critique of each row
 
-    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to a run with different data"):
         run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
 
 
@@ -235,7 +235,7 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
 def test_a_resumed_run_has_the_same_settings(bench, tmp_path, setting):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
     run(Judge(answer), config)
-    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to a run with different data"):
         run(Judge(answer), replace(config, **setting))
 
 
@@ -250,7 +250,7 @@ def test_critiques_of_another_version_of_compute_score_are_not_mixed_in(bench, t
     assert [Path(file).name for file in header["files"]] == ["compute_score.py"]
     header["files"] = dict.fromkeys(header["files"], "the digest of an older version")
     progress.write_text("\n".join([json.dumps(header), *lines]))
-    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to another run"):
+    with pytest.raises(ValueError, match="c.parquet.jsonl belongs to a run with different data"):
         run(Judge(answer), config)
 
 
