@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
@@ -239,7 +240,7 @@ def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch
     (folder / "one").rename(folder / "two")
     for dies in ("AutoModelForCausalLM", "AutoTokenizer"):
         with monkeypatch.context() as patched:
-            patched.setattr(merge_lora, dies, None)
+            patched.setattr(transformers, dies, None)
             with pytest.raises(AttributeError):
                 train(2, "two")
         if dies == "AutoModelForCausalLM":  # what is there is not that of step 1

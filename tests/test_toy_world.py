@@ -348,12 +348,12 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
     card = (warm_start.SHIPPED / "README.md").read_text()
     for key, line in {
         "acc": "accuracy",
-        "oracle_flawed_positive_rate": "flawed positives (fraction of correct answers, by the oracle)",
-        "truly_correct": "fully correct",
+        "oracle_flawed_positive_rate": "flawed-positive rate, according to the oracle",
+        "truly_correct": "fraction of fully correct samples",
     }.items() if name == "policy" else {
         "recall": "recall",
-        "sound_kept": "specificity (of sound solutions)",
-        "location": "first-error accuracy (of flawed solutions)",
+        "sound_kept": "specificity (on sound solutions)",
+        "location": "first-error accuracy (on flawed solutions)",
     }.items():  # fmt: skip
         told = float(card.split(f"\n| {line} | ")[1].split(" ")[0])
         assert means[key] == pytest.approx(told, abs=0.12), key
