@@ -105,10 +105,11 @@ class Batch:
     groups_to_train: list[list[Sample]] = field(default_factory=list)
     rounds: int = 0  # Number of draws of prompts; above 1 only with --dynamic-sampling.
     num_prompts_drawn: int = 0  # by the whole run, including this batch so far
-    staleness: int = 0  # Number of steps by which the sampled weights are old.
+    staleness: int = 0  # Age of the weights that sampled the batch, in steps.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
-    rolled_out: threading.Event = field(default_factory=threading.Event)  # set: all is generated
+    # Set once nothing more will be generated for this batch.
+    rolled_out: threading.Event = field(default_factory=threading.Event)
 
     def needs_prompts(self, config: Config) -> bool:
         if not config.dynamic_sampling:
@@ -123,7 +124,7 @@ class Batch:
 class PrefetchedStep:
     """A step whose batch a thread collects during the previous step's update (--overlap)."""
 
-    rolled_out: threading.Event  # The batch's event, which a failure sets as well.
+    rolled_out: threading.Event  # The event of the batch, which is also set if collecting fails.
     batch: Future
 
 

@@ -12,7 +12,6 @@ reward. docs/rollouts.md has the rules and examples.
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
 unfinished trajectories get their next turn together and in a fixed order. The result then depends only on the
 seed, however long tools take. On servers, each trajectory proceeds at its own pace.
-
 Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Not covered: images, histories
 that are rewritten, functions in other processes.
 """

@@ -1,9 +1,9 @@
-"""Plain GRPO with only policy.py, rollout.py, algorithm.py and settings.py: no Ray, no servers, no judge.
+"""Plain GRPO with policy.py, rollout.py, algorithm.py and the options of settings.py.
 
     python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 0.9 in 20 steps
 
-The task is to write the digit 3 at least eight times. grpo_trainer.py adds real rewards, logs and
-checkpoints.
+It needs no Ray, no server and no judge. The task is to write the digit 3 at least eight times.
+grpo_trainer.py adds real rewards, logs and checkpoints.
 """
 
 import sys

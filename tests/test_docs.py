@@ -3,13 +3,16 @@
 import ast
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch
 import compute_score
 import grpo_trainer
 import reward_loop
+import reward_worker
 from algorithm import LOSSES, compute_advantages, compute_policy_loss
 from played import says, server
 from settings import PolicyOptions
@@ -443,6 +447,52 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
     for value in (outcome, fapo):
         assert value.replace("-", " to ") in text
+
+
+def test_the_schedule_of_the_questions_runs():
+    """The page's commands name reward functions whose penalty changes as the page says."""
+    (block,) = [block for block in blocks(ROOT / "docs/questions.md", "bash") if "schedule" in block]
+    told = {}
+    for command in block.replace("\\\n", " ").strip().splitlines():
+        words = shlex.split(command)
+        flags = dict(zip(words[4::2], words[5::2], strict=True))
+        function = reward_worker.load_in_this_process("reward_fn", flags["--reward-fn"])
+        settings = json.loads(flags.get("--reward-kwargs", "{}"))
+        told[Path(words[3]).name] = functools.partial(function, **settings)
+    problem = {"question": "Ben has 65 eggs, gets 9. Remainder mod 3?"}
+    text = "65+9=75\n\nRemainder \\boxed{2}"
+    later, linear = (
+        [told[name]("toy", text, "2", problem, step)["score"] for step in (10, 20, 21)]
+        for name in ("own0_later", "own0_linear")
+    )
+    assert later == [1.0, 1.0, 0.0] and linear == [0.5, 0.0, 0.0]
+    (result,) = told["own0_majority"]("toy", [text], "2", problem)
+    assert result["score"] == 1.0  # The group has no more fully correct than wrong answers.
+
+
+def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
+    time_to_score = load("benchmarks/time_to_score")
+    text = " ".join((ROOT / "docs/public_tasks.md").read_text().split())
+    lines = (ROOT / "docs/evidence/time_to_score_smollm2.jsonl").read_text().splitlines()
+    curves = {curve["side"]: curve for curve in map(json.loads, lines)}
+    ours, trl = curves["ours"], curves["trl_no_checkpointing"]
+
+    def cpu_of_a_step(curve):
+        ends = [cpu for _, cpu in curve["step_ends"]]
+        return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+
+    point, last = time_to_score.reached(ours, 0.5), ours["points"][-1]
+    cells = point["step"], f"{point['cpu']:.0f}", f"{point['seconds']:.0f}", f"{cpu_of_a_step(ours):.1f}"
+    assert f"| grpo_trainer.py | {' | '.join(map(str, cells))} | {last['score']:.2f} |" in text
+    assert time_to_score.reached(trl, 0.5) is None and len(trl["step_ends"]) == last["step"] == 18
+    never = f"not in 18 steps ({trl['step_ends'][-1][1]:,.0f} CPU s) | | |"
+    cells = f"{never} {cpu_of_a_step(trl):.1f} | {trl['points'][-1]['score']:.2f} |"
+    assert f"| TRL 1.16 without gradient checkpointing | {cells}" in text
+    ratio = cpu_of_a_step(trl) / cpu_of_a_step(ours)
+    assert f"A step of TRL takes {ratio:.1f} times as much CPU time." in text
+    assert "rose from {:.2f} to {:.2f}, and ours".format(trl["rewards"][0], trl["rewards"][-1]) in text
+    told = ours["rewards"][0], ours["rewards"][-1], max(ours["rewards"])
+    assert "ours from {:.2f} to {:.2f} ({:.2f} at best)".format(*told) in text
 
 
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():

@@ -236,7 +236,7 @@ print(sample.failure or [int(own) for own in sample.loss_mask])
     assert run("-c", code) == "[1, 1, 1, 0, 1, 1, 1, 0]\n"
 
 
-def test_credit_with_policy_algorithm_and_settings(alone):
+def test_credit_with_policy_and_algorithm(alone):
     alone("settings.py", "policy.py", *needs("policy.py")[0])
     code = """
 from algorithm import set_advantages
