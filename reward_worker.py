@@ -149,9 +149,10 @@ def file_and_name(field: str, spec: str) -> tuple[Path, str]:
     """Split FILE:NAME. Raise a ValueError that names the option if that is impossible."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{flag(field)} {spec}: expected FILE:NAME, where FILE is an existing .py file, "
-                         "such as score.py:f")  # fmt: skip
+    if not name or path.suffix != ".py":
+        raise ValueError(f"{flag(field)} {spec}: must be FILE.py:NAME, such as score.py:compute_score")
+    if not path.is_file():
+        raise ValueError(f"{flag(field)} {spec}: the file {path} does not exist; check the path")
     return path, name
 
 

@@ -718,9 +718,9 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"reward_fn": "nowhere.py:f"}, "no file"),
-        ({"reward_fn": "compute_score"}, "FILE:NAME"),
-        ({"reward_fn": f"{ROOT}/README.md:f"}, "FILE:NAME"),
+        ({"reward_fn": "nowhere.py:f"}, "nowhere.py does not exist"),
+        ({"reward_fn": "compute_score"}, "must be FILE.py:NAME"),
+        ({"reward_fn": f"{ROOT}/README.md:f"}, "must be FILE.py:NAME"),
         ({"reward_fn": f"{FAULTS}:nothing"}, "no function 'nothing'"),
         (
             {"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}},

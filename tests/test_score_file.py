@@ -68,7 +68,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
         (dict(data=good, out=out, num_workers=-1), "--num-workers -1: must be at least 0"),
-        (dict(data=good, out=out, reward_fn="none.py:f"), "no file"),
+        (dict(data=good, out=out, reward_fn="none.py:f"), "none.py does not exist"),
     ]
     for options, message in cases:
         with pytest.raises((ValueError, OSError)) as caught:
