@@ -78,7 +78,7 @@ class Config:
     model: str = ""
     """Folder of a real model instead."""
     only: tuple[str, ...] = ()
-    """Names of the checks to run, from the table's first column; default: all."""
+    """Names of the checks to run, in this order, from the table's first column; default: all."""
 
 
 # ---- what the checks work with
@@ -690,9 +690,8 @@ def main() -> None:
     WORK.mkdir(parents=True)
     (WORK / "config.json").write_text(json.dumps(asdict(config)))
     print("| check | | what | figure |\n| --- | --- | --- | --- |", flush=True)
-    for name, (_, seconds, needs_vllm) in CHECKS.items():
-        if config.only and name not in (*config.only, "environment", "models"):
-            continue
+    for name in dict.fromkeys(("environment", "models", *(config.only or CHECKS))):
+        _, seconds, needs_vllm = CHECKS[name]
         for what, holds, figure in (
             in_child(name, seconds) if has_vllm or not needs_vllm else [(name, None, "needs vllm")]
         ):
