@@ -1,14 +1,14 @@
-"""Write docs/evidence/runs.jsonl from finished runs, and from that file the figures, tables and CSV files.
+"""Collect finished runs in docs/evidence/runs.jsonl, and generate the figures, tables and CSV files from it.
 
-    make evidence                                         # seven to nine hours: the runs, then this
-    python docs/make_evidence.py --runs outputs/evidence  # from runs that recipes/evidence.sh has made
-    python docs/make_evidence.py                          # figures and tables again, from runs.jsonl
+    make evidence                                         # seven to nine hours: the runs, then this script
+    python docs/make_evidence.py --runs outputs/evidence  # adds the finished runs of recipes/evidence.sh
+    python docs/make_evidence.py                          # regenerates figures and tables from runs.jsonl
 
-A line of runs.jsonl is one run: its world (a checkpoint with its data), algorithm and seed, the held-out
-metrics before and after training, and the metrics of each step's rollouts. A page has each table between <!--
-evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test compares all tables with runs.jsonl.
-A cell is the median of the runs, with the lowest and the highest value in parentheses. A run of --runs
-replaces the run with the same world, algorithm and seed.
+Each line of runs.jsonl is one run: its world (a checkpoint with its data), algorithm and seed, the held-out
+metrics before and after training, and the rollout metrics of each step. In the pages, each table stands
+between <!-- evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test checks that all tables
+match runs.jsonl. A cell is the median of the runs, with the range in parentheses. A run in --runs replaces an
+earlier run with the same world, algorithm and seed.
 """
 
 import csv
@@ -52,7 +52,7 @@ NAMES = {
     "fapo_oracle": "FAPO, oracle as judge",
     "papo_oracle": "PAPO, oracle as judge",
 }
-FIRST_TABLE = {  # the table in the README
+FIRST_TABLE = {  # rows of the table in the README
     "rule": "GRPO, outcome reward only",
     "fapo_judge": "FAPO, judge trained and served",
     "fapo_oracle": "FAPO, oracle as the judge",
@@ -72,8 +72,8 @@ ALGORITHMS = {
     "prefix_judge": "FAPO, served judge, `--credit prefix`",
     "vppo_judge": "VPPO, served judge",
 }
-# The second world: the three checkpoints that ship (toy/models). Their twins again0 to again2 are the
-# checkpoints that another kind of processor makes from the same seeds.
+# The second world's three shipped checkpoints (toy/models). Another kind of processor produces their twins,
+# again0 to again2, from the same seeds.
 OWN = ("own0", "own1", "own2")
 OWN_ALGORITHMS = {
     "rule": "outcome reward only",
@@ -90,7 +90,7 @@ LONG = {
     "prefix_oracle": "prefix_long",
     "vppo_oracle": "vppo_long",
 }
-VARIANTS = {  # runs from the second world's first checkpoint; {steps} is their number of steps
+VARIANTS = {  # runs from the second world's checkpoint 0; {steps} becomes the number of steps
     "rule": "outcome reward only",
     "rule_slow": "outcome reward, half the learning rate",
     "rule_fast": "outcome reward, twice the learning rate",
@@ -110,7 +110,7 @@ VARIANTS = {  # runs from the second world's first checkpoint; {steps} is their 
     "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, judge queried on correct answers only",
 }
-SCHEDULES = {  # schedules of lambda (recipes/lambda_schedule.py) from the second world's first checkpoint
+SCHEDULES = {  # lambda schedules (recipes/lambda_schedule.py), from the second world's checkpoint 0
     "rule": "0 (outcome reward only)",
     "fapo_oracle": "1",
     "penalty2": "2",
@@ -118,14 +118,14 @@ SCHEDULES = {  # schedules of lambda (recipes/lambda_schedule.py) from the secon
     "linear": "from 0 to 1 within 20 steps",
     "majority": "1 in groups with more fully correct than wrong answers, else 0",
 }
-FORBIDDING = {  # how flawed positives are scored
+FORBIDDING = {  # With lambda = 2, flawed positives score like wrong answers.
     "penalty2": "forbidden from the start (λ = 2)",
     "later2": "forbidden in the second half (λ = 0, then 2)",
     "fapo_oracle": "penalised (λ = 1)",
     "rule": "never penalised (λ = 0)",
 }
-UNASKED = {"later": 20, "later2": 20}  # In these first steps lambda is 0, so no judge is needed.
-OVERLOOKING = {  # judges of different recall, with FAPO from the second world's second checkpoint
+UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
+OVERLOOKING = {  # FAPO with judges of different recall, from the second world's checkpoint 1
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
     "fapo_recall0.7": "FAPO, recall .7",
@@ -138,7 +138,7 @@ OVERLOOKING = {  # judges of different recall, with FAPO from the second world's
 }
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own flaws"}
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-# In runs of these algorithms, the judge is also queried on wrong answers.
+# These algorithms also query the judge on wrong answers.
 LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")
 OWN_COLUMNS = {
     "accuracy": "toy",
@@ -147,8 +147,8 @@ OWN_COLUMNS = {
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
 }
-REPEATED = ("flawed positives", "fully correct")  # The tables show these columns for the twin checkpoint too.
-COLOURS = {  # the palette of Okabe and Ito, which colour-blind readers can distinguish
+REPEATED = ("flawed positives", "fully correct")  # columns that are also shown for the twin checkpoint
+COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "rule": "#D55E00",
     "fapo_judge": "#0072B2",
     "fapo_oracle": "#56B4E9",
@@ -172,17 +172,17 @@ OF_JUDGES = {
 
 @dataclass
 class Config:
-    """Writes the figures and tables of the evidence; with --runs first what they are made of."""
+    """Generate the figures and tables from runs.jsonl. With --runs, add finished runs to runs.jsonl first."""
 
     runs: Path | None = None
-    """Folder of the finished runs, WORLD/ALGORITHM_seedN and WORLD/trained_judge."""
+    """Folder with the finished runs: WORLD/ALGORITHM_seedN and WORLD/trained_judge."""
 
 
 def collect(folder: Path) -> list[dict]:
-    """Return one dict per run, in the order of their names. Raises ValueError if a run is not finished."""
+    """Return one dict per run, sorted by name. Raises ValueError if a run has not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
-        if path.parent.parent.name.startswith("shop"):  # docs/make_shop.py collects these
+        if path.parent.parent.name.startswith("shop"):  # collected by docs/make_shop.py
             continue
         metrics = read_metrics(path.parent)
         algorithm, _, seed = path.parent.name.partition("_seed")
@@ -200,7 +200,7 @@ def collect(folder: Path) -> list[dict]:
             run |= count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
-        raise ValueError(f"--runs {folder}: no finished run there; make evidence writes some")
+        raise ValueError(f"--runs {folder}: contains no finished run; run make evidence first")
     return runs
 
 
@@ -225,8 +225,12 @@ def kind_of_flaw(question: str, solution: str) -> str:
 
 
 def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
-    """Count the flawed positives by kind in the training samples from step `since` on, the correct answers
-    that the judge accepted ("passed"), and the flawed positives among these by kind ("overlooked")."""
+    """Count flaws in the training samples from step `since` on.
+
+    Returns:
+        A dict with the number of flawed positives of each kind ("flaws"), the number of correct answers that
+        the judge accepted ("passed"), and the flawed positives of each kind among those ("overlooked").
+    """
     flaws, overlooked, passed = Counter(), Counter(), 0
     for line in read_lines(folder / "samples.jsonl")[0]:
         info = line["reward_extra_info"]
@@ -247,16 +251,16 @@ def read() -> list[dict]:
 
 
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
-    """Return the runs of an algorithm in these worlds. Raises ValueError if there are none."""
+    """Return the runs of an algorithm in these worlds (default: STANDARD). Raises ValueError if empty."""
     found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
     if not found:
         where = " or ".join(worlds or STANDARD)
-        raise ValueError(f"no finished run of {algorithm} in {where}; make evidence makes all of them")
+        raise ValueError(f"no finished run of {algorithm} in {where}; run make evidence first")
     return found
 
 
 def cell(values: list[float], digits: int = 2) -> str:
-    """Format median and range, such as .83 (.78-.87); one value has no range, and infinity is "never"."""
+    """Format the median and the range, such as 0.83 (0.78-0.87). Infinity becomes "never"."""
     shown = (min(values), statistics.median(values), max(values))
     low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
     if len(values) == 1 or low == "never":
@@ -284,7 +288,7 @@ def half_mended(run: dict) -> float:
 
 
 def algorithms_table(runs: list[dict], *worlds: str) -> str:
-    """Return a table of the algorithms that have finished runs in each of these worlds."""
+    """Return a table of the algorithms with finished runs in each of these worlds."""
     rows = []
     for algorithm, title in ALGORITHMS.items():
         some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
@@ -295,7 +299,10 @@ def algorithms_table(runs: list[dict], *worlds: str) -> str:
 
 
 def calls(run: dict) -> float:
-    """Return the mean number of judge calls per step of 128 samples: none, the correct answers, or all."""
+    """Return the mean number of judge calls per step of 128 samples.
+
+    An algorithm queries the judge on no answers, on the correct answers or on all answers.
+    """
     if run["algorithm"].startswith(("rule", "distill")):
         return 0.0
     if run["algorithm"].startswith(LOCATED):
@@ -305,17 +312,17 @@ def calls(run: dict) -> float:
 
 
 def schedule_table(runs: list[dict]) -> str:
-    """Return a table of FAPO with fixed and scheduled lambda from the second world's first checkpoint."""
+    """Return a table of FAPO with fixed and scheduled lambda from the second world's checkpoint 0."""
     rows = []
     for name, title in SCHEDULES.items():
         some = of(runs, name, OWN[0])
         asked = f"{statistics.median(map(calls, some)):.0f}"
         rows.append([*row(title, some, COLUMNS), cell(list(map(half_mended, some)), 0), asked])
-    return table(["λ", *COLUMNS, HALVED, "judge calls a step"], *rows)
+    return table(["λ", *COLUMNS, HALVED, "judge calls per step"], *rows)
 
 
 def forbidding_table(runs: list[dict], world: str) -> str:
-    """Return a table of policies whose flawed positives are forbidden from the first step, later or never."""
+    """Return a table that compares forbidding flawed positives from the first step, later or never."""
     rows = [row("initial policy", of(runs, "rule", world), COLUMNS, when="before") + ["", ""]]
     for name, title in FORBIDDING.items():
         some = of(runs, name, world)
@@ -326,7 +333,7 @@ def forbidding_table(runs: list[dict], world: str) -> str:
 
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
-    """Return a row with OWN_HEADS: an algorithm's results from this checkpoint and from its twin."""
+    """Return a row for the columns OWN_HEADS: an algorithm's results from a checkpoint and from its twin."""
     found = of(runs, name, world)
     twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
     cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
@@ -344,19 +351,19 @@ def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "a
 
 
 def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
-    """Return rows for a checkpoint of the second world and for the algorithms that have runs from it."""
+    """Return rows for a checkpoint of the second world and for each algorithm with runs from it."""
     there = {run["algorithm"] for run in runs if run["world"] == world}
     rows = [of_start(runs, "rule", f"{head}initial policy", world, "before")]
     return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
 
 
-HALVED = "step at which flawed positives are halved"
-OWN_HEADS = ["512 held-out problems", *OWN_COLUMNS, HALVED, "judge calls a step", "runs"]
+HALVED = "step at which the flawed-positive rate has halved"
+OWN_HEADS = ["512 held-out problems", *OWN_COLUMNS, HALVED, "judge calls per step", "runs"]
 OWN_HEADS += [f"{name}, twin checkpoint" for name in REPEATED]
 
 
 def judges_table(runs: list[dict]) -> str:
-    """Return a table of FAPO with judges of different recall; second_world.csv has all columns and runs."""
+    """Return a table of FAPO with judges of different recall; second_world.csv has more columns and rows."""
     shown = ["512 held-out problems", "flawed positives", "flawed positives, twin checkpoint"]
     shown += ["fully correct"]
     places = [OWN_HEADS.index(name) for name in shown]
@@ -383,7 +390,7 @@ def csv_table(heads: list[str], *rows: list[str]) -> str:
 
 
 def csv_files(runs: list[dict]) -> dict[str, str]:
-    """Return {file in docs/evidence: CSV text} for the tables that are too large for a page."""
+    """Return {name in docs/evidence: CSV text} for the tables that are too large for a page."""
     made, rows = {}, []
     for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS), (OWN[1], OWN_ALGORITHMS | OVERLOOKING),
                          (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
@@ -416,13 +423,13 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
 
 
 def starts(runs: list[dict]) -> list[str]:
-    """Return the checkpoints of the second world from which the first four algorithms have runs."""
+    """Return the checkpoints of the second world with runs of the first four algorithms."""
     core = set(list(OWN_ALGORITHMS)[:4])
     return [world for world in OWN if core <= {run["algorithm"] for run in runs if run["world"] == world}]
 
 
 def flaw_table(runs: list[dict]) -> str:
-    """Return a table of the kinds of flaws, as fractions, in the last ten steps from all checkpoints."""
+    """Return a CSV table of the kinds of flaws in the last ten steps, as fractions over all checkpoints."""
     kinds = ("arithmetic", "copied", "skipped", "answer", "other")
     rows = []
     for name, title in OWN_ALGORITHMS.items():
@@ -435,7 +442,7 @@ def flaw_table(runs: list[dict]) -> str:
 
 
 def in_use(shown: str, runs: list[dict]) -> list[str]:
-    """Return a row that compares a judge's verdicts on the policies that it trains with the oracle's."""
+    """Return a row that compares a judge's verdicts during training with the oracle's."""
     curves = [[statistics.fmean(run["curves"][key][-10:]) for run in runs] for key in IN_USE.values()]
     return [f"judge trained on {shown}", *map(cell, curves)]
 
@@ -471,7 +478,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
         turns = sorted(turning_point(run) or math.inf for run in some)
         highest = cell(list(map(max, flawed)))
         rows.append([NAMES[name], first, highest, last, ", ".join(f"{turn:.0f}" for turn in turns)])
-    heads = ["flawed positives, share of all samples", "first step", "highest", "last step", "ρ = 1 at step"]
+    heads = ["flawed positives (of all samples)", "first step", "highest", "last step", "ρ = 1 at step"]
     made["stepping stones"] = table(heads, *rows)
     made["second world by start"] = flaws_by_start(runs)
     made["schedules of lambda"] = schedule_table(runs)
@@ -492,18 +499,18 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def save(figure, path: Path, of_what: str = "step", about: str = "median and range of the runs") -> None:
-    """Save panels of fractions with one legend below them. `about` explains the lines and bands."""
+    """Save panels of fractions with one legend below. `about` explains the lines and bands."""
     for axis in figure.axes:
         axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[-1].get_legend_handles_labels()
-    title = about if len(figure.axes) > 1 else None  # The title of a single panel contains `about`.
+    title = about if len(figure.axes) > 1 else None  # A single panel has its own title.
     figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
     figure.savefig(path)
 
 
 def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
-    """Plot the median of the runs at each step, and the range from the lowest to the highest run."""
+    """Plot the median and the range of the smoothed curves at each step."""
     columns = list(zip(*map(smooth, curves), strict=True))
     steps = range(1, len(columns) + 1)
     axis.plot(steps, list(map(statistics.median, columns)), color=colour, linewidth=2, label=label)
@@ -512,7 +519,7 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
 
 
 def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path: Path) -> None:
-    """Plot the first three of PANELS. `shown` has each algorithm's runs, and `names` its label."""
+    """Plot the first three of PANELS. `shown` maps each algorithm to its runs, and `names` to its label."""
     figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
     for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
         for name, some in shown.items():
@@ -522,7 +529,7 @@ def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path:
 
 
 def draw_second_world(runs: list[dict], path: Path) -> None:
-    """Plot the algorithms from each checkpoint: flawed positives above, fully correct answers below."""
+    """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
     worlds = starts(runs)
     figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
     keys = ("oracle_flawed_positive_rate", "truly_correct")
@@ -538,7 +545,7 @@ def draw_second_world(runs: list[dict], path: Path) -> None:
 
 
 def draw_judges(runs: list[dict], path: Path) -> None:
-    """Plot final metrics against the judge's recall; recall 0 is the outcome reward only."""
+    """Plot the final metrics against the judge's recall. Recall 0 means outcome reward only."""
     recalls = {"rule": 0.0, "fapo_oracle": 1.0}
     recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
     keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2"}
@@ -560,7 +567,7 @@ def draw_judges(runs: list[dict], path: Path) -> None:
 
 
 def draw_variants(runs: list[dict], path: Path) -> None:
-    """Plot the flawed-positive rate of each variant, for every run from the first checkpoint and its twin."""
+    """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
     key = "toy/oracle_flawed_positive_rate/mean@1"
     worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
     figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=90)
@@ -586,7 +593,7 @@ def draw_variants(runs: list[dict], path: Path) -> None:
 
 
 def shares(run: dict) -> dict[str, list[float]]:
-    """Return the fractions alpha, gamma and beta of all samples at each step (paper appendix A)."""
+    """Return the paper's alpha, gamma and beta (appendix A) at each step, as fractions of all samples."""
     right, sound = run["curves"]["acc"], run["curves"]["truly_correct"]
     return {
         "truly correct": sound,
@@ -596,14 +603,14 @@ def shares(run: dict) -> dict[str, list[float]]:
 
 
 def turning_point(run: dict) -> int | None:
-    """Return the first step at which fully correct samples outnumber wrong ones (smoothed), or None."""
+    """Return the first step at which fully correct samples outnumber wrong ones, after smoothing, or None."""
     smoothed = {name: smooth(values) for name, values in shares(run).items()}
     more = [sound > wrong for sound, wrong in zip(smoothed["truly correct"], smoothed["wrong"])]
     return more.index(True) + 1 if True in more else None
 
 
 def draw_weak_start(runs: list[dict], path: Path) -> None:
-    """Plot three fractions of all samples, and when FAPO begins to discourage flawed positives."""
+    """Plot three fractions of all samples, and mark when FAPO begins to discourage flawed positives."""
     figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
     colours = {"truly correct": "#0072B2", "flawed positives": "#D55E00", "wrong": "#999999"}
     for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
@@ -623,11 +630,11 @@ def main() -> None:
     try:
         runs = read()
         if config.runs:
-            runs += collect(config.runs)  # A new run replaces an old run of the same name.
+            runs += collect(config.runs)  # The dict keeps the last run of each name.
             runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-        made, files = tables(runs), csv_files(runs)  # before writing: a run may be missing
+        made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
         FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
-        policies = {name: of(runs, name) for name in NAMES}  # all checkpoints and seeds
+        policies = {name: of(runs, name) for name in NAMES}  # nine runs each
         draw_side_by_side(policies, NAMES, FILE.parent / "policies.png")
         draw_weak_start(runs, FILE.parent / "weak_start.png")
         draw_second_world(runs, FILE.parent / "second_world.png")

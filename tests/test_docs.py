@@ -525,7 +525,7 @@ def test_runs_with_a_tool_are_collected(tmp_path, capsys):
 
 def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     module = load("docs/make_evidence")
-    with pytest.raises(ValueError, match="--runs .*no finished run there"):
+    with pytest.raises(ValueError, match="--runs .*contains no finished run"):
         module.collect(tmp_path)
     start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
     steps = [
