@@ -68,8 +68,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
         ValueError: The buffer is not in 1 .. max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"--overlong-buffer {buffer} is not between 1 and --max-response-length "
-                         f"{max_length}; pass 0 for no length penalty")  # fmt: skip
+        raise ValueError(f"--overlong-buffer {buffer}: must be between 1 and --max-response-length "
+                         f"{max_length}; pass 0 to turn off the length penalty")  # fmt: skip
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
 
@@ -148,8 +148,8 @@ class Groups:
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
             returned = ", ".join(infos[0])
-            raise RuntimeError(f"--advantage or --credit needs the key {key}, but the reward function only "
-                               f"returns {returned}; see docs/algorithms.md")  # fmt: skip
+            raise RuntimeError(f"--reward-fn: no result has the key {key}, which --advantage or --credit "
+                               f"needs (the keys are {returned}); see docs/algorithms.md")  # fmt: skip
 
     @cached_property
     def prefixes_P_G(self) -> torch.Tensor:
@@ -304,7 +304,7 @@ def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             weights[name] = math.nan
         if not math.isfinite(weights[name]):
-            raise ValueError(f"--reward-terms {term} lacks a finite weight; pass NAME=WEIGHT, such as acc=1")
+            raise ValueError(f"--reward-terms {term}: needs a finite weight; pass NAME=WEIGHT, as in acc=1")
     return weights
 
 

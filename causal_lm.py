@@ -67,8 +67,8 @@ def read_config(source: str, trust_remote_code=False):
         quantised = getattr(part, "quantization_config", None)
         if quantised:
             method = dict(quantised).get("quant_method", "quantization_config")
-            raise ValueError(f"--model {source} is quantised ({method}), and quantised weights cannot be "
-                             "trained; pass the original bf16 or float32 model")  # fmt: skip
+            raise ValueError(f"--model {source}: quantised weights ({method}) cannot be trained; pass the "
+                             "original model in bf16 or float32")  # fmt: skip
     return config
 
 
@@ -121,9 +121,9 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
         if difference < allowed:
             return
         model.shares_prompts = False
-    raise ValueError(f"--model {name} ({type(model).__name__}) cannot be trained: the log-probabilities "
-                     f"computed for training differ from the model's own by {difference:.2g}; see "
-                     "causal_lm.logits_of")  # fmt: skip
+    raise ValueError(f"--model {name}: {type(model).__name__} cannot be trained, because the trainer's "
+                     f"log-probabilities differ from the model's own by {difference:.2g}; pass another "
+                     "model, or adapt causal_lm.logits_of")  # fmt: skip
 
 
 # ---- log-probabilities
@@ -271,8 +271,8 @@ def layers_of(model, flag: str) -> list:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"{flag} does not work with {type(model).__name__}: transformers does not mark its "
-                         f"layers for gradient checkpointing; leave out {flag}")  # fmt: skip
+        raise ValueError(f"{flag}: does not work with {type(model).__name__}, whose layers transformers does "
+                         f"not mark for gradient checkpointing; omit {flag}")  # fmt: skip
     return layers
 
 
@@ -315,19 +315,20 @@ def add_adapters(model, options, source: str) -> None:
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
         if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
             raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer with "
-                             "its own weight; pass the layers to train, such as q_proj v_proj")  # fmt: skip
+                             "its own weight; pass only linear layers, such as q_proj v_proj")  # fmt: skip
         layer.reset_lora_parameters("default", True)
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
         before = LoraConfig.from_pretrained(source)
         if (before.r, before.lora_alpha) != (settings.r, settings.lora_alpha):
-            raise ValueError(f"--lora-rank and --lora-alpha must match {source}, which has rank {before.r} "
-                             f"and alpha {before.lora_alpha}; pass the same values")  # fmt: skip
+            raise ValueError(f"--lora-rank {settings.r} --lora-alpha {settings.lora_alpha}: do not match the "
+                             f"adapters in {source} (rank {before.r}, alpha {before.lora_alpha}); pass the "
+                             "same values")  # fmt: skip
         found = set_peft_model_state_dict(model, load_file(saved))
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
         if wrong:
-            raise ValueError(f"--lora-targets must match {source}, whose adapters are on different layers "
-                             f"(see {wrong[0]}); pass the same targets")  # fmt: skip
+            raise ValueError(f"--lora-targets {' '.join(options.lora_targets)}: the adapters in {source} are "
+                             f"on different layers (such as {wrong[0]}); pass the same targets")  # fmt: skip
 
 
 def adapter_layers(model) -> dict:

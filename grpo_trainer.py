@@ -307,12 +307,12 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
     if rate > limit or all(sample.failure for sample in samples):
         run.log.samples(batch.step, split, batch.groups, run.eos_ids, run.decode)  # for diagnosis
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
-        what = "is the reward model up?"
+        what = "check the reward function and the reward model"
         if first.failure:
-            what = "failed rollouts have no reward."
+            what = "fix the rollout function, because failed rollouts get no reward"
         raise RuntimeError(
             f"step {batch.step}: {rate:.0%} of the samples that needed a verdict have none "
-            f"(--max-no-verdict-rate {limit:g}); {what} The first such sample has the "
+            f"(--max-no-verdict-rate {limit:g}); {what}. The first such sample has the "
             f"status \"{first.result['status']}\": {first.result['reward_extra_info']}"
         )
 

@@ -336,8 +336,8 @@ class Policy:
         """
         norm = gather_full(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
-            raise RuntimeError(f"loss {loss:g} or gradient norm {norm:g} is not finite; look for "
-                               "unusual samples in samples.jsonl, or pass a lower --lr")  # fmt: skip
+            raise RuntimeError(f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not finite; look "
+                               "for unusual samples in samples.jsonl, or lower --lr")  # fmt: skip
         self.num_updates += 1  # If the next line fails, the weights may have changed.
         self.optimizer.step()
         return norm
@@ -420,7 +420,7 @@ class Policy:
         for name, tensor in named:
             tensor = gather_full(tensor.detach().to(self.device))  # Every rank must take part.
             if not tensor.isfinite().all():
-                raise RuntimeError(f"weight {name} is not finite, so nothing was saved; pass a lower --lr")
+                raise RuntimeError(f"the weight {name} is not finite, so nothing was saved; lower --lr")
             if self.is_main_rank:
                 weights[name] = tensor.cpu()
         if weights:
@@ -528,5 +528,5 @@ def check_sampler(sums: Counter, limit: float) -> None:
     apart = sums["difference_sum"] / sums["compared_tokens"]
     if not apart <= limit:  # This is also true for NaN.
         raise RuntimeError(f"rollout/logprob_diff {apart:.3f} exceeds --max-logprob-diff {limit:g}: the "
-                           "sampler does not use the trainer's weights, or uses them in a different "
-                           "precision")  # fmt: skip
+                           "sampler does not use the trainer's weights, or computes in another precision; "
+                           "see policy-mismatch in docs/troubleshooting.md")  # fmt: skip

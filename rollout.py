@@ -179,8 +179,8 @@ def check_sampling(policy: Policy):
     if not apart <= 0.01:  # This is also true for NaN.
         name = type(policy.model).__name__
         raise ValueError(
-            f"--rollout hf samples incorrectly from a {name} (log-probabilities differ by {apart:.2g}); "
-            "pass --rollout vllm"
+            f"--rollout hf: sampling from {name} is incorrect (its log-probabilities differ from those of "
+            f"training by {apart:.2g}); pass --rollout vllm"
         )
 
 
@@ -412,7 +412,7 @@ def check_servable(info: dict, device: str):
             "a mixture of experts; pass --rollout hf, or use a GPU"
         )
     if name in NO_HEAD and not config.tie_word_embeddings:
-        raise ValueError(f"--rollout vllm: vLLM's {name} supports no separate head; pass --rollout hf")
+        raise ValueError(f"--rollout vllm: vLLM's {name} does not support a separate head; pass --rollout hf")
 
 
 def served_weights(policy, dtype: torch.dtype):
@@ -437,7 +437,7 @@ def folder_for(log_dir: Path | None, size: int) -> str:
         base = tempfile.gettempdir()
         print(
             f"policy servers: the weights need {size / 1e9:.1f} GB, but /dev/shm has only {free / 1e9:.1f} "
-            f"GB free, so the weights are written to {base}, which may be a slow disk; enlarge /dev/shm",
+            f"GB free, so they are written to {base}, which may be on a slow disk; enlarge /dev/shm",
             flush=True,
         )
     return f"{base}/{name}"
@@ -471,7 +471,7 @@ class WeightFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(self.path)  # lstat does not follow links.
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"policy servers: {path} is not a folder of this user; remove {path}")
+            raise PermissionError(f"policy servers: {path} is not a folder that this user owns; remove it")
         os.chmod(self.path, 0o700)
         for name, content in files.items():
             (self.path / name).parent.mkdir(exist_ok=True)

@@ -88,8 +88,8 @@ class Run:
             self.resume_from = str(checkpoints[-1])
             rank = self.config.lora_rank
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
-                raise ValueError(f"--lora-rank {rank} does not match the checkpoint {self.resume_from}; pass "
-                                 "the rank with which the run started")  # fmt: skip
+                raise ValueError(f"--lora-rank {rank}: does not match the checkpoint {self.resume_from}; "
+                                 "pass the rank that the run started with")  # fmt: skip
             state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
             self.compare_model()
             print(f"resuming from {self.resume_from}")
@@ -109,8 +109,8 @@ class Run:
             use = "--kl-coef now compares with"
             if config.lora_rank:
                 use = "the adapters are now added to"
-            print(f"--model: the run started with {before}, but {use} {config.model}; pass --model {before} "
-                  "unless both are the same model", flush=True)  # fmt: skip
+            print(f"--model {config.model}: the run started with {before}, but {use} this model; pass "
+                  f"--model {before}, unless both models are the same", flush=True)  # fmt: skip
 
     def read_tokenizer(self):
         config = self.config
@@ -119,7 +119,7 @@ class Run:
             self.base_model = config.model
         if Path(self.base_model, "adapter_config.json").is_file():
             raise ValueError(
-                f"--model {self.base_model} is a folder of LoRA adapters; merge them first with python -m "
+                f"--model {self.base_model}: the folder contains LoRA adapters; merge them with python -m "
                 f"tools.merge_lora {self.base_model} OUT, and pass --model OUT"
             )
         replace(config.policy_servers(), model=self.base_model).check()
@@ -128,8 +128,8 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"--model {self.base_model} has no chat template; pass an instruct model, or "
-                             "add a template to the model's tokenizer")  # fmt: skip
+            raise ValueError(f"--model {self.base_model}: the tokenizer has no chat template; pass an "
+                             "instruct model, or add a chat template to the tokenizer")  # fmt: skip
 
     def read_data(self):
         config = self.config
@@ -141,12 +141,12 @@ class Run:
             self.train_rows += load_rows(file, self.tokenizer, config)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
-                f"--lr-warmup-steps {config.lr_warmup_steps} exceeds --total-steps {config.total_steps}, so "
-                f"the learning rate never reaches {config.lr:g}; lower --lr-warmup-steps"
+                f"--lr-warmup-steps {config.lr_warmup_steps}: exceeds --total-steps {config.total_steps}, so "
+                f"the learning rate never reaches --lr {config.lr:g}; lower --lr-warmup-steps"
             )
         if len(self.train_rows) < config.train_batch_size:
-            print(f"--train-file has {len(self.train_rows)} rows, fewer than --train-batch-size "
-                  f"{config.train_batch_size}, so prompts repeat within a step")  # fmt: skip
+            print(f"--train-batch-size {config.train_batch_size}: exceeds the {len(self.train_rows)} rows of "
+                  "--train-file, so prompts repeat within a step; lower --train-batch-size")  # fmt: skip
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
@@ -155,7 +155,7 @@ class Run:
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
             if n > 1 and len(rows) >= 2 * len(prompts):
-                print(f"--val-file {path} repeats prompts ({len(rows)} rows, {len(prompts)} prompts), and "
+                print(f"--val-file {path}: prompts repeat ({len(rows)} rows, {len(prompts)} prompts), and "
                       f"each row gets {n} samples; pass {path}:1 to take one sample per row")  # fmt: skip
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
@@ -169,8 +169,8 @@ class Run:
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.max_sequence_length > limit:
             raise ValueError(
-                f"--max-response-length {config.max_response_length} and the longest prompt add up to "
-                f"{self.max_sequence_length} tokens, but the model supports only {limit}; lower "
+                f"--max-response-length {config.max_response_length}: with the longest prompt, a sequence "
+                f"can have {self.max_sequence_length} tokens, but the model supports only {limit}; lower "
                 "--max-response-length or --max-prompt-length"
             )
 
@@ -212,7 +212,7 @@ class Run:
         """Raise ValueError if the model's folder has no weights. tools/plan_run.py works without weights."""
         folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
-            raise ValueError(f"--model {folder} has no weights (*.safetensors); download the model again")
+            raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
 
     # ---- from start to end
 
@@ -374,16 +374,16 @@ class Run:
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
-            print(f"--model {self.base_model} ({kinds[0]}): only the language model ({kinds[1]}) is trained; "
-                  "checkpoints do not include other parts, such as a vision encoder", flush=True)  # fmt: skip
+            print(f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
+                  "trained; checkpoints omit other parts, such as a vision encoder", flush=True)  # fmt: skip
         if info["adapters"]:
             print(info["adapters"], flush=True)
         elif config.total_steps:  # An evaluation writes no checkpoints.
             check_room(config, self.step, 12e-9 * info["numel"])  # Adapters need no check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
-            raise ValueError(f"neither --model {self.base_model} nor its tokenizer defines an end token; "
-                             "add eos_token to the tokenizer")  # fmt: skip
+            raise ValueError(f"--model {self.base_model}: neither the model nor its tokenizer defines an "
+                             "end token; add eos_token to the tokenizer")  # fmt: skip
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
@@ -426,8 +426,8 @@ class Run:
             from tools.merge_lora import merge
             from tools.view_run import write_page
         except ImportError as error:
-            print("report.html and merged adapters are missing, because they need the folders tools/ and "
-                  f"toy/ ({error})")  # fmt: skip
+            print("report.html and the merged model were not written, because they need the folders tools/ "
+                  f"and toy/ ({error})")  # fmt: skip
             return
         if config.lora_rank and self.step:
             trust = config.trust_remote_code
@@ -487,24 +487,24 @@ def load_rows(path: str, tokenizer, config) -> list[dict]:
             row = checked_row(row)
             ids = prompt_ids_of(row["prompt"], tokenizer, options)
         except ValueError as error:
-            raise ValueError(f"{path} row {number}: {error}") from error
+            raise ValueError(f"{path}, row {number}: {error}") from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids})
     if len(kept) < len(rows):
         print(
-            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows because their prompts "
-            f"have more than {config.max_prompt_length} tokens"
+            f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows because their prompts exceed "
+            f"--max-prompt-length {config.max_prompt_length}"
         )
     if not kept:
-        raise ValueError(f"{path}: no rows are left; raise --max-prompt-length, or check the file")
+        raise ValueError(f"{path}: no rows are left; raise --max-prompt-length")
     return kept
 
 
 def checked_row(row: dict) -> dict:
     """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed."""
     if not isinstance(row["data_source"], str):
-        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string, the name of "
-                         "the data set")  # fmt: skip
+        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string that names the "
+                         "data set")  # fmt: skip
     if not isinstance(row["extra_info"], dict | None):
         raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
     prompt = row["prompt"]
@@ -517,8 +517,8 @@ def checked_row(row: dict) -> dict:
 def checked_message(message) -> dict:
     """Return a message without None values, which tables write for missing keys, and with its text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"prompt has the message {message!r:.60}; each message must be an object with "
-                         "role and content")  # fmt: skip
+        raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
+                         "with role and content")  # fmt: skip
     kept = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
     if isinstance(content, list):
@@ -526,8 +526,8 @@ def checked_message(message) -> dict:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             content = kept["content"] = "".join(texts)
     if not isinstance(content, str):
-        raise ValueError(f"prompt has a {message['role']} message with the content {content!r:.60}; the "
-                         "content must be a string or a list of text parts")  # fmt: skip
+        raise ValueError(f"prompt contains a {message['role']} message with the content {content!r:.60}; "
+                         "the content must be a string or a list of text parts")  # fmt: skip
     return kept
 
 
@@ -543,12 +543,12 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     except Exception as error:  # A template is a program and may raise anything.
-        raise ValueError(f"the chat template rejected the prompt: {error}") from error
+        raise ValueError(f"the chat template rejects the prompt ({error}); change the prompt") from error
     last = messages[-1]
     text = last["content"].strip()
     if not text or text not in rendered:
         raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
-                         "is empty or the template does not know its role")  # fmt: skip
+                         "is empty or the template does not know its role; change the message")  # fmt: skip
     return ids
 
 
@@ -571,7 +571,7 @@ def check_progress(log: Log) -> None:
     has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # Step 0 lacks the metric.
     if limit and len(last) == limit and not has_signal:
         raise RuntimeError(f"no group had a learning signal in {limit} consecutive steps "
-                           "(--max-idle-steps); look at the rewards in samples.jsonl")  # fmt: skip
+                           "(--max-idle-steps); check the rewards in samples.jsonl")  # fmt: skip
 
 
 class Interrupts:

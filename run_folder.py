@@ -62,14 +62,14 @@ def check_folder(config):
     """
     out_dir = Path(config.out_dir)
     if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
-        raise ValueError(f"--out-dir {out_dir} contains a run; pass --resume auto, or a different directory")
+        raise ValueError(f"--out-dir {out_dir}: contains a run; pass --resume auto, or another directory")
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"--out-dir {out_dir} is in use by another run; wait for that run, or pass a different directory"
+            f"--out-dir {out_dir}: is in use by another run; wait for that run, or pass another directory"
         ) from None
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # Runs killed while saving leave these.
         shutil.rmtree(rest, ignore_errors=True)
@@ -89,8 +89,8 @@ def check_room(config, step: int, checkpoint: float) -> None:
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(
-            f"--out-dir {config.out_dir} has {free:.1f} GB of free space, but checkpoints need {needed:.1f} "
-            "GB; free some space, lower --keep-checkpoints (0 keeps all), or raise --save-every"
+            f"--out-dir {config.out_dir}: the disk has {free:.1f} GB of free space, but checkpoints need "
+            f"{needed:.1f} GB; free some space, lower --keep-checkpoints (0 keeps all), or raise --save-every"
         )
 
 

@@ -182,43 +182,43 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or do harm silently."""
         if self.group_size < 2:
-            raise ValueError(f"--group-size {self.group_size} must be at least 2: samples are "
-                             "compared with other samples of their prompt")  # fmt: skip
+            raise ValueError(f"--group-size {self.group_size}: must be at least 2, because each sample is "
+                             "compared with other samples of its prompt")  # fmt: skip
         if not self.clip_c > 1:
-            raise ValueError(f"--clip-c {self.clip_c} must be above 1: at or below 1, wrong answers "
-                             "get no gradient")  # fmt: skip
+            raise ValueError(f"--clip-c {self.clip_c}: must be above 1, or wrong answers would get no "
+                             "gradient")  # fmt: skip
         if self.val_top_p > 1:
-            raise ValueError(f"--val-top-p {self.val_top_p} must be at most 1: it is a probability")
+            raise ValueError(f"--val-top-p {self.val_top_p}: must be at most 1, because it is a probability")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             betas = " ".join(map(str, self.adam_betas))
-            raise ValueError(f"--adam-betas {betas} must be from 0 to below 1, such as 0.9 0.95")
+            raise ValueError(f"--adam-betas {betas}: both must be at least 0 and below 1, as in 0.9 0.95")
         if not (self.total_steps or self.val_file):
-            raise ValueError("--total-steps 0 only evaluates, which needs validation data; pass --val-file")
+            raise ValueError("--total-steps 0: an evaluation needs validation data; pass --val-file FILE")
         if not self.lora_rank and self.lora_alpha != Config.lora_alpha:
-            raise ValueError(f"--lora-alpha {self.lora_alpha} has no effect without --lora-rank")
+            raise ValueError(f"--lora-alpha {self.lora_alpha}: has no effect without --lora-rank; pass both")
         if not self.lora_rank and self.lora_targets != Config.lora_targets:
             targets = " ".join(self.lora_targets)
-            raise ValueError(f"--lora-targets {targets} has no effect without --lora-rank")
+            raise ValueError(f"--lora-targets {targets}: has no effect without --lora-rank; pass both")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
-                raise ValueError(f"--{name} needs the package {name}, which is not installed; run pip "
+                raise ValueError(f"--{name}: needs the package {name}, which is not installed; run pip "
                                  f"install {name}")  # fmt: skip
         from algorithm import length_penalty_of, parse_terms  # not above: it imports torch
 
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
-            raise ValueError("--reward-terms and --advantage terms work only together; pass --advantage "
-                             "terms --reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
+            raise ValueError("--reward-terms and --advantage terms only work together; pass both, as in "
+                             "--advantage terms --reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
         if terms and self.overlong_buffer and "overlong_penalty" not in terms:
-            raise ValueError("--reward-terms lacks the length penalty; add overlong_penalty=1, or pass "
-                             "--overlong-buffer 0")  # fmt: skip
+            raise ValueError(f"--reward-terms {' '.join(self.reward_terms)}: the length penalty is missing; "
+                             "add overlong_penalty=1, or pass --overlong-buffer 0")  # fmt: skip
         length_penalty_of(self)
         if not self.rollout_fn and self.rollout_kwargs != "{}":
-            raise ValueError("--rollout-kwargs has no effect without --rollout-fn")
+            raise ValueError("--rollout-kwargs: has no effect without --rollout-fn; pass both")
         if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
-            raise ValueError("--rollout-timeout has no effect without --rollout-fn")
+            raise ValueError("--rollout-timeout: has no effect without --rollout-fn; pass both")
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
-            raise ValueError("--overlap does not work with --rollout hf or --reward-mode colocate; pass "
+            raise ValueError("--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
                              "--rollout vllm and --reward-mode standalone")  # fmt: skip
         self.check_rewards()
 
@@ -249,8 +249,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if rollout == "auto":
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
-            raise ValueError("--rollout hf needs the policy in the trainer's process (CPU, one rank); pass "
-                             "--rollout vllm")  # fmt: skip
+            raise ValueError("--rollout hf: needs the policy in the trainer's process (--device cpu and one "
+                             "rank); pass --rollout vllm")  # fmt: skip
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:
             tis_cap = 2.0

@@ -112,10 +112,10 @@ class Trajectory:
         if isinstance(stop, str):
             stop = (stop,)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise ValueError(f"generate: max_tokens must be an int of at least 1; got {max_tokens!r}")
+            raise ValueError(f"generate: max_tokens must be a positive int; got {max_tokens!r}")
         for word in stop:
             if not isinstance(word, str) or not word:
-                raise ValueError(f"generate: stop must be a non-empty string; got {word!r}")
+                raise ValueError(f"generate: every stop text must be a non-empty string; got {word!r}")
             if any(token in word for token in self._rollouts.special):
                 raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
                                  "omits; add the token to the model's eos_token_id")  # fmt: skip
@@ -173,7 +173,7 @@ class Trajectory:
         if not isinstance(text, str | None):
             raise ValueError(f"insert: text must be a str, or None to use the decoded ids; got {text!r:.60}")
         if not all(isinstance(id, int) and 0 <= id < self._rollouts.num_tokens for id in ids):
-            raise ValueError("insert: ids must be a list of int that are token ids of the tokenizer")
+            raise ValueError("insert: ids must be a list of the tokenizer's token ids")
         if len(ids) > self.room:
             self._end()
         if text is None:
@@ -273,9 +273,9 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
-        raise ValueError(f"the function's signature does not fit: {error}; it is called with `trajectory`, "
-                         "everything in --rollout-kwargs, and whichever of "
-                         f"{', '.join(sorted(offered))} it names") from None  # fmt: skip
+        raise ValueError(f"the function cannot be called ({error}); it may take `trajectory`, all "
+                         "arguments in --rollout-kwargs, and any of "
+                         f"{', '.join(sorted(offered))}") from None  # fmt: skip
     return taken - {"trajectory"}
 
 
@@ -422,7 +422,7 @@ class Rollouts:
                              "role that the template knows, such as role='user'")  # fmt: skip
         whole = self.written_after_assistant(content, role)
         if not (whole.startswith(before) and whole.endswith(behind)):
-            raise ValueError(f"reply: the chat template alters the content {content!r:.60}; call observe()")
+            raise ValueError(f"reply: the chat template alters {content!r:.60}; call observe() instead")
         return before, whole[len(before) : len(whole) - len(behind)], behind
 
     def written_after_assistant(self, content, role):

@@ -540,7 +540,8 @@ def test_papo_normalises_answer_and_reasoning_apart():
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
     algorithm.set_advantages([late], papo, decode)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
-    with pytest.raises(RuntimeError, match="needs the key flawed_positive, .* returns score, acc; see"):
+    message = r"no result has the key flawed_positive, .* keys are score, acc\); see"
+    with pytest.raises(RuntimeError, match=message):
         algorithm.set_advantages([[scored(1.0, acc=True)] * 4], papo, decode, require_keys=True)
 
 
@@ -660,7 +661,8 @@ def test_reward_terms_and_dr_grpo():
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
     samples = [scored(1.0, acc=True, pred="7"), scored(None)]
-    with pytest.raises(RuntimeError, match=f"needs the key {absent}, .* returns score, acc, pred; see docs"):
+    message = rf"no result has the key {absent}, .* keys are score, acc, pred\); see docs"
+    with pytest.raises(RuntimeError, match=message):
         algorithm.set_advantages([samples], config_of(**changes), decode, require_keys=True)
     # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
     algorithm.set_advantages([samples], config_of(**changes), decode)
@@ -670,15 +672,15 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(advantage="terms"), "--reward-terms and --advantage terms work only together"),
-        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms work only together"),
-        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc lacks a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a lacks a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan lacks a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf lacks a finite"),
+        (dict(advantage="terms"), "--reward-terms and --advantage terms only work together"),
+        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms only work together"),
+        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: needs a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: needs a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan: needs a finite weight"),
+        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf: needs a finite"),
         (
             dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
-            "--reward-terms lacks the length penalty; add overlong_penalty=1, or pass --overlong-buffer 0",
+            "--reward-terms acc=1: the length penalty is missing; add overlong_penalty=1, or pass --overlong",
         ),
     ],
 )
@@ -755,8 +757,8 @@ def test_what_depends_on_the_machines():
         config = config_of(**changes).resolved(gpus)
         assert (config.device, config.rollout) == expected, changes
     for changes, gpus, message in (
-        (dict(rollout="hf"), 1, "--rollout hf needs the policy in the trainer's process"),
-        (dict(rollout="hf", policy_ranks=2), 0, "--rollout hf needs the policy in the trainer's process"),
+        (dict(rollout="hf"), 1, "--rollout hf: needs the policy in the trainer's process"),
+        (dict(rollout="hf", policy_ranks=2), 0, "--rollout hf: needs the policy in the trainer's process"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             config_of(**changes).resolved(gpus)
@@ -956,7 +958,8 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop, model):
 def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
     with pytest.raises(
         RuntimeError,
-        match=r"100% of the samples that needed a verdict have none.*is the reward model up.*sleeps",
+        match="100% of the samples that needed a verdict have none.*"
+        "check the reward function and the reward model.*sleeps",
     ):
         grpo_trainer.train(run_config(workshop, "silent", reward_fn=f"{workshop}/reward.py:silent"))
     assert {s["reward_extra_info"]["why"] for s in lines_of(workshop / "silent/samples.jsonl")} == {
@@ -970,21 +973,24 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(policy_gpu_share=0.0), "--policy-gpu-share 0.0: must be above 0"),
         (dict(temperature=0.0), "--temperature 0.0: must be above 0"),
-        (dict(clip_c=1.0), "--clip-c 1.0 must be above 1"),
-        (dict(val_top_p=1.5), "--val-top-p 1.5 must be at most 1"),
-        (dict(adam_betas=(0.9, 1.0)), "--adam-betas 0.9 1.0 must be from 0 to below 1"),
-        (dict(adam_betas=(-0.1, 0.9)), "--adam-betas -0.1 0.9 must be from 0 to below 1"),
+        (dict(clip_c=1.0), "--clip-c 1.0: must be above 1"),
+        (dict(val_top_p=1.5), "--val-top-p 1.5: must be at most 1"),
+        (dict(adam_betas=(0.9, 1.0)), "--adam-betas 0.9 1.0: both must be at least 0 and below 1"),
+        (dict(adam_betas=(-0.1, 0.9)), "--adam-betas -0.1 0.9: both must be at least 0 and below 1"),
         (dict(rollout_gpu_share=1.5), "--rollout-gpu-share 1.5: must be above 0 and at most 1"),
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--rollout-gpu-share 0.5: a server with"),
         (dict(model="nowhere"), "--model nowhere: must be a folder with config.json"),
-        (dict(total_steps=0), "--total-steps 0 only evaluates, which needs validation data; pass --val-file"),
+        (dict(total_steps=0), "--total-steps 0: an evaluation needs validation data; pass --val-file FILE"),
         (dict(max_grad_norm=0.0), "--max-grad-norm 0.0: must be above 0"),
         (dict(rollout_servers=0), "--rollout-servers 0: must be above 0"),
         (dict(save_every=-1), "--save-every -1: must be at least 0"),
         (dict(val_every=-1), "--val-every -1: must be at least 0"),
         (dict(keep_checkpoints=-1), "--keep-checkpoints -1: must be at least 0"),
         (dict(rollout_vllm_args="--a 'b"), "--rollout-vllm-args \"--a 'b\": cannot be split"),
-        (dict(overlong_buffer=9), "--overlong-buffer 9 is not between 1 and --max-response-length 8; pass 0"),
+        (
+            dict(overlong_buffer=9),
+            "--overlong-buffer 9: must be between 1 and --max-response-length 8; pass 0 to turn off",
+        ),
         (dict(reward_kwargs="{1"), "--reward-kwargs '{1': must be a JSON object"),
         (dict(reward_kwargs="[1]"), "must be a JSON object"),
         (
@@ -992,8 +998,11 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
             "--genrm cannot be combined with --router-address",
         ),
         (dict(max_prompt_length=1), "no rows are left"),
-        (dict(group_size=1), "--group-size 1 must be at least 2"),
-        (dict(max_response_length=1000), "--max-response-length 1000 and the longest prompt add up to 10"),
+        (dict(group_size=1), "--group-size 1: must be at least 2"),
+        (
+            dict(max_response_length=1000),
+            "--max-response-length 1000: with the longest prompt, a sequence can have 10",
+        ),
         (dict(val_top_p=0.0), "--val-top-p 0.0: must be above 0"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end in .parquet, .jsonl"),
         (dict(reward_fn="/nowhere.py:x"), "--reward-fn /nowhere.py:x: the file /nowhere.py does not exist"),

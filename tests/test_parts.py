@@ -445,7 +445,7 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
     said = run(*command.split(), RAY_ADDRESS=ray_address)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("report.html")]
-    assert line.startswith("report.html and merged adapters are missing, because they need the folders")
+    assert line.startswith("report.html and the merged model were not written, because they need the folders")
     assert json.loads((folder / "out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
     assert (folder / "out/curves.png").is_file() and (folder / "out/checkpoints/step_1").is_dir()
 

@@ -536,8 +536,8 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(rollout="hf"), "--overlap does not work with --rollout hf"),
-        (dict(reward_mode="colocate"), "--overlap does not work with .*--reward-mode colocate"),
+        (dict(rollout="hf"), "--overlap: does not work with --rollout hf"),
+        (dict(reward_mode="colocate"), "--overlap: does not work with .*--reward-mode colocate"),
         (dict(tis_cap=0.0), "--tis-cap 0.0: must be above 0"),
     ],
 )

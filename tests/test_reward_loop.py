@@ -205,7 +205,7 @@ def test_overlong_penalty():
     found = [overlong_penalty(length, 100, 20, 2.0) for length in (0, 80, 81, 90, 100)]
     assert found == [0.0, 0.0, -0.1, -1.0, -2.0]
     for buffer in (0, -1, 101):
-        with pytest.raises(ValueError, match=f"--overlong-buffer {buffer} is not between 1 and"):
+        with pytest.raises(ValueError, match=f"--overlong-buffer {buffer}: must be between 1 and"):
             overlong_penalty(0, 100, buffer, 1.0)
 
 

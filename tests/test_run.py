@@ -48,7 +48,7 @@ def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys
     file = train_file_of(tmp_path, "a.parquet", range(4))
     for size, said in ((4, 0), (5, 1)):
         prepared(tmp_path, model, tokenizer, train_file=file, train_batch_size=size).lock.close()
-        told = "--train-file has 4 rows, fewer than --train-batch-size 5"
+        told = "--train-batch-size 5: exceeds the 4 rows of --train-file"
         assert capsys.readouterr().out.count(told) == said
 
 
@@ -112,7 +112,7 @@ def rows_of(folder, tokenizer, template=CHATML, **columns):
         (ASKED, "it must be a non-empty list of {role, content}"),
         ([], "prompt is []; it must be a non-empty list of {role, content} messages"),
         (None, "prompt is None"),
-        ([QUESTION], "prompt has the message 'What is 2+3?'; each message must be an object with"),
+        ([QUESTION], "prompt contains the message 'What is 2+3?'; each message must be an object with"),
         ([[ASKED]], "each message must be an object with role and content"),
         ([{"from": "human", "value": QUESTION}], "each message must be an object with role and content"),
         ([{"role": "user"}], "a user message with the content None"),
@@ -123,7 +123,7 @@ def rows_of(folder, tokenizer, template=CHATML, **columns):
     ],
 )
 def test_a_prompt_of_the_wrong_shape_is_refused_by_row(tmp_path, tokenizer, template, prompt, message):
-    with pytest.raises(ValueError, match="^" + re.escape(f"{tmp_path}/rows.jsonl row 1: ")) as refused:
+    with pytest.raises(ValueError, match="^" + re.escape(f"{tmp_path}/rows.jsonl, row 1: ")) as refused:
         rows_of(tmp_path, tokenizer, template, prompt=prompt, as_json=True)
     assert message in str(refused.value)
 
@@ -143,7 +143,7 @@ def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokeni
     ],
 )
 def test_other_columns_of_the_wrong_kind_are_refused_by_row(tmp_path, tokenizer, columns, message):
-    with pytest.raises(ValueError, match=re.escape(f"rows.jsonl row 1: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"rows.jsonl, row 1: {message}")):
         rows_of(tmp_path, tokenizer, as_json=True, **columns)
 
 
@@ -248,7 +248,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     free = SimpleNamespace(free=20_000_000)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: free)
     run = prepared(tmp_path, model, tokenizer, save_every=1)
-    message = r"^--out-dir .* has 0.0 GB of free space, but checkpoints need 0.[0-9] GB; .*--save-every$"
+    message = r"^--out-dir .*: the disk has 0.0 GB of free space, "
+    message += r"but checkpoints need 0.[0-9] GB; .*--save-every$"
     with pytest.raises(ValueError, match=message):
         load(run)
     run.lock.close()
@@ -287,7 +288,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
 def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
     config_of(**{name: True}).check()
     monkeypatch.setattr("settings.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=f"--{name} needs the package {name}, .*; run pip install {name}"):
+    with pytest.raises(ValueError, match=f"--{name}: needs the package {name}, .*; run pip install {name}"):
         config_of(**{name: True}).check()
 
 
@@ -298,7 +299,7 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, mo
     run = prepared(tmp_path, model, tokenizer, dry_run=True)
     run.lock.close()
     (tmp_path / "model/model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"--model {tmp_path}/model has no weights"):
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/model: the folder contains no weights"):
         grpo_trainer.train(run.config)
 
 
@@ -312,7 +313,7 @@ def test_a_folder_of_adapters_is_no_model(tmp_path, model, tokenizer, with_confi
     if with_config:
         model.config.save_pretrained(adapters)
     changed = dataclasses.replace(run.config, model=str(adapters), out_dir=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="is a folder of LoRA adapters; merge them first with python -m"):
+    with pytest.raises(ValueError, match="the folder contains LoRA adapters; merge them with python -m"):
         grpo_trainer.Run(changed)
 
 
@@ -322,7 +323,7 @@ def test_quantised_weights_are_refused_before_anything_starts(tmp_path, model, t
     file = tmp_path / "model/config.json"
     about = {"quantization_config": {"quant_method": "gptq"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | about))
-    with pytest.raises(ValueError, match=r"is quantised \(gptq\)"):
+    with pytest.raises(ValueError, match=r"quantised weights \(gptq\) cannot be trained"):
         grpo_trainer.Run(run.config)
 
 
@@ -340,7 +341,7 @@ def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path,
 def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
     for steps, said in ((5, 0), (4, 1)):
         prepared(tmp_path, model, tokenizer, total_steps=steps, lr_warmup_steps=5).lock.close()
-        told = "--lr-warmup-steps 5 exceeds --total-steps 4, so the learning rate never reaches"
+        told = "--lr-warmup-steps 5: exceeds --total-steps 4, so the learning rate never reaches"
         assert capsys.readouterr().out.count(told) == said
 
 
@@ -355,7 +356,7 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
     whole = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
     AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(tmp_path / "model")
     load(run)
-    told = "/model (qwen3_5): only the language model (qwen3_5_text) is trained"
+    told = "/model: only the language model (qwen3_5_text) of qwen3_5 is trained"
     assert told not in capsys.readouterr().out
     run = grpo_trainer.Run(run.config)
     load(run)
@@ -397,5 +398,5 @@ def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
     other = dataclasses.replace(run.config, model=str(tmp_path / "other"), resume="auto")
     grpo_trainer.Run(other).lock.close()
     said = capsys.readouterr().out
-    told = f"--model: the run started with {run.config.model}, but {use} {tmp_path}/other; pass"
+    told = f"--model {tmp_path}/other: the run started with {run.config.model}, but {use} this model; pass"
     assert said.count(told) == bool(use) and use in said

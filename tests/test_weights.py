@@ -61,10 +61,10 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
     """Its name can be foretold, and everybody can write to /dev/shm."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    with pytest.raises(PermissionError, match="not a folder of this user"):
+    with pytest.raises(PermissionError, match="not a folder that this user owns"):
         WeightFolder(str(tmp_path / "link"), {"config.json": b"{}"})
     monkeypatch.setattr(rollout.os, "getuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="not a folder of this user"):
+    with pytest.raises(PermissionError, match="not a folder that this user owns"):
         WeightFolder(str(tmp_path / "theirs"), {"config.json": b"{}"})
     assert not list((tmp_path / "theirs").iterdir())
 
@@ -77,7 +77,7 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
         (MixtralConfig(num_local_experts=4), "cuda", ""),
         (LlamaConfig(), "cpu", ""),
         (Gemma2Config(), "cpu", ""),
-        (Gemma2Config(tie_word_embeddings=False), "cpu", "no separate head; pass --rollout hf"),
+        (Gemma2Config(tie_word_embeddings=False), "cpu", "not support a separate head; pass --rollout hf"),
     ],
 )
 def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, problem):
