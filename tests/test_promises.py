@@ -31,16 +31,16 @@ KEPT_BY = {
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
     ),
-    "A run that gets too few verdicts stops and says why.": (
+    "A run with too few verdicts stops and reports the reason.": (
         "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
         "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
     ),
-    "A run scores all its samples with one version of the reward function.": (
+    "All samples of a run are scored by the same version of the reward function.": (
         "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
         "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",
         "test_score_file.test_resume_notices_another_judge_behind_the_address",
     ),
-    "The death of a worker, a grading process or a node costs no sample.": (
+    "No sample is lost if a worker, a grading process or a node dies.": (
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
         "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",
         "test_reward_loop.test_a_node_goes_away",
@@ -49,23 +49,23 @@ KEPT_BY = {
         "test_reward_loop.test_functions_in_verls_style_run_unchanged",
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
     ),
-    "A run that was stopped at any moment resumes from its newest checkpoint; on CPU with `--rollout hf` "
-    "it is identical to an uninterrupted run.": (
+    "A run can be stopped at any time and resumes from its newest checkpoint. On a CPU with "
+    "`--rollout hf`, the result is identical to that of an uninterrupted run.": (
         "test_grpo_trainer.test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run",
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
     ),
-    "The sampler uses the trainer's weights; a run whose servers have other weights stops.": (
+    "The sampler uses the trainer's weights. If the servers have different weights, the run stops.": (
         "test_grpo_trainer.test_stale_weights_stop_the_run",
         "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
         "test_rollout.test_rollout_logprobs_are_the_trainers",
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
     ),
-    "The loss is the same for any split of a step into micro-batches or ranks.": (
+    "The loss does not depend on how a step is split into micro-batches or across ranks.": (
         "test_policy.test_update_does_not_depend_on_micro_batches",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
-    "A checkpoint appears whole or not at all, and a full disk never damages an earlier one.": (
+    "Checkpoints are written atomically, and a full disk never damages an earlier checkpoint.": (
         "test_grpo_trainer.test_a_full_disk_costs_no_earlier_checkpoint",
         "test_run_folder.test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones",
         "test_run_folder.test_old_checkpoints_are_deleted_and_half_written_ones_ignored",
@@ -80,15 +80,14 @@ KEPT_BY = {
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
     ),
-    "Sampled text is never tokenized again, and tokens that the policy did not write have no part in the "
-    "update.": (
+    "Sampled text is never re-tokenized, and tokens that the policy did not write are excluded from "
+    "the update.": (
         "test_trajectory.test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it",
         "test_trajectory.test_a_reply_is_the_tail_of_the_whole_rendering",
         "test_trajectory.test_observed_tokens_have_no_part_in_the_update",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
-    "A rollout function that fails, hangs or leaves tasks behind costs only its own sample and changes no "
-    "other sample.": (
+    "A rollout function that fails, hangs or leaves tasks running affects only its own sample.": (
         "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
         "test_trajectory.test_no_way_of_failing_escapes_its_sample",
         "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
@@ -101,7 +100,7 @@ KEPT_BY = {
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",
         "test_trajectory.test_a_stopped_run_that_goes_on_is_the_same_run",
     ),
-    "Text from a tool can neither end a message nor write in another role.": (
+    "Text from a tool can neither end a message nor impersonate another role.": (
         "test_trajectory.test_special_tokens_in_what_a_tool_says_stay_text",
         "test_trajectory.test_markup_in_a_reply_stays_text",
     ),
@@ -111,7 +110,7 @@ KEPT_BY = {
         "test_genrm_server.test_a_killed_server_loses_no_request_and_comes_back",
         "test_genrm_server.test_vllm_two_servers_one_killed_with_32_requests_in_flight",
     ),
-    "Every answer goes only to the request that caused it.": (
+    "Each response is delivered only to the request that it answers.": (
         "test_router.test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again",
         "test_router.test_method_path_query_headers_and_body_arrive_unchanged",
         "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
@@ -121,23 +120,23 @@ KEPT_BY = {
         "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",
         "test_compute_score.test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again",
     ),
-    "Keys never appear in logs, in command lines or in the files of a run.": (
+    "API keys never appear in logs, in command lines or in the files of a run.": (
         "test_genrm_server.test_the_servers_have_a_key_that_nobody_sees",
         "test_router.test_the_key_can_come_from_the_environment",
     ),
-    "Nothing outlives the process that started it, however that process ends.": (
+    "Child processes never outlive the process that started them, however it ends.": (
         "test_genrm_server.test_however_it_ends_nothing_is_left",
         "test_genrm_server.test_a_fork_of_the_program_keeps_no_server_alive",
         "test_reward_loop.test_nothing_is_left_running",
         "test_compute_score.test_the_child_processes_end_with_a_parent_that_is_killed",
     ),
-    "Wrong settings and wrong data are rejected in one line, before anything expensive starts.": (
+    "Invalid settings and data are rejected with a one-line message before anything expensive starts.": (
         "test_grpo_trainer.test_wrong_settings_are_refused_in_one_line",
         "test_run.test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected",
         "test_run.test_an_option_names_the_package_that_it_lacks",
         "test_reward_loop.test_wrong_settings_are_told_at_start",
     ),
-    "Nothing contacts a model or data hub unless you pass a hub name.": (
+    "No script contacts a hub unless you pass the name of a model or data set on that hub.": (
         "test_grpo_trainer.test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already",
     ),
 }  # fmt: skip
