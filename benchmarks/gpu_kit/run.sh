@@ -20,6 +20,7 @@ for part in 1 2; do
   fi
 done
 export PYTHONPATH=$site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 RAY_ADDRESS=local VLLM_NO_USAGE_STATS=1
+export VLLM_USE_FLASHINFER_SAMPLER=0  # The kit has no FlashInfer, which vLLM imports for its sampler by default.
 
 check() {  # SECONDS CHECK ...
   timeout "$1" "$python" benchmarks/check_gpu.py --only "${@:2}" 2>&1 | tee "$OUT/$stage.md"
