@@ -438,12 +438,13 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     means = [statistics.fmean(run["curves"]["lambda"]) for run in some]
     assert f"applies the penalty in {module.evidence.cell(means)} of the groups".replace("0.", ".") in text
     told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
-    assert "λ = 2 ends at {} fully correct answers and λ = 1 at {}".format(*told) in text
+    assert "{} of the answers end up fully correct with λ = 2, and {} with λ = 1".format(*told) in text
     told = middle("fapo_oracle", "weak", "toy/truly_correct")
-    assert f"from there, λ = 1 reaches {told} fully correct answers" in text
+    assert f"From there, {told} of the answers end up fully correct with λ = 1" in text
     told = [middle(f"fapo_recall{recall}", "own1") for recall in (0.9, 0.7, 0.5)]
     told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
-    assert "ends at {}, {} and {}, against {} with a perfect judge and {} with".format(*told) in text
+    rates = "ends at flawed-positive rates of {}, {} and {}. A perfect judge gives {}, and the outcome reward {}."
+    assert rates.format(*told) in text
     outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
     for value in (outcome, fapo):
         assert value.replace("-", " to ") in text
