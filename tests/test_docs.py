@@ -443,7 +443,7 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     assert f"From there, {told} of the answers end up fully correct with λ = 1" in text
     told = [middle(f"fapo_recall{recall}", "own1") for recall in (0.9, 0.7, 0.5)]
     told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
-    rates = "ends at flawed-positive rates of {}, {} and {}. A perfect judge gives {}, and the outcome reward {}."
+    rates = "flawed-positive rates of {}, {} and {}. A perfect judge gives {}, and the outcome reward {}."
     assert rates.format(*told) in text
     outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
     for value in (outcome, fapo):
