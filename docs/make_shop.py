@@ -1,12 +1,12 @@
-"""Write docs/evidence/shop.jsonl from finished runs in the world with a tool, and the tables.
+"""Collect runs of the world with a tool in docs/evidence/shop.jsonl, and generate the tables from it.
 
-    WORLDS=tools make evidence                            # the runs, then this
-    python docs/make_shop.py --runs outputs/evidence      # from runs that recipes/evidence.sh has made
-    python docs/make_shop.py                              # tables and figure again, from the JSONL files
+    WORLDS=tools make evidence                            # the runs, then this script
+    python docs/make_shop.py --runs outputs/evidence      # adds the finished runs of recipes/evidence.sh
+    python docs/make_shop.py                              # regenerates tables and figure from the JSONL files
 
-A line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
+Each line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
 steps. The tables are in docs/rollouts.md, docs/evidence.md, LEADERBOARD.md and the CSV files of
-docs/evidence. LEADERBOARD.md also has the second world's runs. A test compares the tables with the JSONL
+docs/evidence. LEADERBOARD.md also has the second world's runs. A test checks that the tables match the JSONL
 files.
 """
 
@@ -29,7 +29,7 @@ FIGURE = FILE.with_suffix(".png")
 LEADERBOARD = evidence.DOCS.parent / "LEADERBOARD.md"
 PAGES = (evidence.DOCS / "rollouts.md", evidence.DOCS / "evidence.md", LEADERBOARD)
 STARTS = ("shop0", "shop1", "shop2")
-COST = 0.03  # cost of a look-up, unless the algorithm's name has another cost
+COST = 0.03  # cost of a look-up, unless the algorithm's name ends with another cost
 COSTS = (0, 0.01, 0.03, 0.1)
 NAMES = {
     "outcome": "outcome reward only",
@@ -77,14 +77,14 @@ SECOND_WORLD = {  # flags of each algorithm, in addition to those of recipes/sec
 
 @dataclass
 class Config:
-    """Writes the tables and the figure of the world with a tool; --runs collects finished runs first."""
+    """Generate the tables and the figure from shop.jsonl. With --runs, add finished runs first."""
 
     runs: Path | None = None
-    """Folder of the runs, shopN/ALGORITHM_seedN; runs that are not finished are left out."""
+    """Folder with the runs: shopN/ALGORITHM_seedN. Unfinished runs are skipped."""
 
 
 def collect(folder: Path) -> list[dict]:
-    """Return one dict for each finished run, in the order of their names."""
+    """Return one dict per finished run, sorted by name."""
     runs = []
     for path in sorted(folder.glob("shop*/*/metrics.jsonl")):
         try:
@@ -126,7 +126,7 @@ def some_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
 def at_cost(runs: list[dict], algorithm: str, cost: float) -> list[dict]:
     """Return runs of `outcome` or `fapo` with this cost of a look-up.
 
-    Only checkpoints and seeds that have runs at all costs are used, because the rows must be comparable.
+    To keep the rows comparable, only checkpoints and seeds with runs at all costs are included.
     """
     found = []
     for each in COSTS:
@@ -147,7 +147,7 @@ def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
     rows = [row("initial policy", before, when="before")]
     rows += [row(NAMES[name], some_of(runs, name)) for name in ("outcome", "fapo")]
     made = {"tools": table(heads, *rows)}
-    heads = ["share of the 512 problems", *KINDS, "runs"]
+    heads = ["fraction of the 512 problems", *KINDS, "runs"]
     rows = [row("initial policy", before, KINDS, "before")]
     rows += [row(NAMES[name], some_of(runs, name), KINDS) for name in NAMES if some_of(runs, name)]
     made["tools flaws"] = table(heads, *rows)
@@ -179,7 +179,7 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
 
 
 def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], keys) -> str:
-    """Rank the algorithms that have runs from each checkpoint; a cell is the median over the seeds."""
+    """Rank the algorithms that have runs from each checkpoint. Each cell is the median over the seeds."""
     heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]
     heads += ["judge calls per step", "seconds", "runs", "FLAGS"]
     ranked = []
@@ -202,14 +202,14 @@ def median_after(runs: list[dict], key: str) -> float:
 
 
 def seconds_of(runs: list[dict]) -> str:
-    """Return the seconds of the quickest run, because other runs shared their core."""
+    """Return the duration of the fastest run, because other runs shared their core."""
     if "seconds" not in runs[0]:
         return "not recorded"
     return f"{min(run['seconds'] for run in runs):.0f}"
 
 
 def judge_calls(run: dict) -> float:
-    """Return the mean number of judge calls per step of 128 samples: none, the correct answers, or all."""
+    """Return the mean number of judge calls per step of 128 samples."""
     if run["algorithm"].startswith("outcome"):
         return 0.0
     if run["algorithm"] in ("prefix", "vppo"):
@@ -259,9 +259,9 @@ def main() -> None:
     config = tyro.cli(Config)
     runs = read() if FILE.exists() else []
     if config.runs:
-        runs += collect(config.runs)  # A new run replaces an old run of the same name.
+        runs += collect(config.runs)  # The dict keeps the last run of each name.
         runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-    made = tables(runs, evidence.read())  # before writing: a run may be missing
+    made = tables(runs, evidence.read())  # Write nothing if a run is missing.
     FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
     draw(runs, FIGURE)
     for name, text in csv_files(runs).items():
