@@ -1,14 +1,15 @@
-"""Write docs/walkthrough.md, one real step of the demo in numbers, from docs/walkthrough.json.
+"""Write docs/walkthrough.md, which shows one real step of the demo in numbers, from docs/walkthrough.json.
 
     python docs/make_walkthrough.py      # writes the page from the recorded step
     python docs/make_walkthrough.py --record outputs/demo_seed0/fapo --step 9 --group 9
 
-The recording contains the texts that the two models wrote, and the log-probabilities of the policy's tokens
-before and after each update of the step. The functions of the trainer compute everything else on the page.
---record repeats a step: it samples from the checkpoint before the step, which gives the same samples, and
-takes the verdicts from samples.jsonl. The recorded run therefore needs --rollout hf, --save-every 1,
---keep-checkpoints 0, --samples-per-step 128 (all samples of a step) and `keep_critique`. The demo's FAPO run
-with these flags meets these conditions.
+The JSON file contains the texts that the two models wrote, and the log-probabilities of the policy's tokens
+before and after each update of the step. The trainer's functions compute everything else on the page.
+
+--record repeats a step. It samples again from the checkpoint before the step, which gives the same samples,
+and takes the verdicts from samples.jsonl. The run to record therefore needs the flags --rollout hf,
+--save-every 1, --keep-checkpoints 0 and --samples-per-step 128 (all samples of a step), and the setting
+`keep_critique` in its --reward-kwargs, which the demo already has.
 """
 
 import asyncio
@@ -42,13 +43,13 @@ WHEN = ("before the step", "before the update of its mini-batch", "after the ste
 class Config:
     """Writes docs/walkthrough.md from docs/walkthrough.json; --record writes the JSON file first."""
 
-    record: Path | None = None  # Output directory of the run to record; default: use walkthrough.json.
-    step: int = 9  # Number of the recorded step, from 1.
-    group: int = 9  # Number of the recorded group in the step, from 0.
+    record: Path | None = None  # Output directory of the run to record. Default: use the existing JSON file.
+    step: int = 9  # Step to record, counted from 1.
+    group: int = 9  # Group to record within the step, counted from 0.
 
 
 def record(run: Path, step: int, group: int) -> dict:
-    """Repeat a step; return one of its groups with the log-probabilities before and after each update."""
+    """Repeat a step, and return one of its groups with log-probabilities before and after each update."""
     config = grpo_trainer.Config(**json.loads((run / "config.json").read_text()))
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     folder = run / f"checkpoints/step_{step - 1}" if step > 1 else Path(config.model)
@@ -71,7 +72,8 @@ def record(run: Path, step: int, group: int) -> dict:
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         if sample.text != sample.result["response"]:
             raise ValueError(
-                f"--record: step {step} of {run} gave other samples; use the same kind of processor"
+                f"--record {run}: step {step} produced different samples this time; use the kind of "
+                "processor on which the run was made"
             )
     set_advantages(groups, config, tokenizer.decode)
     chosen, batches = groups[group], split_mini_batches(groups, config.mini_batch_size)
@@ -114,7 +116,7 @@ def record(run: Path, step: int, group: int) -> dict:
 
 
 def score(data: dict) -> list[dict]:
-    """Score the samples with the reward function of the demo, and the recorded critiques as the judge."""
+    """Score the samples with the demo's reward function. The recorded critiques replace the judge."""
     row, critiques = data["row"], iter([])
 
     async def recorded(prompt, *_, **__):
@@ -144,8 +146,8 @@ def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[li
 
 
 def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tuple[str, int]:
-    """Return a table of a sample's advantages by line with both values of --credit, and the prefix length."""
-    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # end token: no text
+    """Return a table of each line's advantage with both values of --credit, and the good prefix's length."""
+    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # no end token
 
     def before(line):
         return count_tokens_before(line, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
@@ -171,7 +173,7 @@ def page(data: dict) -> str:
     rule_rewards = torch.tensor([1.0 if result["acc"] else -1.0 for result in results])
     advantages, rule_only = compute_advantages(torch.stack([rewards, rule_rewards])).tolist()
 
-    # The page compares a flawed and a sound sample at their first different token.
+    # The page compares a flawed and a sound sample at the first token in which they differ.
     flawed = next(n for n, result in enumerate(results) if result["flawed_positive"])
     missed = [result["oracle_flawed_positive"] and not result["flawed_positive"] for result in results]
     overlooked = missed.index(True)
@@ -196,7 +198,8 @@ def page(data: dict) -> str:
     group = table(heads, *rows)
     loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "loss", "loss / N"], *losses)
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
-        raise ValueError("--group: this group has no unclipped flawed sample below the mean; pass another")
+        raise ValueError("--group: in the recorded group, no unclipped flawed sample has a reward below the "
+                         "mean; pass a different number")  # fmt: skip
     named = results[flawed]["first_wrong"]
     credits, spared = credit(samples[flawed], paragraphs[flawed], named, advantages[flawed])
     right = sum(result["acc"] for result in results)
@@ -209,11 +212,11 @@ def page(data: dict) -> str:
 
 ## What `make demo` does
 
-The toy world asks questions such as *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*. A model
-solves this problem line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository
-ships [two Llama models](../toy/models/README.md) with one million parameters each: a policy that often
-forgets carries, and a judge that misses half of the wrong lines. `make demo` trains both models with these
-commands (`recipes/toy_demo.sh`):
+A typical problem of the toy world is *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*. A
+model solves it line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository
+includes [two Llama models](../toy/models/README.md) with one million parameters each: a policy that often
+forgets carries, and a judge that misses half of the wrong lines. `make demo` trains both models. The script
+`recipes/toy_demo.sh` runs these commands:
 
 | step | command |
 | --- | --- |
@@ -225,88 +228,89 @@ commands (`recipes/toy_demo.sh`):
 | 4. Print an interim table after a third of the FAPO steps. | `python -m toy.report --so-far ...` |
 | 5. Print the final tables and write the web page. | `python -m toy.report`, `python -m tools.view_run` |
 
-`SEED=1 make demo` uses another seed and writes to `outputs/demo_seed1`. `PORT=31000 make demo` sets the
-judge's port, which is otherwise a random one from 20000 to 29999.
+`SEED=1 make demo` uses a different seed and writes to `outputs/demo_seed1`. The judge listens on a random
+port from 20000 to 29999 unless you set one with `PORT=31000 make demo`.
 
-The two trained policies have nearly the same accuracy. With the outcome reward alone, the flawed-positive
-rate drifts. With FAPO the flawed-positive rate falls to nearly the rate of a perfect judge. On "How many?"
-questions, a forgotten carry makes the answer wrong, and FAPO's policy is correct about twice as often.
+Both trained policies reach nearly the same accuracy. With the outcome reward alone, the flawed-positive rate
+drifts. With FAPO, it falls to nearly the level that a perfect judge achieves. On "How many?" questions, where
+a forgotten carry makes the answer wrong, FAPO's policy is correct about twice as often.
 [The evidence](evidence.md) reports nine runs from other checkpoints.
 
 **The judge is not the oracle.** Towards the end of the run, the judge finds only about half of the flawed
-positives that the oracle counts. The policy keeps the flaws that the judge misses, such as a lost ten
-in a sum without a carry (`27-7=10`). A judge that only knows forgotten carries leads to outright
+positives that the oracle counts. The policy keeps making the mistakes that the judge misses, such as an error
+of ten in a sum without a carry (`27-7=10`). A judge that knows only forgotten carries leads to outright
 [reward hacking](evidence.md#reward-hacking).
 
-**Limits of the demo.** The flaws are planted, and the outcome reward cannot see them by construction.
+**Limits of the demo.** The flaws are planted, and by construction the outcome reward cannot see them.
 [The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws. Real models
-make many other kinds of mistakes. The paper measured its gains on AIME and GPQA with policies of 7B and 32B
-parameters.
+make many other kinds of mistakes. The paper measured its gains on AIME and GPQA with 7B and 32B policies.
 
 The rest of this page follows one prompt through step {data["step"]} of a demo run (seed 0, FAPO with the
-trained judge). The two models wrote the texts, and the functions of the trainer compute every number.
+trained judge). The two models wrote all solutions and critiques, and the trainer's functions computed every
+number.
 
 ## The prompt
 
 > {question}
 
-"Remainder mod 5?" asks for the remainder on division by 5. The correct answer is {truth}, and the outcome
-reward knows only this answer. The step draws 16 prompts and samples {len(samples)} answers to each prompt
-at temperature 1. The {len(samples)} answers to one prompt form a *group*.
+The question asks for the remainder on division by 5. The correct answer is {truth}, and the outcome reward
+checks nothing else. In each step, the trainer draws 16 prompts and samples {len(samples)} answers to each
+prompt at temperature 1. The {len(samples)} answers to a prompt form a *group*.
 
 ## Eight samples and their advantages
 
-A solution has one paragraph per sum and a last paragraph with the answer. Paragraphs are counted from 0, and
--1 means that no paragraph is wrong.
+A solution has one paragraph per sum and a final paragraph with the answer. The columns "judge" and "oracle"
+give the first wrong paragraph, counted from 0; -1 means that no paragraph is wrong.
 
 {group}
 
-- **Answer**: `compute_score` compares the last box with the correct answer. Here {right} of {len(samples)}
+- **Answer**: `compute_score` compares the last box with the correct answer. Here, {right} of {len(samples)}
   answers are correct.
-- **Judge**: for correct answers only, `compute_score_fapo` asks the judge for the first wrong paragraph.
-- **Oracle**: `first_wrong_paragraph` computes what the judge should have said. Training does not use the
-  oracle.
-- **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a paragraph, and 1 otherwise.
-- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with
-  the mean and the standard deviation of the group.
-- **Advantage, outcome only**: this would be the advantage if every correct answer got 1. Flawed and sound
-  answers would be encouraged alike.
+- **Judge**: `compute_score_fapo` queries the judge only on correct answers.
+- **Oracle**: `first_wrong_paragraph` computes the correct verdict. Training does not use it.
+- **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a wrong paragraph, and 1
+  otherwise.
+- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, where
+  the two numbers are the mean and the standard deviation of the group's rewards.
+- **Advantage, outcome only**: the advantage if every correct answer got 1. It would encourage flawed and
+  sound solutions equally.
 
-Sample {two} has a correct answer and a wrong step. With the outcome reward alone, its advantage would be
-{rule_only[flawed]:+.3f}, as high as a sound solution's. With FAPO the advantage is
-{advantages[flawed]:+.3f}. It is negative because fully correct samples outnumber wrong ones in this group.
-In a group with more wrong samples than fully correct ones, FAPO encourages flawed positives.
+Sample {two} has a correct answer but a wrong step. With the outcome reward alone, its advantage would be
+{rule_only[flawed]:+.3f}, the same as for a sound solution. With FAPO, its advantage is
+{advantages[flawed]:+.3f}. The sign is negative because fully correct samples outnumber wrong ones in this
+group. In a group with more wrong than fully correct samples, FAPO encourages flawed positives.
 
 ## What the judge reads and writes
 
-The judge reads sample {two} in the prompt style "{style}", made for a judge of one million parameters:
+The prompt style "{style}" is short enough for a judge with one million parameters. For sample {two}, the
+judge reads:
 
 ```text
 {prompt}
 ```
 
-The judge computes each line again from the previous value and stops at the first line that differs:
+The judge recomputes each line from the previous value and stops at the first line that differs:
 
 ```text
 {samples[flawed]["critique"]}
 ```
 
-`parse_critique` takes the paragraph index from the box: {judge[flawed]}. For sample {overlooked + 1}, the
-judge writes:
+`parse_critique` extracts the paragraph index from the box, which is {judge[flawed]}. For
+sample {overlooked + 1}, the judge writes:
 
 ```text
 {samples[overlooked]["critique"]}
 ```
 
-The judge misses paragraph {oracle[overlooked]}, `{passed}`, so the sample is rewarded as if it were sound.
-The policy can learn from a judge that errs now and then. A flaw that the judge misses every time survives in
-the policy.
+Here, the judge misses that paragraph {oracle[overlooked]}, `{passed}`, is wrong. The sample is therefore
+rewarded as if it were sound. The policy can learn even from a judge that sometimes errs, but it does not
+unlearn a flaw that the judge misses every time.
 
 ## The loss of one token
 
-Samples {one} and {two} have the same text up to `{line}`. Sample {one} continues with `{sound_token}` and
+Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and
 sample {two} with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so the
-policy has already changed a little before this mini-batch is used. The ratio r is a token's current
+policy has already changed slightly before the update with this mini-batch. The ratio r is a token's current
 probability divided by its probability before the step. The mini-batch has N = {N} response tokens, and
 `compute_policy_loss` returns:
 
@@ -314,27 +318,27 @@ probability divided by its probability before the step. The mini-batch has N = {
 
 Neither token is clipped: r would have to exceed 1.28 for the first token, or fall below 0.8 for the second.
 The loss of the mini-batch is the sum of the last column over all {N} tokens. Every token of a sample has
-the same advantage, so the update does not know which digit is wrong. Even so, the wrong digit becomes less
-likely: the other tokens of sample {two} also occur in sound solutions, which encourage them.
+the same advantage, so the update does not know which digit is wrong. The wrong digit still becomes less
+likely, because the other tokens of sample {two} also occur in sound solutions, which encourage them.
 
 ## Credit for the good prefix
 
-The judge also says which paragraph is the first wrong one. With `--credit prefix`, the {spared} tokens
-before that paragraph get no negative advantage (`count_tokens_before`). Sample {two} then has two different
-advantages:
+The judge's verdict also locates the first wrong paragraph. With `--credit prefix`, the {spared} tokens before
+that paragraph get no negative advantage (`count_tokens_before`). The tokens of sample {two} then have two
+different advantages:
 
 {credits}
 
-With `--credit prefix` the update knows the wrong line but not the digit: `{line}` gets the same advantage as
-`{flawed_token}`. The demo runs without `--credit prefix`, and
-[algorithms](algorithms.md#results-in-the-toy-world) shows the effect of the flag.
+With `--credit prefix`, the update knows which line is wrong but not which digit: `{line}` gets the same
+advantage as `{flawed_token}`. The demo does not use this flag. See
+[algorithms](algorithms.md#results-in-the-toy-world) for its effect.
 
 ## The new probability
 
 {table(["token", *WHEN], *moves)}
 
-The table shows the effect of {update["of"]} updates with a learning rate of {update["lr"]:g} on all samples
-of the step. The demo trains each model for 60 such steps.
+The table shows the effect of the step's {update["of"]} updates on all of its samples, with a learning rate
+of {update["lr"]:g}. The demo trains each model for 60 such steps.
 """
 
 

@@ -179,7 +179,7 @@ def test_a_judge_of_a_family_that_cannot_be_counted_is_unknown_and_not_too_large
 def test_the_first_gpu_command_of_the_docs_fits_the_gpu_that_it_names(shapes):
     page = (ROOT / "docs/training.md").read_text()
     arguments = next(arguments for _, arguments in commands(page) if "--policy-gpu-share" in arguments)
-    gb = re.search(r"one GPU of (\d+) GB", page.split("--policy-gpu-share")[0])
+    gb = re.search(r"one (\d+) GB GPU", page.split("--policy-gpu-share")[0])
     lines = plan(arguments, gb[1], shapes / "small")
     assert [line.endswith(": it fits") for line in lines].count(True) == 2, lines  # policy server, rank
 
