@@ -3,14 +3,14 @@
     groups_to_train = set_advantages(groups, options, decode)      # fills in Sample.advantage
     loss, sums = compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens)
 
-Each `--advantage` is one function and one line in ADVANTAGES, and each `--loss` is one function and one line
-in LOSSES; settings.py has their names, and docs/algorithms.md has a table. The README has the equations of
-FAPO. FAPO's reward itself (equation 8 of the paper) is computed in compute_score.py.
+To add an `--advantage` or a `--loss`, write one function, add one line to ADVANTAGES or LOSSES, and list its
+name in settings.py. docs/algorithms.md compares them. FAPO's reward (equation 8 of the paper) is computed in
+compute_score.py.
 
-This file knows nothing about models, files or servers, and it imports nothing from this repository.
-Not covered: value functions (GAE), a KL term inside the reward, credit for less than a paragraph.
-Tensor names end in their shapes, where P is the number of prompts, G of samples per prompt, B = P * G of
-sequences, T of tokens in the longest response, and S of paragraphs.
+This file imports nothing from this repository.
+Not covered: value functions (GAE), a KL term inside the reward, credit for units smaller than a paragraph.
+Tensor names end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens in the
+longest response, S paragraphs.
 """
 
 import copy
@@ -23,35 +23,34 @@ from itertools import accumulate, chain
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-# exp() overflows in float32 beyond 88. The loss may still be finite then, but its gradient is NaN.
+# In float32, exp() overflows above 88. The loss may still be finite, but its gradient would be NaN.
 MAX_LOG_RATIO = 20.0
 
 
-# ---- 1. rewards -> advantages, in a group of samples of the same prompt
+# ---- 1. rewards -> advantages, within the group of samples of one prompt
 
 
 def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
     """Return (reward - mean) / (sample std + 1e-6) within each group (GRPO, arXiv:2402.03300).
 
     Args:
-        rewards_P_G: The rewards, with one row per prompt. NaN means that a sample has no verdict: its
-            advantage is 0, and the mean and the std of its group exclude it.
-        divide_by_std: If this is False, advantages are not divided by the std, as in Dr. GRPO
-            (arXiv:2503.20783).
+        rewards_P_G: The rewards, with one row per prompt. NaN marks a sample without a verdict: its
+            advantage is 0, and the mean and std of its group exclude it.
+        divide_by_std: Whether to divide by the std. Dr. GRPO (arXiv:2503.20783) does not.
 
     Returns:
-        The advantages. They are 0 in a group with fewer than two verdicts, or whose rewards are all equal.
+        The advantages. A group with fewer than two verdicts, or with equal rewards only, gets 0.
     """
     known = ~rewards_P_G.isnan()
     count = known.sum(1, keepdim=True)
     mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known, rewards_P_G - mean, 0.0)
-    # If all rewards are equal, the std may consist of rounding errors, and dividing by it would amplify them.
+    # If all rewards are equal, the std may be pure rounding error, and dividing by it would amplify it.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
     has_spread = highest - lowest > 1e-9 * torch.maximum(highest.abs(), lowest.abs())
     if divide_by_std:
-        # Without this scale the squares of huge rewards would overflow.
+        # Without this scale, the squares of huge rewards would overflow.
         scale = centred.abs().amax(1, keepdim=True).clamp(min=1)
         variance = (centred / scale).square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (scale * variance.sqrt() + 1e-6)
@@ -62,10 +61,10 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     """Return the length penalty of one response (DAPO, arXiv:2503.14476, equation 13).
 
     The penalty is 0 up to max_length - buffer tokens and falls linearly to -factor at max_length. The
-    paper's third case does not occur, because no response is longer than max_length.
+    paper's third case cannot occur, because no response is longer than max_length.
 
     Raises:
-        ValueError: The buffer is not in 1 .. max_length.
+        ValueError: The buffer is not between 1 and max_length.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"--overlong-buffer {buffer}: must be between 1 and --max-response-length "
@@ -75,7 +74,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 
 
 def length_penalty_of(config) -> Callable[[int], float] | None:
-    """Return overlong_penalty with the settings of the trainer's `config`, or None if it is off."""
+    """Return overlong_penalty with the trainer's settings filled in, or None if the penalty is off."""
     if not config.overlong_buffer:
         return None
     penalty = partial(
@@ -84,32 +83,32 @@ def length_penalty_of(config) -> Callable[[int], float] | None:
         buffer=config.overlong_buffer,
         factor=config.overlong_factor,
     )
-    penalty(0)  # This call raises ValueError if the buffer does not fit.
+    penalty(0)  # This call raises ValueError now if the buffer is out of range.
     return penalty
 
 
-# ---- 2. what an advantage is made from
+# ---- 2. the inputs of an advantage function
 
 
 class Groups:
     """The results of P groups of G samples as float64 tensors.
 
-    NaN means that a sample has no verdict, or that its result lacks the number.
+    NaN marks a sample without a verdict, or a result that lacks the number.
 
     Advantage functions read these attributes:
         rewards_P_G: The score of the reward function plus the length penalty.
-        number(key): The number with this key in the reward function's dict, P x G.
+        number(key): The value of this key in each result, P x G.
         penalties_P_G: The length penalty, at most 0.
-        lengths_P_G, prompt_lengths_P_G: The numbers of tokens of responses and of prompts.
-        tokens_T: The indices 0, 1, ... of the tokens of the longest response.
+        lengths_P_G, prompt_lengths_P_G: The lengths of responses and prompts in tokens.
+        tokens_T: The token indices 0, 1, ... of the longest response.
         prefixes_P_G: The number of tokens before the first wrong paragraph.
         steps: The score of each paragraph, and the paragraph of each token.
 
     Args:
-        groups: Lists of policy.Sample that have a `result`.
-        decode: Returns the text of a list of token ids.
-        require_keys: Raise RuntimeError if an advantage needs a number that no sample's result has. The
-            reward function is then most likely the wrong one.
+        groups: Lists of policy.Sample objects that have a `result`.
+        decode: A function from token ids to text.
+        require_keys: Raise RuntimeError if an advantage needs a key that no result has. In that case, the
+            run most likely uses the wrong reward function.
     """
 
     def __init__(self, groups: list[list], decode, require_keys: bool = False):
@@ -117,7 +116,7 @@ class Groups:
         self.samples = list(chain(*groups))
         self.decode = decode
         self.require_keys = require_keys
-        self.infos = []  # The reward function's dict of each sample; empty without a verdict.
+        self.infos = []  # What the reward function returned for each sample; empty without a verdict.
         rewards = []
         for sample in self.samples:
             reward = sample.result["reward_score"]
@@ -134,16 +133,16 @@ class Groups:
         self.tokens_T = torch.arange(max(1, int(self.lengths_P_G.max())))
 
     def tensor(self, values: list) -> torch.Tensor:
-        """Return one number per sample as a tensor, P x G."""
+        """Arrange one number per sample in a tensor, P x G."""
         return torch.tensor(values, dtype=torch.float64).unflatten(0, self.shape)
 
     def number(self, key: str) -> torch.Tensor:
-        """Return a number of the reward function's dict, P x G."""
+        """Return the value of this key in each result, P x G."""
         self.check_key(key)
         return self.tensor([number_or_nan(info.get(key)) for info in self.infos])
 
     def check_key(self, key: str) -> None:
-        """Raise RuntimeError if require_keys is set and in no sample this key has a number or a list."""
+        """Raise RuntimeError if require_keys is set and no result has this key, except as text or a dict."""
         infos = [info for info in self.infos if info]
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
@@ -153,9 +152,9 @@ class Groups:
 
     @cached_property
     def prefixes_P_G(self) -> torch.Tensor:
-        """The number of tokens before the first wrong paragraph (or turn), or 0 if none is known to be wrong.
+        """The number of tokens before the first wrong paragraph (or turn), or 0 if no error is known.
 
-        NaN means that `first_wrong` is not a number, so that the sample has no verdict.
+        NaN means that `first_wrong` is not a number. The sample then has no verdict.
         """
         self.check_key("first_wrong")
         prefixes = []
@@ -166,7 +165,7 @@ class Groups:
                 prefix = 0
             elif first_wrong > 0 and sample.has_turns:
                 starts = starts_of(sample, int(first_wrong) + 1, self.decode)
-                starts = [*starts, len(sample.response_ids) - 1]  # A turn that does not exist starts here.
+                starts = [*starts, len(sample.response_ids) - 1]  # A missing turn counts as starting here.
                 prefix = starts[min(int(first_wrong), len(starts) - 1)]
             elif first_wrong > 0:
                 prefix = count_tokens_before(int(first_wrong), sample.text, sample.response_ids, self.decode)
@@ -177,7 +176,7 @@ class Groups:
     def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The score of each paragraph (or turn), P x G x S, and the paragraph of each token, P x G x T.
 
-        The scores are `step_scores` of the reward function's dict. Paragraphs without a score have NaN.
+        The scores come from `step_scores` in the results. A paragraph without a score has NaN.
         """
         self.check_key("step_scores")
         steps = []
@@ -186,7 +185,7 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            # The first paragraph without a score needs a start, because the last score's tokens end there.
+            # One more start than scores, because the next paragraph ends the tokens of the last score.
             starts = starts_of(sample, len(scores) + 1, self.decode)
             numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
@@ -197,7 +196,7 @@ class Groups:
     def without_length_penalty(self) -> "Groups":
         """Return a copy whose rewards are the scores alone."""
         other = copy.copy(self)
-        other.require_keys = False  # The keys have been checked by now.
+        other.require_keys = False  # The original has already checked the keys.
         other.infos = [info | {"overlong_penalty": 0.0} for info in self.infos]
         other.rewards_P_G = other.number("score")
         other.penalties_P_G = 0 * other.rewards_P_G
@@ -205,7 +204,7 @@ class Groups:
 
 
 def number_or_nan(value) -> float:
-    """Return NaN for a value that is not a number, is infinite, or is too large to compute with."""
+    """Return the value as a float, or NaN if it is not a number, infinite, or too large to compute with."""
     if isinstance(value, (int, float)) and abs(value) <= 1e300:
         return float(value)
     return math.nan
@@ -214,16 +213,16 @@ def number_or_nan(value) -> float:
 # ---- 3. one function per advantage
 #
 # Each function takes Groups and settings.PolicyOptions. It returns one advantage per sample (P x G) or per
-# token (P x G x T). NaN means that the sample has no verdict.
+# token (P x G x T). NaN marks a sample without a verdict.
 
 
 def grpo(groups, options):
-    """Return the normalised reward (GRPO; FAPO uses it as well)."""
+    """Return the reward, normalised within its group (GRPO, and also FAPO)."""
     return compute_advantages(groups.rewards_P_G)
 
 
 def dr_grpo(groups, options):
-    """Return GRPO's advantage, not divided by the std; policy.py divides the loss by the maximum length."""
+    """Return GRPO's advantage without dividing by the std. policy.py divides the loss by a constant."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
@@ -233,8 +232,8 @@ def papo(groups, options):
     The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. A_outcome is
     normalised over the whole group. The process reward is 1 if the reasoning is sound and 0 if it is flawed.
     A_process is normalised among the correct answers and is 0 for wrong answers. So a wrong answer never
-    gains from good steps, but a group whose answers are all correct can still learn from its steps. A correct
-    answer whose reasoning was not judged has no verdict. A sample without `acc` has no verdict either.
+    gains from good steps, but a group whose answers are all correct can still learn from its steps. A sample
+    has no verdict if it lacks `acc`, or if its answer is correct but its reasoning was not judged.
     """
     acc_P_G = groups.number("acc")
     correct_P_G = acc_P_G == 1
@@ -251,12 +250,12 @@ def vppo(groups, options):
     """Return one advantage for the rewarded prefix and one for the rest (VPPO, arXiv:2601.18984, eq. 6, 7).
 
     A token of a correct solution has the value 1. A token of a wrong solution has the value `prefix_reward`
-    (alpha) in the rewarded part of the prefix before the first error, and 0 after it. The advantage of a
+    (alpha) in the rewarded part of the prefix before the first error, and 0 elsewhere. The advantage of a
     token is its value minus the baseline: the mean value of a solution's tokens, averaged over the group.
     Advantages are not divided by a std. Unlike in the paper, the outcome includes the length penalty. A group
     with fewer than two verdicts gets 0.
     """
-    correct_P_G = groups.number("score") > 0  # With FAPO's score and penalty 1 this means correct and sound.
+    correct_P_G = groups.number("score") > 0  # With FAPO's score and lambda = 1: correct and sound.
     outcome_P_G = correct_P_G + groups.penalties_P_G
     unrewarded_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
     rewarded_P_G = (groups.prefixes_P_G - unrewarded_P_G).clamp(min=0)
@@ -275,9 +274,9 @@ def vppo(groups, options):
 def terms(groups, options):
     """Return the weighted sum of reward components, normalised over the step (GDPO, arXiv:2601.05242).
 
-    Each component is normalised within each group first. A component that is NaN excludes the sample from
-    this component only; a sample without any component has no verdict. The sums have mean 0 in every group,
-    so the step's mean is not subtracted.
+    Each component is first normalised within its group. If a component is NaN, the sample is excluded from
+    this component only. A sample without any component has no verdict. The step's mean is not subtracted,
+    because the sums already have mean 0 in every group.
     """
     total_P_G = 0.0
     size_P_G = 0.0
@@ -288,14 +287,14 @@ def terms(groups, options):
         total_P_G = total_P_G + weighted_P_G
         size_P_G = size_P_G + weighted_P_G.abs()
         known_P_G = known_P_G | ~term_P_G.isnan()
-    # If components cancel, rounding and the 1e-6 in the divisors leave a small remainder.
+    # If components cancel out, rounding and the 1e-6 in the divisors leave a small remainder.
     total_P_G = torch.where(total_P_G.abs() > 1e-4 * size_P_G, total_P_G, 0.0)
     std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
     return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)
 
 
 def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
-    """Return the names and weights of --reward-terms. Raises ValueError if one is not NAME=WEIGHT."""
+    """Parse --reward-terms into names and weights. Raises ValueError if a term is not NAME=WEIGHT."""
     weights = {}
     for term in reward_terms:
         name, _, weight = term.partition("=")
@@ -312,7 +311,7 @@ def steps(groups, options):
     """Return outcome advantages plus step scores (process supervision, arXiv:2402.03300, section 4.1.3).
 
     The step scores are normalised over all paragraphs of a group. A token gets the advantage of its response
-    plus the sum of the scores of its own paragraph and of all later ones. A sample without any score has no
+    plus the scores of its own paragraph and of all later paragraphs. A sample without any score has no
     verdict.
     """
     steps_P_G_S, paragraphs_P_G_T = groups.steps
@@ -325,7 +324,7 @@ def steps(groups, options):
     return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
 
 
-ADVANTAGES = {  # settings.py has the same names as choices of --advantage
+ADVANTAGES = {  # settings.py repeats these names as choices of --advantage.
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "papo": papo,
@@ -348,7 +347,7 @@ def spare_good_prefix(advantages, groups):
 
 
 def apply_formula(groups: Groups, options) -> torch.Tensor:
-    """Return the advantages that --advantage and --credit ask for, P x G or P x G x T."""
+    """Compute the advantages for --advantage and --credit, P x G or P x G x T."""
     advantages = ADVANTAGES[options.advantage](groups, options)
     if options.credit == "prefix":
         advantages = spare_good_prefix(advantages, groups)
@@ -361,24 +360,24 @@ def apply_formula(groups: Groups, options) -> torch.Tensor:
 def set_advantages(
     groups: list[list], options, decode, drop_zero_advantages=False, require_keys=False
 ) -> list[list]:
-    """Fill in the advantage of each sample, or one advantage per token, and return the groups to train on.
+    """Set the advantage of each sample, or of each of its tokens, and return the groups to train on.
 
-    A sample without a verdict keeps None as its advantage. A sample also loses its verdict if a value that
-    the advantage needs is not a number. The other samples of its group are then compared without it.
+    A sample without a verdict keeps the advantage None. A sample loses its verdict if a value that the
+    advantage needs is not a number. The other samples of its group are then normalised without it.
 
     Args:
-        groups: Lists of policy.Sample that have a `result`.
+        groups: Lists of policy.Sample objects that have a `result`.
         options: settings.PolicyOptions.
-        decode: Returns the text of a list of token ids.
-        drop_zero_advantages: Leave out groups without a learning signal, and set no advantages in them.
-        require_keys: Check that every key that the advantage needs is in the result of some sample.
+        decode: A function from token ids to text.
+        drop_zero_advantages: Drop groups without a learning signal, and leave their advantages unset.
+        require_keys: Check that every key that the advantage needs occurs in at least one result.
 
     Raises:
-        RuntimeError: require_keys is set and a key is missing in every sample.
+        RuntimeError: require_keys is set, and no result has one of the keys.
     """
     results = Groups(groups, decode, require_keys)
     advantages = apply_formula(results, options)
-    # The loss computes in float32, in which a large number may become infinite.
+    # The loss is computed in float32, where a large number may become infinite.
     has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
     has_number_B &= ~results.rewards_P_G.isnan().flatten()
     has_lost_verdict = False
@@ -408,7 +407,7 @@ def set_advantages(
 
 
 def has_learning_signal(groups: Groups, options) -> torch.Tensor:
-    """Return for each group whether some advantage is not 0 (DAPO's dynamic sampling).
+    """Return, for each group, whether any advantage differs from 0 (DAPO's dynamic sampling).
 
     As in DAPO, the length penalty does not count: different lengths alone are not a learning signal.
     """
@@ -454,7 +453,7 @@ def gspo_loss(logprobs, log_ratio, advantages, mask, clip):
 
 
 def cispo_loss(logprobs, log_ratio, advantages, mask, clip):
-    """Compute CISPO's loss (arXiv:2506.13585): log-probabilities with the detached clipped ratio as weight.
+    """Compute CISPO's loss (arXiv:2506.13585): log-probabilities weighted by the detached clipped ratio.
 
     Unlike a clipped loss, this loss gives every token a gradient. There is no dual clip.
     """
@@ -465,18 +464,18 @@ def cispo_loss(logprobs, log_ratio, advantages, mask, clip):
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function with the clip range of its paper."""
+    """A loss function and its default clip range, taken from the paper."""
 
     compute: Callable
     clip: Clip
-    # Average over sequences the mean over each sequence's tokens. Otherwise, average over all tokens.
+    # Whether to average each sequence's token mean over sequences, rather than average over all tokens.
     over_sequences: bool = False
 
     def clip_with(self, low: float | None, high: float | None, dual: float) -> Clip:
         return Clip(self.clip.low if low is None else low, self.clip.high if high is None else high, dual)
 
 
-LOSSES = {  # settings.py has the same names as choices of --loss
+LOSSES = {  # settings.py repeats these names as choices of --loss.
     "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
     "gspo": Loss(gspo_loss, Clip(3e-4, 4e-4), over_sequences=True),
     "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # ScaleRL (arXiv:2510.13786) clips the ratio to 0 .. 5.
@@ -517,7 +516,7 @@ def compute_policy_loss(
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
 
     Returns:
-        The loss, and sums that can be added over micro-batches, such as clipped tokens and all tokens.
+        The loss, and sums to add up over micro-batches, such as the number of clipped tokens.
     """
     chosen = LOSSES[loss]
     clip = chosen.clip_with(clip_low, clip_high, clip_c)
@@ -551,7 +550,7 @@ def lengths_of(mask):
 
 
 def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
-    """Return the KL divergence to the reference, a token mean of exp(d) - d - 1 (arXiv:2402.03300, eq. 4).
+    """Estimate the KL divergence from the reference: the token mean of exp(d) - d - 1 (GRPO, eq. 4).
 
     d is the reference's log-probability minus the policy's. Shapes and `num_tokens` are as in
     compute_policy_loss.
@@ -561,11 +560,11 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 
 
-# ---- 6. where paragraphs begin, in tokens
+# ---- 6. locating paragraphs in the tokens of a response
 
 
 def starts_of(sample, count: int, decode) -> list[int]:
-    """Return the index of the first token of `count` paragraphs, or of turns if the sample has turns."""
+    """Return where the first `count` paragraphs (or turns) of a sample begin, as token indices."""
     if sample.has_turns:
         lengths = [turn["tokens"] for turn in sample.turns]
         return list(accumulate(lengths[:-1], initial=0))[:count]
@@ -574,7 +573,7 @@ def starts_of(sample, count: int, decode) -> list[int]:
 
 
 def paragraph_starts(text: str) -> list[int]:
-    """Return where the paragraphs of a text begin. compute_score.split_paragraphs splits texts alike."""
+    """Return where each paragraph begins. compute_score.split_paragraphs finds the same paragraphs."""
     starts = []
     end = 0
     for part in text.split("\n\n"):
@@ -585,7 +584,7 @@ def paragraph_starts(text: str) -> list[int]:
 
 
 def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
-    """Return how many tokens of a response come before a paragraph, which is counted from 0.
+    """Return how many tokens of a response precede a paragraph, given by its 0-based index.
 
     A missing paragraph is taken to start at the last token. The other arguments are as in tokens_before.
     """
@@ -596,18 +595,17 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 
 
 def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
-    """Return how many tokens of a response come before each place in its text.
+    """Return how many tokens of a response precede each place in its text.
 
-    A token that crosses a place counts as part of the text after the place. The text is not encoded again,
-    because encoding could give other tokens. For each place, a binary search finds the first token with which
-    the decoded text goes beyond the place. To save time, each search starts from the previous place and
-    decodes only the tokens after that place.
+    A token that spans a place belongs to the text after it. The text is not encoded again, because that could
+    give different tokens. Instead, a binary search finds the first token at which the decoded text extends
+    beyond the place. Each search starts near the previous place, so that it decodes few tokens.
 
     Args:
-        places: Indices of characters, in ascending order.
+        places: Character indices, in ascending order.
         text: The text of all `ids`.
         ids: The tokens of the response.
-        decode: Returns the text of a list of token ids.
+        decode: A function from token ids to text.
     """
     counts = []
     low, last = 0, len(ids) - 1
@@ -638,8 +636,8 @@ def goes_beyond(before: str, decoded: str) -> bool:
 def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
     """Return a token shortly before `end` at which decoding can start, and the offset of this token's text.
 
-    Decoders drop a leading space and join the bytes of a character. So a start is only valid if the tokens
-    from there to `end` decode to the same text as before. Otherwise the old start is returned.
+    Decoders drop a leading space, and one character may consist of several tokens. So a start is valid only
+    if decoding from there gives the same text as decoding from `first`. Otherwise, `first` is returned.
     """
     decoded = decode(ids[first:end])
     for context in (8, 32):

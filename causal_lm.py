@@ -1,15 +1,14 @@
-"""A causal language model in training: loading, log-probabilities, gradient checkpointing, LoRA adapters.
+"""A causal language model for training: loading, log-probabilities, gradient checkpointing, LoRA adapters.
 
     model = load_causal_lm("PATH")
     logprobs_B_T, entropy_B_T = logprobs_and_entropy(model, sequences, counts, temperature=1.0)
 
-policy.py trains such a model, and rollout.py samples from it. Every model family that transformers can load
-works: the layers give hidden states, and the model's own forward turns these into logits. LoRA uses peft.
+policy.py trains the model, and rollout.py samples from it. Any model family that transformers can load works,
+because the model's own forward turns hidden states into logits. LoRA uses peft.
 This file imports nothing from this repository except speedups.py, which is optional.
 Not covered: images, packed sequences, quantised weights, adapters on the experts of a mixture of experts.
-Tensor names end in their shapes, where B is the number of sequences in a micro-batch, T of tokens in the
-longest response, N of response tokens in all, n of tokens in a chunk; H is the hidden size, V the vocabulary
-size.
+Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response, N response
+tokens in total, n tokens in a chunk, hidden size H, vocabulary size V.
 """
 
 import contextlib
@@ -27,10 +26,10 @@ from transformers.pytorch_utils import Conv1D
 
 try:
     import speedups
-except ImportError:  # Everything is slower without this file, but the results are the same.
+except ImportError:  # Without this file, everything is slower, but the results are the same.
     speedups = None
 
-# Number of float32 logits that exist at a time. A forward and backward pass keeps five or six copies.
+# Maximum number of float32 logits at a time. A forward and backward pass keeps five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 
 
@@ -42,9 +41,9 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
 
     Args:
         source: A Hugging Face folder or hub name.
-        dtype: The type in which the weights are read; "auto" reads them as they are stored.
-        trust_remote_code: Run code that comes with the model.
-        max_positions: The value that replaces the model's max_position_embeddings; 0 keeps the model's.
+        dtype: The dtype of the loaded weights; "auto" keeps the stored dtype.
+        trust_remote_code: Run the Python code that comes with the model.
+        max_positions: The new value of max_position_embeddings; 0 keeps the model's value.
 
     Raises:
         ValueError: The model is quantised.
@@ -73,14 +72,14 @@ def read_config(source: str, trust_remote_code=False):
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:
-    """Make all weights float32, except that on a GPU the layers that LoRA freezes become bf16."""
+    """Convert all weights to float32, but on a GPU convert the layers that LoRA freezes to bf16."""
     dtypes = dict.fromkeys(model.parameters(), torch.float32)
     if lora_rank and device_type == "cuda":
         for layer in layers_of(model, "--lora-rank"):
             for parameter in layer.parameters():
                 if not parameter.requires_grad:
                     dtypes[parameter] = torch.bfloat16
-    # Unlike a loop over parameters, _apply works on sharded weights as well.
+    # Unlike a loop over parameters, _apply also works on sharded weights.
     model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))
 
 
@@ -91,16 +90,16 @@ def can_share_prompts(model) -> bool:
 
 @torch.no_grad()
 def check_logprobs(logprobs_function, model, name: str, device: torch.device) -> None:
-    """Compare log-probabilities from `logprobs_function` with those of the model's own forward.
+    """Compare log-probabilities from `logprobs_function` with those of the model's own forward pass.
 
-    Some of the sequences share a prompt. If the log-probabilities are wrong only when prompts are shared,
-    prompts are never shared.
+    Some of the sequences share a prompt. If the log-probabilities are wrong only because the prompt is
+    computed once for all of them, this optimization is turned off.
 
     Args:
         logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
         model: The model.
         name: The model's name in the error message.
-        device: The device that computes the model. The weights may be in the host's memory.
+        device: The device that runs the model, even if the weights are in host memory.
 
     Raises:
         ValueError: The log-probabilities differ.
@@ -132,15 +131,15 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
     """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
-    The padding is 0. At most LOGITS_AT_ONCE logits exist at a time, because with a large vocabulary the
-    logits need more memory than the layers.
+    The padding is 0. The logits are computed in chunks of at most LOGITS_AT_ONCE, because with a large
+    vocabulary they need more memory than the layers.
 
     Args:
         model: The model.
         sequences: The token ids of each prompt and its response.
         counts: The number of response tokens of each sequence.
-        temperature: Divides the logits.
-        with_entropy: Compute entropies. Otherwise they are NaN, which makes a use by mistake visible.
+        temperature: The divisor of the logits.
+        with_entropy: Compute entropies. Otherwise they are NaN, so that accidental use is noticed.
     """
     device = model.device
     states = None
@@ -158,13 +157,13 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         logp_n_V = logits_n_V.log_softmax(-1)
         logprobs_n = logp_n_V.gather(-1, targets_n[:, None])[:, 0]
         entropy_n = torch.full_like(logprobs_n, math.nan)
-        if with_entropy:  # With the clamp, an impossible token (-inf) adds 0 and not NaN.
+        if with_entropy:  # With the clamp, an impossible token (-inf) adds 0, not NaN.
             entropy_n = -(logp_n_V.exp() * logp_n_V.clamp(min=torch.finfo(logp_n_V.dtype).min)).sum(-1)
         return torch.stack([logprobs_n, entropy_n])
 
     chunk = max(1, LOGITS_AT_ONCE[device.type] // model.config.get_text_config().vocab_size)
     compute_chunk = of_chunk
-    if torch.is_grad_enabled() and len(targets_N) > chunk:  # The backward pass computes the logits again.
+    if torch.is_grad_enabled() and len(targets_N) > chunk:  # The backward pass recomputes the logits.
         compute_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
     parts = []
     for hidden_n_H, targets_n in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
@@ -174,13 +173,13 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
 
 
 def response_states(model, sequences, counts, device):
-    """Compute the layers on whole sequences.
+    """Run the layers on whole sequences.
 
     Returns:
         The backbone's output, the hidden states that predict the response tokens (N x H), and the response
         tokens (N).
     """
-    # A causal model does not see padding on the right, so no attention mask is needed.
+    # Padding on the right is invisible to a causal model, so no attention mask is needed.
     ids = padded(sequences, device, torch.long)
     output = backbone(model)(input_ids=ids, use_cache=False)
     ends = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)[:, None]
@@ -210,7 +209,7 @@ def next_logits(model, ids, attended, positions, cache=None):
 
 
 def precision(device, keep_casts=False):
-    """Run matrix products in bf16 on a GPU, while the weights stay float32. A CPU computes in float32.
+    """Compute matrix products in bf16 on a GPU, with float32 weights, and in float32 on a CPU.
 
     keep_casts: Cast each weight once and keep the copy (2 bytes per parameter) until the context ends.
     """
@@ -219,16 +218,16 @@ def precision(device, keep_casts=False):
 
 def backbone(model):
     """Return the module that computes the hidden states: all layers without the head."""
-    body = getattr(model, "model", model.base_model)  # In Llama-4, base_model means another module.
-    return getattr(body, "decoder", body)  # OPT has a decoder inside its backbone.
+    body = getattr(model, "model", model.base_model)  # In Llama-4, base_model is a different module.
+    return getattr(body, "decoder", body)  # OPT's layers are in a decoder inside the backbone.
 
 
 def logits_of(model, output, hidden_N_H):
     """Return the logits (N x V, float32) of hidden states that were selected from the backbone's `output`.
 
-    Model families differ in what follows the layers: soft caps, scales, one more layer. So the model's own
-    forward computes the logits. Meanwhile the backbone is replaced by a function that returns these hidden
-    states.
+    Model families differ in what follows the layers, such as soft caps, scales or another layer. So the
+    model's own forward computes the logits, with its backbone replaced by a function that returns these
+    hidden states.
     """
     body = backbone(model)
     output.last_hidden_state = hidden_N_H[None].float()
@@ -246,13 +245,13 @@ def logits_of(model, output, hidden_N_H):
 
 @contextlib.contextmanager
 def checkpointed_layers(model):
-    """Inside this context, the backward pass recomputes the activations of layers, which saves memory.
+    """Recompute the activations of layers in the backward pass, inside this context, to save memory.
 
-    transformers' own switch needs training mode, in which some models turn on dropout, and so is not used.
+    transformers' own switch is not used, because it needs training mode, in which some models use dropout.
     """
     layers = layers_of(model, "--gradient-checkpointing")
     shares = model.shares_prompts
-    model.shares_prompts = False  # The recomputation would add the keys to the cache again.
+    model.shares_prompts = False  # Recomputation would add the keys to the cache again.
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -264,7 +263,7 @@ def checkpointed_layers(model):
 
 
 def layers_of(model, flag: str) -> list:
-    """Return the model's repeated layers, as transformers marks them.
+    """Return the model's layers, as transformers marks them for gradient checkpointing.
 
     Raises:
         ValueError: The model has no such layers; the message names the `flag` that needs them.
@@ -282,8 +281,8 @@ def layers_of(model, flag: str) -> list:
 def add_adapters(model, options, source: str) -> None:
     """Freeze the model and add float32 adapters to its layers.
 
-    If the checkpoint `source` has adapters, they are loaded. New adapters depend only on the seed, and change
-    nothing at first, because their matrix B is 0.
+    If the checkpoint `source` has adapters, they are loaded. New adapters depend only on the seed, and do not
+    change the model at first, because their matrix B is 0.
 
     Args:
         model: The model.
@@ -339,7 +338,7 @@ def adapter_layers(model) -> dict:
 
 
 def count_adapters(model) -> str:
-    """Return a line that says how many layers of each kind have an adapter."""
+    """Return a line with the number of layers of each name that have an adapter."""
     kinds = Counter(name.rpartition(".")[2] for name in adapter_layers(model))
     return f"layers with adapters: {dict(kinds)}"
 
@@ -348,8 +347,7 @@ def count_adapters(model) -> str:
 def without_adapters(model):
     """Turn off the model's adapters inside this context.
 
-    The adapters are scaled by 0. peft's own switch would also freeze the adapters, and FSDP does not support
-    that.
+    The adapters are scaled by 0. peft's own switch would also freeze them, which FSDP does not support.
     """
     layers = adapter_layers(model).values()
     try:
@@ -363,10 +361,10 @@ def without_adapters(model):
 
 @torch.no_grad()
 def merged_weights(model):
-    """Yield the name in the base model and the tensor of each weight, with its adapter merged.
+    """Yield each weight with its adapter merged: its name in the base model and its tensor.
 
     The weight of a layer with an adapter is W + alpha / rank * B @ A, in float32. If W is sharded over ranks,
-    the sum is sharded the same way.
+    the sum is sharded in the same way.
     """
     layers = adapter_layers(model)
     for name, tensor in model.state_dict().items():
@@ -395,9 +393,9 @@ def left_padded(prompts, device):
 
 
 def mask_of(lengths, device):
-    """Return a mask (B x T) that is true on tokens.
+    """Return a mask (B x T) that is true on tokens and false on padding.
 
-    The mask is made from lengths and not from tokens, because the padding token may be the end token.
+    Only lengths can tell them apart, because the padding token may also be the end token.
     """
     return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 

@@ -6,17 +6,17 @@
         --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --val-top-p 1 \\
         --num-threads 1
 
-Read `train` first: it is the algorithm. The next functions follow in the order in which they handle a
-sample. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
-causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, everything
-that a run starts and saves in run.py, and what it writes in run_folder.py.
+Read `train` first: it is the algorithm. The other functions are in the order in which a sample passes through
+them. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
+causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, starting,
+stopping and resuming in run.py, and output files and metrics in run_folder.py.
 
-On a CPU the policy runs in this process unless --policy-ranks shards it. On GPUs Ray places everything: the
-ranks of the policy (cluster/), its servers and the judges, each with a fraction of a GPU. `python -m
-tools.plan_run` with the same flags estimates what a run needs.
+On a CPU, the policy runs in this process unless --policy-ranks shards it. On GPUs, Ray places the ranks of
+the policy (cluster/), its servers and the judges, each on a whole GPU or a fraction of one. `python -m
+tools.plan_run` with the same flags estimates memory and placement.
 
-Four terms: the score is what the reward function returns, the length penalty is at most 0, the reward is
-their sum, and the advantage is the reward relative to its group.
+Four terms are kept apart: the score is what the reward function returns, the length penalty is at most 0, the
+reward is their sum, and the advantage is the reward relative to its group.
 Not covered: a critic model, prompts with images.
 """
 
@@ -33,7 +33,7 @@ from pathlib import Path
 
 from settings import Config, parse_command_line
 
-# The command line is parsed before torch and transformers are imported, which takes four seconds.
+# Parse the command line before importing torch and transformers, which takes four seconds.
 if __name__ == "__main__":
     CONFIG = parse_command_line(description=__doc__.partition("Read `train` first")[0])
 
@@ -53,27 +53,27 @@ from run_folder import batch_metrics, no_verdict_rate, validation_metrics
 def train(config: Config) -> Path | None:
     """Train a policy from the first step, or from the newest checkpoint, to the last step.
 
-    Everything random depends on the seed, the step and the number of prompts drawn so far. So a run that was
-    stopped and is resumed equals the uninterrupted run (exactly so on CPU with --rollout hf).
+    All randomness depends only on the seed, the step and the number of prompts drawn so far. So a resumed run
+    equals an uninterrupted one (on a CPU with --rollout hf, exactly).
 
     Returns:
         The folder of the last checkpoint, or None after a dry run.
     Raises:
-        ValueError: The configuration, the data or the model does not fit.
-        RuntimeError: The run must stop: too few verdicts, a loss that is not finite, rollouts from weights
-            that are not the policy's, or a checkpoint that cannot be written.
+        ValueError: The configuration, the data or the model is invalid.
+        RuntimeError: The run must stop: there are too few verdicts, a loss is not finite, rollouts come from
+            other weights than the policy's, or a checkpoint cannot be written.
     """
     with Run(config) as run:
 
-        def collect(batch: Batch) -> None:  # with --overlap: in a thread, during the previous update
-            while batch.needs_prompts(run.config):  # This is one pass, or more with --dynamic-sampling.
+        def collect(batch: Batch) -> None:  # With --overlap, a thread does this during the update.
+            while batch.needs_prompts(run.config):  # Only --dynamic-sampling repeats this.
                 prompts = draw_prompts(run, batch)
-                rollouts = roll_out(run, batch, prompts)  # Each sample is scored when it ends.
+                rollouts = roll_out(run, batch, prompts)  # Each sample is scored as soon as it ends.
                 scored = await_rewards(run, batch, rollouts)
                 batch.groups_to_train += compute_group_advantages(run, batch, scored)
 
-        for step in run.steps(evaluate):  # This evaluates whenever an evaluation is due.
-            with run.protected_step():  # If a rank dies, the newest checkpoint is used.
+        for step in run.steps(evaluate):  # The iterator also evaluates when it is due.
+            with run.protected_step():  # If a rank dies, the run resumes from a checkpoint.
                 batch = next_batch(run, step, collect)
 
                 run.hold_interrupts()  # Ctrl-C now waits until the step is logged and saved.
@@ -91,7 +91,7 @@ def train(config: Config) -> Path | None:
     return run.result
 
 
-# ---- the parts of a step, in the order in which a sample passes them
+# ---- the parts of a step, in the order in which a sample passes through them
 
 
 @dataclass
@@ -101,14 +101,14 @@ class Batch:
     step: int
     temperature: float
     top_p: float = 1.0
-    groups: list[list[Sample]] = field(default_factory=list)  # One group has the samples of one prompt.
+    groups: list[list[Sample]] = field(default_factory=list)  # Each group has the samples of one prompt.
     groups_to_train: list[list[Sample]] = field(default_factory=list)
-    rounds: int = 0  # Number of draws of prompts; above 1 only with --dynamic-sampling.
-    num_prompts_drawn: int = 0  # by the whole run, including this batch so far
+    rounds: int = 0  # How often prompts were drawn: once, or more often with --dynamic-sampling.
+    num_prompts_drawn: int = 0  # This counts the whole run, including this batch so far.
     staleness: int = 0  # Age of the weights that sampled the batch, in steps.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
-    # Set once nothing more will be generated for this batch.
+    # Set when generation for this batch has ended.
     rolled_out: threading.Event = field(default_factory=threading.Event)
 
     def needs_prompts(self, config: Config) -> bool:
@@ -131,8 +131,8 @@ class PrefetchedStep:
 def next_batch(run: Run, step: int, collect) -> Batch:
     """Collect the batch of a step: samples with rewards and advantages, and the batch's metrics.
 
-    With --overlap the batch was prefetched, and the rollouts of the next step begin when the rollouts of this
-    step have ended.
+    With --overlap, the batch was prefetched, and the rollouts of the next step begin as soon as the rollouts
+    of this step have ended.
     """
     if not run.config.overlap:
         return collect_batch(run, Batch(step, run.config.temperature), collect)
@@ -162,9 +162,9 @@ def collect_batch(run: Run, batch: Batch, collect) -> Batch:
     """Collect a batch, choose at least one group for the update, and compute the batch's metrics."""
     collect(batch)
     groups = batch.groups_to_train
-    if run.config.dynamic_sampling and groups:  # --advantage terms normalises over all groups.
+    if run.config.dynamic_sampling and groups:  # --advantage terms normalises over all of them.
         set_advantages(groups, run.config, run.decode)
-    if not groups:  # The update then only compares the sampler with the policy and trains nothing.
+    if not groups:  # Then the update trains nothing, but still checks the sampler.
         groups = batch.groups[-1:]
     batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
     batch.metrics = batch_metrics(batch, run.config, run.eos_ids)
@@ -196,7 +196,7 @@ def draw(rows: list, first: int, count: int, seed: int) -> list:
 def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[list[Sample]]:
     """Sample responses to these prompts. Returns one group of samples per prompt.
 
-    Each sample, or each group if the reward function sees groups, is submitted for scoring when it ends.
+    Each sample, or each group if the reward function takes groups, is submitted for scoring when it ends.
     """
     config = run.config
     started = time.perf_counter()
@@ -226,7 +226,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         eos_ids=run.eos_ids,
         on_finished=finished,
     )
-    seed = config.seed  # Every evaluation has the same seed.
+    seed = config.seed  # Every evaluation uses the same seed.
     if batch.rounds:
         seed = config.seed * 1_000_003 + batch.step
     if batch.rounds > 1:
@@ -241,7 +241,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         else:
             rollout_hf(run.policy.model, samples, seed=seed, **options)
     batch.times["time/rollout"] += time.perf_counter() - started
-    if not config.dynamic_sampling:  # Otherwise the verdicts decide about a next round.
+    if not config.dynamic_sampling:  # Otherwise, the verdicts decide whether another round follows.
         batch.rolled_out.set()
     return groups
 
@@ -268,7 +268,7 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
                 raise RuntimeError("interrupted while waiting for rewards")
         results = [verdict.result() for verdict in verdicts]
     else:
-        run.policy.release_memory()  # The judges that wake up need the memory.
+        run.policy.release_memory()  # The judges are about to wake up and need the memory.
         rows = []
         for number, group in enumerate(ended):
             rows += [scoring_row(sample, batch.step) | {"group": number} for sample in group]
@@ -281,7 +281,7 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
 
 
 def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
-    """Return the groups without samples whose rollout failed, and without empty groups."""
+    """Return the groups without failed rollouts, and drop groups that are then empty."""
     ended = [[sample for sample in group if not sample.failure] for group in groups]
     return [group for group in ended if group]
 
@@ -328,7 +328,7 @@ def evaluate(run: Run) -> None:
     if config.val_greedy:
         metrics |= validation_metrics(sample_validation(run, 0.0, 1), "greedy")
     run.log.samples(step, "val", groups, run.eos_ids, run.decode)
-    run.log.metrics({"step": step} | metrics)  # last: a step with metrics counts as evaluated
+    run.log.metrics({"step": step} | metrics)  # Last, because a step with metrics counts as evaluated.
 
 
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
@@ -356,7 +356,7 @@ def main(config: Config) -> None:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    except (ValueError, OSError) as error:  # wrong input, or a failure of the machine
+    except (ValueError, OSError) as error:  # The input is wrong, or the machine has failed.
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

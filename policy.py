@@ -4,12 +4,12 @@
     metrics = policy.update(groups, lr=1e-6)           # one pass over the samples of a step, in mini-batches
 
 The losses are in algorithm.py, the forward pass is in causal_lm.py, and sampling is in rollout.py.
-docs/plain_grpo.py trains with these four files and the options in settings.py. cluster/ranks.py is the same
-policy on many GPUs: a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`.
+docs/plain_grpo.py is a training script that uses only these files and settings.py. For several ranks,
+cluster/ranks.py has a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`.
 There, `update_mini_batches` gets one rank's share of the samples.
 This file needs algorithm.py and causal_lm.py; speedups.py is optional.
 Not covered: a critic model, images, several passes over the same samples.
-The names of tensors end in their shapes: B sequences of a micro-batch, T tokens of the longest response.
+Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response.
 """
 
 import contextlib
@@ -43,37 +43,37 @@ from causal_lm import (
     without_adapters,
 )
 
-# Tokens per forward and backward pass, with padding, if --max-tokens-per-micro-batch is 0.
+# Tokens per forward and backward pass, including padding, if --max-tokens-per-micro-batch is 0.
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
-LAYER = re.compile(r"(.*?\.\d+\.)?")  # The name of a weight starts with its layer, such as model.layers.3.
+LAYER = re.compile(r"(.*?\.\d+\.)?")  # Weight names start with the layer, such as model.layers.3.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # It is not needed here.
 
 
 @dataclass
 class Sample:
-    """One response to one prompt. Each part of a training step adds fields to the sample."""
+    """One response to one prompt. Each stage of a training step fills in more fields."""
 
-    row: dict  # The sample's row of the data file.
+    row: dict  # The row of the data file.
     prompt_ids: list[int]
-    response_ids: list[int] = field(default_factory=list)  # They include the end token if there is one.
-    rollout_logprobs: list[float] = field(default_factory=list)  # The sampler gives one per response token.
+    response_ids: list[int] = field(default_factory=list)  # These include the end token, if there is one.
+    rollout_logprobs: list[float] = field(default_factory=list)  # One per response token, from the sampler.
     text: str = ""  # The decoded response.
     # What the Reward Loop returned: reward_score, reward_extra_info and status.
     result: dict = field(default_factory=dict)
-    # None means that the sample has no verdict and is not part of the loss. If each token has an advantage,
-    # this is the advantage of the last token.
+    # None means that the sample has no verdict and is excluded from the loss. If each token has its own
+    # advantage, this is the advantage of the last token.
     advantage: float | None = None
     token_advantages: list[float] = field(default_factory=list)  # If empty, all tokens have `advantage`.
-    verdict: Future | None = None  # The result while the sample is being scored.
-    # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all tokens.
+    verdict: Future | None = None  # The pending result while the sample is being scored.
+    # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all of them.
     loss_mask: list[bool] = field(default_factory=list)
     # A rollout function (trajectory.py) sets the next five fields.
     turns: list[dict] = field(default_factory=list)  # {"who": "policy", "text": "65+9=?", "tokens": 5}
-    info: dict = field(default_factory=dict)  # Anything that the reward function should get.
-    failure: str = ""  # "error" or "timeout" if the rollout failed; then there is no reward.
+    info: dict = field(default_factory=dict)  # Additional data for the reward function.
+    failure: str = ""  # "error" or "timeout" if the rollout failed; such a sample gets no reward.
     truncated: bool | None = None  # Whether the response ran out of tokens; None without a rollout function.
     tool_seconds: float = 0.0  # Seconds spent in the rollout function, excluding waits for the policy.
-    # Policy.update fills in the next two before a step's first update: one log-probability per token.
+    # Policy.update fills in the next two fields, one log-probability per token, before the first update.
     old_logprobs: torch.Tensor | None = field(default=None, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, compare=False)
 
@@ -83,12 +83,12 @@ class Sample:
 
     @property
     def own_tokens(self) -> list[bool]:
-        """For each token of the response, whether the policy wrote it."""
+        """Whether the policy wrote each token of the response."""
         return self.loss_mask or [True] * len(self.response_ids)
 
     @property
     def has_turns(self) -> bool:
-        """Whether credit goes to turns. The credit of a single turn goes to its paragraphs."""
+        """Whether credit goes to turns. In a single turn, credit goes to paragraphs."""
         return len(self.turns) > 1
 
     def is_truncated(self, eos_ids) -> bool:
@@ -102,7 +102,7 @@ class MiniBatch:
     """The samples of one optimizer update. With several ranks, each rank has a share of the samples."""
 
     samples: list[Sample]  # Samples without a gradient are left out.
-    # The next two count all samples with a verdict on all ranks, and divide the loss.
+    # The next two fields divide the loss. They count all samples with a verdict, on all ranks.
     num_tokens: int = 0  # Number of tokens that the policy wrote.
     num_sequences: int = 0  # If this is 0, the update only checks the sampler.
 
@@ -114,14 +114,14 @@ class RanksLost(RuntimeError):
 class Policy:
     """A model and its optimizer.
 
-    Weights and optimizer are float32. On a GPU, the layers compute in bf16 and the head in float32 (TF32),
-    because a bf16 head alone would change log-probabilities by 0.02. The model is always in evaluation mode:
-    with dropout, the policy that is trained would differ from the one that was sampled.
+    Weights and optimizer state are float32. On a GPU, the layers compute in bf16 and the head in float32
+    (TF32), because a bf16 head alone would change log-probabilities by 0.02. The model is always in
+    evaluation mode, because with dropout, training and sampling would use different policies.
 
     Args:
-        options: settings.PolicyOptions, or anything else with its attributes.
+        options: settings.PolicyOptions, or any object with the same attributes.
         source: The folder or hub name to load: options.model, or a checkpoint.
-        device: The device that computes the model.
+        device: The device that runs the model.
 
     Raises:
         ValueError: The model's log-probabilities are wrong, or an option does not fit the model.
@@ -130,7 +130,7 @@ class Policy:
     is_main_rank = True  # The main rank writes checkpoints and sends weights.
     # True if this process also samples the rollouts, so that rollout_logprobs are exact in float32.
     samples_itself = False
-    load_dtype = torch.float32  # The type in which weights are read.
+    load_dtype = torch.float32  # The dtype of the loaded weights.
 
     def __init__(self, options, source: str, device: torch.device):
         self.config = options
@@ -144,7 +144,7 @@ class Policy:
         self.model = self.load(source)
         self.reference = None
         if options.kl_coef and self.has_adapters:
-            self.reference = self.model  # The adapters are turned off while this is computed.
+            self.reference = self.model  # Without its adapters, the model is the reference.
         elif options.kl_coef:
             self.reference = self.load(options.model)
         self.optimizer = self.new_optimizer()
@@ -171,10 +171,10 @@ class Policy:
         check_logprobs(self.model_logprobs, model, source, self.device)
         return model
 
-    # ---- methods that a rank of many overrides
+    # ---- methods that the subclass for several ranks overrides
 
     def setup_model(self, model) -> None:
-        """Move a loaded model to the device that computes it."""
+        """Set the dtypes of a loaded model, and move the model to its device."""
         set_dtypes(model, self.config.lora_rank, self.device.type)
         model.to(self.device)
         model.shares_prompts = can_share_prompts(model)
@@ -210,15 +210,15 @@ class Policy:
     # ---- the update
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        """Train on the groups of a step once. Each mini-batch gets one optimizer update.
+        """Train once on the groups of a step, with one optimizer update per mini-batch.
 
-        Samples without a gradient are skipped. Such samples have no verdict, or they have advantage 0 and
-        there is no entropy or KL coefficient. The token mean still counts every sample with a verdict.
+        Samples without a gradient are skipped: samples without a verdict, and, unless the loss has an entropy
+        or KL term, samples with advantage 0. The token mean still counts every sample with a verdict.
 
         Returns:
             Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
             rollout/logprob_diff compares sampler and policy on the tokens that are computed before the first
-            update. Other rates are means over the tokens trained on.
+            optimizer step. Other rates are means over the tokens trained on.
 
         Raises:
             RuntimeError: Sampler and policy differ by more than max_logprob_diff (the weights are then
@@ -229,7 +229,7 @@ class Policy:
         return metrics | {"actor/entropy": entropy_of(groups)}
 
     def update_mini_batches(self, batches: list[MiniBatch], lr: float, max_logprob_diff: float) -> dict:
-        """Train as `update` does, on the mini-batches that mini_batches() returned."""
+        """Do the work of `update` on the result of mini_batches()."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norms = []
@@ -242,13 +242,13 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             found = self.all_reduce(self.accumulate_gradients(batch, is_first_update=not norms))
             sums.update(found)
-            if not norms:  # By now, all log-probabilities to compare have been computed.
+            if not norms:  # By now, all tokens have been compared.
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.optimizer_step(found["loss_sum"]))
         return self.metrics(sums, norms)
 
     def fill_old_logprobs(self, batches: list[MiniBatch]) -> Counter:
-        """Fill in the old and reference log-probabilities, before the first update of a step.
+        """Fill in the old and the reference log-probabilities before the first update of a step.
 
         The first mini-batch gets no old log-probabilities here, because its update computes them.
         Returns the sums of compare_with_sampler.
@@ -266,7 +266,7 @@ class Policy:
         return sums
 
     def compare_with_sampler(self, samples: list[Sample]) -> Counter:
-        """Fill in old log-probabilities, and sum their distance from the sampler's over all processes."""
+        """Fill in old log-probabilities, and return their summed distance from the sampler's (all ranks)."""
         sums = Counter()
         for sample, logprobs in self.logprobs_of(samples):
             sample.old_logprobs = logprobs
@@ -278,9 +278,9 @@ class Policy:
     def accumulate_gradients(self, batch: MiniBatch, is_first_update: bool) -> Counter:
         """Accumulate the gradient of this mini-batch's loss, and return sums for the metrics.
 
-        The loss of a micro-batch is divided by counts of the whole mini-batch. So any split of the samples
-        over micro-batches or ranks gives the same gradient and the same sums. If is_first_update is set, the
-        model has not changed in this step, and the log-probabilities that it computes are the old ones.
+        The loss of a micro-batch is divided by the counts of the whole mini-batch. So any split of the
+        samples over micro-batches or ranks gives the same gradient and the same sums. In the first update of
+        a step, the model has not changed yet, so its log-probabilities are the old ones.
         """
         config = self.config
         sums = Counter()
@@ -329,7 +329,7 @@ class Policy:
         return sums
 
     def optimizer_step(self, loss: float) -> float:
-        """Clip the gradient, take one optimizer step, and return the norm of the gradient.
+        """Clip the gradient, take one optimizer step, and return the gradient norm before clipping.
 
         Raises:
             RuntimeError: The loss or the gradient is not finite.
@@ -338,12 +338,12 @@ class Policy:
         if not math.isfinite(loss + norm):
             raise RuntimeError(f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not finite; look "
                                "for unusual samples in samples.jsonl, or lower --lr")  # fmt: skip
-        self.num_updates += 1  # If the next line fails, the weights may have changed.
+        self.num_updates += 1  # Count first: if the next line fails, weights may have changed.
         self.optimizer.step()
         return norm
 
     def metrics(self, sums: Counter, norms: list[float]) -> dict:
-        """Compute the metrics of an update from its sums and the norms of its gradients."""
+        """Compute the metrics of an update from its sums and gradient norms."""
         metrics = {
             "actor/updates": len(norms),
             "rollout/logprob_diff": sums["difference_sum"] / sums["compared_tokens"],
@@ -372,12 +372,12 @@ class Policy:
     # ---- weights and checkpoints
 
     def release_memory(self) -> None:
-        """Return unused GPU memory to the device, which other processes may share."""
+        """Free unused GPU memory for other processes on the same device."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
     def model_info(self) -> dict:
-        """Return the properties of the model that serving and saving need."""
+        """Return the model properties that serving and saving need."""
         return {
             "config": self.model.config,
             "architecture": type(self.model).__name__.removeprefix("FSDP"),
@@ -389,8 +389,8 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None):
         """Yield the name and the full tensor of every weight, with adapters merged.
 
-        vLLM expects the weight names of the checkpoint files. In memory, transformers uses other names and
-        joins all experts of a layer into one tensor. A tied head is yielded like any other weight.
+        The names are those of checkpoint files, as vLLM expects. In memory, transformers uses other names and
+        stores all experts of a layer in one tensor. A tied head is yielded like any other weight.
         """
         if self.has_adapters:
             named = merged_weights(self.model)
@@ -400,7 +400,7 @@ class Policy:
             tensors = {}
             for name, tensor in of_layer:
                 tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
-                tensors[name] = gather_full(tensor)  # The cast comes first, because it leaves less to gather.
+                tensors[name] = gather_full(tensor)  # After the cast, there is less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()
 
     def trainable(self):
@@ -426,7 +426,7 @@ class Policy:
         if weights:
             self.model.save_pretrained(folder, state_dict=weights)
         state = {}
-        if self.optimizer.state:  # If it were empty, torch would take a step to fill it.
+        if self.optimizer.state:  # torch would take an optimizer step to fill an empty state.
             state = self.optimizer_state()
         dcp.save(state, checkpoint_id=folder / "optimizer")
 
@@ -436,7 +436,7 @@ class Policy:
             dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
 
     def optimizer_state(self) -> dict:
-        """Return the optimizer's tensors by parameter name. A new optimizer gets zeros first."""
+        """Return the optimizer's tensors by parameter name. Those of a new optimizer are zeros."""
         return get_optimizer_state_dict(self.model, self.optimizer)["state"]
 
 
@@ -451,7 +451,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     """Return the samples of each optimizer update.
 
-    There is at least one mini-batch. If no sample has a gradient, one mini-batch serves to check the sampler.
+    If no sample has a gradient, the only mini-batch is one group that serves to check the sampler.
     """
     batches = []
     for samples in split_mini_batches(groups, options.mini_batch_size):
@@ -465,7 +465,7 @@ def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
 def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list[list[Sample]]:
     """Split the samples into mini-batches of at most `mini_batch_size` groups, as evenly as possible.
 
-    Each mini-batch is one optimizer update, so a remainder of one group would weigh as much as a full one.
+    Each mini-batch gets one optimizer update, so a small remainder would weigh as much as a full mini-batch.
     """
     count = math.ceil(len(groups) / mini_batch_size)
     bounds = [len(groups) * number // count for number in range(count + 1)]
@@ -473,7 +473,7 @@ def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list
 
 
 def has_gradient(sample: Sample, options) -> bool:
-    """Return whether the loss of this sample can move the policy."""
+    """Return whether the loss of this sample can have a gradient."""
     if sample.advantage is None:
         return False
     if options.entropy_coef or options.kl_coef:
@@ -484,7 +484,7 @@ def has_gradient(sample: Sample, options) -> bool:
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Group the indices of sequences with similar lengths into micro-batches.
 
-    A micro-batch has at most `max_tokens` tokens after padding, or one longer sequence.
+    A micro-batch has at most `max_tokens` tokens after padding, or a single longer sequence.
     """
     batches = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -518,7 +518,7 @@ def entropy_of(groups: list[list[Sample]]) -> float:
 
 
 def logprob_difference(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict:
-    """Return the sums over tokens from which rollout/logprob_diff is computed."""
+    """Return the sums over tokens that rollout/logprob_diff is computed from."""
     apart = (logprobs - rollout_logprobs).abs().sum().item()
     return {"difference_sum": apart, "compared_tokens": logprobs.numel()}
 

@@ -1,16 +1,15 @@
-"""Sample from the policy: in this process, or on vLLM servers that get its weights.
+"""Sample from the policy: in this process, or on vLLM servers that receive its weights.
 
     rollout_hf(model, samples, ...)       token by token, for small models; reproducible from its seed
     servers = PolicyServers(policy, tokenizer, config)
     rollout_vllm(servers, samples, ...)   one request per sample
-    servers.sync()                        after each update: the new weights
+    servers.sync()                        sends the new weights, after each update
 
 Both functions fill in `response_ids` and `rollout_logprobs` of the samples (policy.Sample). They report each
 sample as soon as its rollout ends, so its reward is computed while other rollouts continue. trajectory.py
-uses the functions of this file to sample the turns of multi-turn rollouts. This file needs policy.py,
-causal_lm.py and algorithm.py; vLLM servers also need genrm_server.py and router.py. Not covered: speculative
-decoding, new weights in the middle of a response. The names of tensors end in their shapes: B sequences, V
-vocabulary.
+samples the turns of multi-turn rollouts with this file. This file needs policy.py, causal_lm.py and
+algorithm.py; vLLM servers also need genrm_server.py and router.py. Not covered: speculative decoding, new
+weights in the middle of a response. Tensor names end in their shapes: B sequences, vocabulary size V.
 """
 
 import asyncio
@@ -52,9 +51,9 @@ def rollout_hf(
 ):
     """Sample the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
-    Consecutive samples of one prompt share the computation of the prompt. Temperature 0 is greedy. A response
-    ends at max_response_length or with an end token, which is part of the response. rollout_logprobs are
-    log-probabilities at this temperature, before top_p.
+    Consecutive samples of one prompt share the computation of the prompt. Temperature 0 means greedy
+    decoding. A response ends at max_response_length or with an end token, which is part of the response.
+    rollout_logprobs are log-probabilities at this temperature, before top_p.
 
     Args:
         seed: The seed of the random numbers. On a CPU, only its lowest 32 bits count.
@@ -106,7 +105,7 @@ def generate_batch(
         rows = list(samples)  # The sample of each row; None if its rollout has ended.
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
-            # With one tensor, the CPU waits for the GPU once per token. Doubles represent token ids exactly.
+            # In one tensor, so that the CPU waits for the GPU once per token. Token ids are exact as doubles.
             is_end = torch.isin(tokens, stop_ids)
             sampled = torch.stack([tokens.double(), logprobs.double(), is_end.double()], 1).tolist()
             for row, (token, logprob, ends) in enumerate(sampled):
@@ -156,9 +155,9 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 
 
 def check_sampling(policy: Policy):
-    """Raise ValueError if this process samples wrongly from the policy's model.
+    """Raise ValueError if this process samples incorrectly from the policy's model.
 
-    Families of models differ in their caches, and some lose the prompt of a response. Two short prompts show
+    Model families differ in their caches, and with some caches the prompt is lost. Two short prompts show
     whether sampling and training compute the same log-probabilities.
     """
     samples = []
@@ -186,7 +185,7 @@ def check_sampling(policy: Policy):
 
 # ---- on vLLM servers
 
-MAX_CONNECTIONS = 28000  # Linux has about this many ports for connections to one address, the router's.
+MAX_CONNECTIONS = 28000  # Linux has about this many ports for connections to the router.
 
 
 class Logprobs(msgspec.Struct):
@@ -202,7 +201,7 @@ class Choice(msgspec.Struct):
 class Answer(msgspec.Struct):
     """The fields of a server's answer that are decoded.
 
-    Decoding only these fields takes a sixth of the time. This process decodes the answers of all samples.
+    Decoding only these fields takes a sixth of the time, and this process decodes the answers of all samples.
     """
 
     choices: list[Choice]
@@ -223,9 +222,9 @@ def rollout_vllm(
     """Sample the responses on the vLLM servers of a PolicyServers, with one request per sample.
 
     A request contains token ids, and its answer contains token ids and log-probabilities. With top_p, these
-    are the log-probabilities within the nucleus. No request has a seed, because a seed crashes vLLM's engine
-    on CPU. So two equal calls give different samples. Requests to a server that dies are sent again, and the
-    router queues them until a server is back. Raises RuntimeError if all attempts of a request fail, or if
+    are log-probabilities within the nucleus. Requests have no seed, because a seed crashes vLLM's engine on a
+    CPU, so equal calls give different samples. Requests to a server that dies are retried, and the router
+    queues them until a server is available. Raises RuntimeError if all attempts of a request fail, or if
     another thread sets `stop`.
 
     Args:
@@ -244,7 +243,7 @@ def rollout_vllm(
     async def roll_out_all():
         async with open_session(servers, rollout_batch_size) as session:
             rollouts = asyncio.gather(*(roll_out(session, sample) for sample in samples))
-            # asyncio prints an exception that nobody reads, so this callback reads it.
+            # asyncio would print an exception that nobody retrieves, so this callback retrieves it.
             rollouts.add_done_callback(lambda rollouts: rollouts.exception())
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
@@ -264,7 +263,7 @@ def sampling_parameters(temperature, top_p, eos_ids) -> dict:
         "logprobs": 0,  # 0 asks for the sampled token's log-probability only.
         "return_token_ids": True,
         "stop_token_ids": sorted(eos_ids),
-        "ignore_eos": True,  # A response ends with the trainer's end tokens only.
+        "ignore_eos": True,  # Responses end only at the trainer's end tokens.
     }
 
 
@@ -275,7 +274,7 @@ def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
         headers={"Authorization": f"Bearer {config.api_key}"},
-        # There is no time limit here, because requests may wait long for a connection. The router has one.
+        # No time limit here, because requests may wait long for a connection. The router has a limit.
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),
     )
@@ -304,7 +303,7 @@ async def request_completion(session, address, body, headers=None) -> Choice:
                 break
             print(f"policy servers at {address}: {text[:300]}; retrying the request once", flush=True)
     if status != 200:
-        raise RuntimeError(f"policy servers at {address}: HTTP {status}: {text[:300]}")
+        raise RuntimeError(f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}")
     choice = msgspec.json.decode(text, type=Answer).choices[0]
     if choice.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"policy servers at {address}: a response has the unknown finish_reason "
@@ -323,13 +322,13 @@ NO_HEAD = {"Gemma2ForCausalLM"}
 
 
 class PolicyServers:
-    """vLLM servers on this machine that serve a policy in training, and get its new weights at every `sync`.
+    """vLLM servers on this machine that serve a policy in training, and load its new weights at every `sync`.
 
-    The servers read the weights from a WeightFolder, when they start and at every sync. A server that dies is
-    restarted with the newest weights; meanwhile the other servers do its work. The servers compute in
-    bfloat16 on GPUs and in float32 on CPUs. `config` (genrm_server.Config) has all settings except the model.
+    The servers read the weights from a WeightFolder when they start and at every sync. A server that dies is
+    restarted with the newest weights. Until then, the other servers take over its work. The servers compute
+    in bfloat16 on GPUs and in float32 on CPUs. `config` (genrm_server.Config) has all settings but the model.
 
-    Raises what ModelServers raises, and RuntimeError with the server's name if it rejects the weights.
+    Raises the errors of ModelServers, and RuntimeError with a server's name if it rejects the weights.
     """
 
     def __init__(self, policy, tokenizer, config):
@@ -353,7 +352,7 @@ class PolicyServers:
             dtype=str(self.dtype).removeprefix("torch."),
             vllm_args=fixed + config.vllm_args,
         )
-        self.folder = WeightFolder(*self.contents)  # resolve_config checks that it exists.
+        self.folder = WeightFolder(*self.contents)  # resolve_config checks that the folder exists.
         try:
             self.start(resolve_config(config))
         except BaseException:
@@ -378,7 +377,7 @@ class PolicyServers:
 
     def sync(self):
         """Send the policy's weights to all servers. No server may be generating."""
-        with self.service.lock:  # Meanwhile no server may join.
+        with self.service.lock:  # No server may join during a sync.
             self.write_weights()
             for call in RELOAD:
                 self.service.post_control_all(*call)
@@ -416,7 +415,7 @@ def check_servable(info: dict, device: str):
 
 
 def served_weights(policy, dtype: torch.dtype):
-    """Yield the policy's named tensors as vLLM's class of the model expects them."""
+    """Yield the policy's weights by name, without the head if vLLM's class of the model rejects one."""
     has_no_head = type(policy.model).__name__.removeprefix("FSDP") in NO_HEAD
     for name, tensor in policy.weights(dtype):
         if name != "lm_head.weight" or not has_no_head:
@@ -426,7 +425,7 @@ def served_weights(policy, dtype: torch.dtype):
 def folder_for(log_dir: Path | None, size: int) -> str:
     """Return the path of a folder for weights of `size` bytes, in shared memory if it has room.
 
-    The path is the same on all nodes. A run that was killed and is resumed gets the same path again.
+    The path is the same on all nodes, and the same again when a killed run is resumed.
     """
     owner = f"{os.getuid()} {Path(log_dir or str(os.getpid())).absolute()} {size}"
     name = f"fapo_policy_{hashlib.sha256(owner.encode()).hexdigest()[:12]}"
@@ -449,7 +448,7 @@ def model_files(info: dict, tokenizer) -> dict[str, bytes]:
     # The head is untied, because vLLM's reload silently leaves a tied head with its old weights.
     served.tie_word_embeddings = info["architecture"] in NO_HEAD
     served.architectures = [info["architecture"]]
-    served.head_dtype = "float32"  # Training does this; vLLM 0.24 warns that it cannot.
+    served.head_dtype = "float32"  # as in training; vLLM 0.24 warns that it cannot do this
     with tempfile.TemporaryDirectory() as folder:
         served.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -461,9 +460,9 @@ class WeightFolder:
     """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
 
     `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
-    A server that starts meanwhile may fail and restart, or read a mixture of old and new weights. It reads
-    the weights again before it gets a request. An existing folder of this user is reused, because its actor
-    may have died. Raises PermissionError if another user owns the folder and so could change the weights.
+    A server that starts during this may fail and restart, or read a mixture of old and new weights. It
+    reloads the weights before it gets a request. An existing folder of this user is reused, because its actor
+    may have died. Raises PermissionError if another user owns the folder and could change the weights.
     """
 
     def __init__(self, path: str, files: dict[str, bytes]):

@@ -1,6 +1,6 @@
 """One run of the trainer: its input, its processes, its checkpoints, and how it stops and resumes.
 
-grpo_trainer.py uses this file. The function `train` there shows the order of events in a run.
+The function `train` in grpo_trainer.py uses this file, and shows the order of events in a run.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Run:
                     ...
         run.result                          # the folder of the last checkpoint
 
-    The constructor reads and checks the input. It raises ValueError if the input is wrong.
+    The constructor reads the input, and raises ValueError if something is wrong with it.
     """
 
     def __init__(self, config):
@@ -65,11 +65,11 @@ class Run:
         self.result = None
         self.servers = None
         self.merged_dir = Path(config.out_dir, "merged")  # with LoRA: the final merged model
-        self.cancelled = threading.Event()  # Setting it ends rollouts and ends any waiting for rewards.
+        self.cancelled = threading.Event()  # Setting this ends rollouts and any wait for rewards.
         self.num_restarts = 0
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
-        self.num_evaluations = 0  # Only those of this process count.
-        self.lock = check_folder(config)  # No other run may use the folder meanwhile.
+        self.num_evaluations = 0  # since this process started
+        self.lock = check_folder(config)  # No other run may use the directory now.
         try:
             self.find_checkpoint()
             self.read_tokenizer()
@@ -80,7 +80,7 @@ class Run:
             raise
 
     def find_checkpoint(self):
-        """Find out what the run resumes from: its newest checkpoint, or else the model."""
+        """Resume from the newest checkpoint if there is one, and start from the model otherwise."""
         self.resume_from = self.config.model
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
@@ -96,7 +96,7 @@ class Run:
         self.step = self.saved_step = state["step"]
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
         self.num_prompts_drawn = state["prompts_drawn"]  # drawn by completed and current steps
-        self.prefetched = None  # The step that is sampled during an update.
+        self.prefetched = None  # The step that is sampled during the update (--overlap).
 
     def compare_model(self):
         """Print a warning if the run is resumed with another --model."""
@@ -185,7 +185,7 @@ class Run:
         options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
         models = reward_loop.named("router_address", config.router_address)
         if not models and config.reward_mode == "standalone":  # Colocated judges may be asleep.
-            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # addresses follow later
+            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # They have no address yet.
         try:
             self.rollouts = Rollouts(
                 function,
@@ -199,7 +199,7 @@ class Run:
             raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see docs/rollouts.md") from error
 
     def check_tokens(self, rows, size):
-        """Raise ValueError if a prompt has a token beyond the size of the embedding."""
+        """Raise ValueError if a prompt contains a token that the embedding lacks."""
         highest = max(max(row["prompt_ids"]) for row in rows)
         if highest >= size:
             token = self.tokenizer.convert_ids_to_tokens(highest)
@@ -209,7 +209,7 @@ class Run:
             )
 
     def check_weights(self):
-        """Raise ValueError if the model's folder has no weights. tools/plan_run.py works without weights."""
+        """Raise ValueError if the model's folder has no weights, which tools/plan_run.py does not need."""
         folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
             raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
@@ -236,11 +236,9 @@ class Run:
                 self.result = Path(self.resume_from)
 
     def steps(self, evaluate):
-        """Yield the number of each step that is left.
+        """Yield the number of each remaining step, and call evaluate(run) whenever an evaluation is due.
 
         If ranks die, all steps after the newest checkpoint are yielded again.
-
-        Before each step and after the last one, call evaluate(run) if an evaluation is due.
         """
         while not self.config.dry_run:
             if not self.log.history or self.log.history[-1]["step"] != self.step:
@@ -263,13 +261,13 @@ class Run:
         else:
             is_wanted = config.val_every and step % config.val_every == 0
         is_done = has_evaluation(self.log.history[-1])
-        if not config.total_steps:  # --total-steps 0 always evaluates, even if this was done before.
+        if not config.total_steps:  # --total-steps 0 always evaluates, even a step evaluated before.
             is_done = self.num_evaluations > 0
         return bool(self.val_rows and is_wanted and not is_done)
 
     @contextlib.contextmanager
     def protected_step(self):
-        """Restart ranks that are lost in this step. The end of the step releases held interrupts."""
+        """Restart ranks that die during this step. When it ends, delayed interrupts take effect."""
         self.step_started = time.perf_counter()
         with self.restarting_ranks():
             with contextlib.ExitStack() as self.until_step_ends:
@@ -279,7 +277,7 @@ class Run:
             check_progress(self.log)
 
     def hold_interrupts(self):
-        """Make Ctrl-C wait until the end of this step."""
+        """Delay Ctrl-C until the end of this step."""
         self.until_step_ends.enter_context(self.interrupts.held())
 
     def count_step(self, step: int, num_prompts_drawn: int):
@@ -289,12 +287,12 @@ class Run:
         self.num_updates = self.policy.num_updates
 
     def sync_weights(self) -> dict:
-        """Send the new weights to the policy's servers when nothing is being generated. Returns metrics."""
+        """Wait until nothing is being generated, and send the new weights to the servers. Returns metrics."""
         if not self.servers:
             return {}
         started = time.perf_counter()
         while self.prefetched and not self.prefetched.rolled_out.wait(0.2):
-            if self.interrupts.asked:  # The run is about to end, and needs no sync.
+            if self.interrupts.asked:  # The run is about to end and needs no sync.
                 return {}
         ended = time.perf_counter()
         self.servers.sync()
@@ -311,7 +309,7 @@ class Run:
     # ---- what a run starts
 
     def start(self, stack: contextlib.ExitStack) -> None:
-        """Start models, reward workers and servers; `stack` stops them in the opposite order."""
+        """Start models, reward workers and servers; `stack` stops them in reverse order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
@@ -338,7 +336,7 @@ class Run:
         if config.rollout == "vllm":
             self.start_servers(stack)
         stack.callback(self.cancelled.set)
-        self.interrupts = Interrupts()  # This comes last, because Ray sets handlers too.
+        self.interrupts = Interrupts()  # Last, because Ray also sets signal handlers.
 
     def start_rewards(self, stack, sleep_mode):
         penalty = length_penalty_of(self.config)
@@ -365,7 +363,7 @@ class Run:
                 self.policy.load_optimizer(Path(self.resume_from))
         except (ValueError, RanksLost):
             raise
-        except (Exception, CheckpointException) as error:  # The latter is a BaseException.
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
             raise ValueError(
                 f"cannot load {self.resume_from} ({why}); if one of its files is truncated, delete the "
@@ -379,7 +377,7 @@ class Run:
         if info["adapters"]:
             print(info["adapters"], flush=True)
         elif config.total_steps:  # An evaluation writes no checkpoints.
-            check_room(config, self.step, 12e-9 * info["numel"])  # Adapters need no check.
+            check_room(config, self.step, 12e-9 * info["numel"])  # Adapters are too small to check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
             raise ValueError(f"--model {self.base_model}: neither the model nor its tokenizer defines an "
@@ -411,7 +409,7 @@ class Run:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
             raise
-        except Exception as error:  # On a full disk, safetensors and torch raise various types.
+        except Exception as error:  # On a full disk, safetensors and torch raise various exceptions.
             raise RuntimeError(
                 f"the checkpoint of step {self.step} could not be written ({error}); --resume auto resumes "
                 f"after step {self.saved_step}"
@@ -437,7 +435,7 @@ class Run:
     # ---- what may go wrong
 
     def save_after_failure(self):
-        """Save the steps since the newest checkpoint, so that nothing learned is lost."""
+        """Save a checkpoint if the newest one is older, so that nothing learned is lost."""
         # In the middle of an update, the weights belong to no step and must not be saved.
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
             with contextlib.suppress(RanksLost):  # The first error says more.
@@ -462,7 +460,7 @@ class Run:
         if self.num_restarts > self.config.max_restarts:
             raise error
         self.find_checkpoint()
-        count = f"{self.num_restarts} of --max-restarts {self.config.max_restarts}"
+        count = f"attempt {self.num_restarts} of --max-restarts {self.config.max_restarts}"
         print(f"{error}; restarting the ranks after step {self.saved_step} ({count})", flush=True)
         try:
             self.policy.restart(self.resume_from)
@@ -478,7 +476,7 @@ class Run:
 
 
 def load_rows(path: str, tokenizer, config) -> list[dict]:
-    """Read the rows of a file and add `prompt_ids`. A ValueError names the file, the row and the fault."""
+    """Read the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
@@ -515,7 +513,7 @@ def checked_row(row: dict) -> dict:
 
 
 def checked_message(message) -> dict:
-    """Return a message without None values, which tables write for missing keys, and with its text joined."""
+    """Return a message with its text parts joined, and without None, which tables store for missing keys."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
                          "with role and content")  # fmt: skip
@@ -553,7 +551,7 @@ def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
 
 
 def check_progress(log: Log) -> None:
-    """Print the findings that are new at the newest step.
+    """Print the findings that first appear at the newest step.
 
     Raises RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
     """

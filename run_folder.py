@@ -1,11 +1,11 @@
 """The output directory of a run: its checkpoints, metrics.jsonl, samples.jsonl and curves.png.
 
-grpo_trainer.py uses this file; `config` is the trainer's configuration. A group is a list of policy.Sample,
-whose `result` is what reward_loop.py returns. To add a metric, add a line to `reward_metrics` (training) or
-`source_metrics` (evaluation). Numbers that the reward function returns are averaged without a new line.
+In this file, `config` is the trainer's configuration, and a group is a list of policy.Sample objects with the
+`result` from reward_loop.py. To add a metric, add a line to `reward_metrics` (training) or `source_metrics`
+(evaluation). Numbers that the reward function returns are averaged automatically.
 
 This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
-covered: object stores, histograms, error bars. tools/view_run.py shows more and compares runs.
+covered: object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.
 """
 
 import contextlib
@@ -39,30 +39,31 @@ ON_SCREEN = {  # The terminal shows these metrics with these labels.
 ONLY_IF_NOT_0 = ("reward/no_verdict", "response_length/clipped")
 PANELS = {
     "reward": ["reward/mean", "reward/score"],
-    "accuracy": ["reward/acc"],  # draw_curves adds the accuracies of evaluations
+    "accuracy": ["reward/acc"],  # draw_curves adds accuracies from evaluations.
     "flawed positives among correct answers": ["reward/flawed_positive_rate"],
     "response length (tokens)": ["response_length/mean", "response_length/max"],
     "entropy": ["actor/entropy"],
     "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
 }
-# The means of answers and indices say nothing; genrm_shared has a separate metric.
+# Means of answers and indices are meaningless, and genrm_shared has its own metric.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
-# A model may write half a surrogate pair. UTF-8 cannot encode it, but JSON can, as in \ud83d.
+# A model may write half a surrogate pair, which UTF-8 cannot encode. JSON can, for example as \ud83d.
 AS_JSON = "backslashreplace"
 
 
 def check_folder(config):
-    """Make the output directory and lock it for this run.
+    """Create the output directory and lock it for this run.
 
     Returns:
         The lock, which is an open file. Closing the file unlocks the directory.
     Raises:
-        ValueError: The directory has a run that may not be resumed, or is in use by another run.
-        OSError: The directory cannot be written.
+        ValueError: The directory contains a run that may not be resumed, or is in use by another run.
+        OSError: The directory is not writable.
     """
     out_dir = Path(config.out_dir)
     if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
-        raise ValueError(f"--out-dir {out_dir}: contains a run; pass --resume auto, or another directory")
+        raise ValueError(f"--out-dir {out_dir}: already contains a run; pass --resume auto, or another "
+                         "directory")  # fmt: skip
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / ".lock", "w")
     try:
@@ -71,13 +72,13 @@ def check_folder(config):
         raise ValueError(
             f"--out-dir {out_dir}: is in use by another run; wait for that run, or pass another directory"
         ) from None
-    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # Runs killed while saving leave these.
+    for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
     return lock
 
 
 def check_room(config, step: int, checkpoint: float) -> None:
-    """Raise ValueError if the disk has no room for all further checkpoints of `checkpoint` GB each."""
+    """Raise ValueError if the disk lacks space for the remaining checkpoints of `checkpoint` GB each."""
     to_come = 1
     if config.save_every:
         to_come += (config.total_steps - 1) // config.save_every - step // config.save_every
@@ -97,7 +98,7 @@ def check_room(config, step: int, checkpoint: float) -> None:
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Write checkpoints/step_N: a Hugging Face folder, the optimizer, and `state` (with `step`) as JSON.
 
-    A checkpoint is complete or absent, even after a power cut. Older ones are deleted when it is complete.
+    A checkpoint is complete or absent, even after a power cut. Older ones are deleted only afterwards.
     """
     folder = Path(config.out_dir, "checkpoints")
     name = f"step_{state['step']}"
@@ -111,8 +112,8 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         for path in temporary.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # The data must be on disk before older checkpoints go.
-        if not (target / "trainer_state.json").exists():  # The remains of a checkpoint would be in the way.
+                    os.fsync(file.fileno())  # Write to disk before old checkpoints are deleted.
+        if not (target / "trainer_state.json").exists():  # An incomplete checkpoint blocks the rename.
             shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except BaseException:
@@ -120,7 +121,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         raise
     if config.keep_checkpoints:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)  # On NFS, a file may be open elsewhere.
+            shutil.rmtree(old, ignore_errors=True)  # On NFS, files that are open elsewhere may remain.
     return target
 
 
@@ -150,9 +151,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
-    """Return the objects of a JSONL file, and the number of lines that are incomplete.
+    """Return the objects of a JSONL file, and the number of incomplete lines.
 
-    The file of a run in progress may end in the middle of a line or of a character.
+    During a run, a file may end in the middle of a line, or even of a character.
     """
     lines = []
     torn = 0
@@ -170,7 +171,7 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:
-    """Replace a JSONL file as a whole, so that a crash leaves its old or its new content."""
+    """Replace a JSONL file atomically, so that a crash leaves either its old or its new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", errors=AS_JSON) as file:
         for line in lines:
@@ -194,7 +195,7 @@ def has_evaluation(line: dict) -> bool:
 class Log:
     """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png; logs to TensorBoard and W&B.
 
-    A run resumes after `first_step`: lines of later steps are dropped, because these steps are repeated.
+    A run resumes after `first_step`: lines of later steps are dropped, because these steps will be repeated.
     """
 
     def __init__(self, config, first_step: int):
@@ -213,17 +214,17 @@ class Log:
             self.wandb = start_wandb(config, first_step)
 
     def rewind(self, step: int):
-        """Delete the lines of later steps."""
+        """Delete the lines of all steps after this one."""
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 
         def is_valid(line):  # An evaluation without metrics was interrupted.
             return line["split"] != "val" or line["step"] in evaluated
 
-        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # only of the last steps
+        self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # samples() drops old steps
 
     def metrics(self, values: dict) -> None:
-        """Write the metrics of a step that are not None, and print some of them.
+        """Write the metrics of a step, except those that are None, and print the most important ones.
 
         Later metrics of the same step, such as the metrics of its evaluation, are added to its line.
         """
@@ -250,7 +251,7 @@ class Log:
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
     def seconds_left(self, step: int) -> float:
-        """Estimate the seconds until the last step from the newest ten steps; 0 if no step has a time."""
+        """Estimate the seconds until the last step from the last ten lines; 0 if none of them has a time."""
         seconds = [line["time/step"] for line in self.history[-10:] if "time/step" in line]
         if not seconds:
             return 0.0
@@ -260,7 +261,7 @@ class Log:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
 
         Training writes whole groups, and an evaluation writes the first sample of each group. `decode` turns
-        token ids into text, which locates the paragraphs.
+        token ids into text, as needed to locate paragraphs.
         """
         written = Counter()
         with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
@@ -324,7 +325,7 @@ def line_of(sample, eos_ids, decode) -> dict:
         line["turns"] = sample.turns
     elif sample.token_advantages:
         line["paragraph_advantages"] = paragraph_advantages(sample, decode)
-    if sample.token_advantages:  # runs of [number of tokens, their advantage]
+    if sample.token_advantages:  # run-length encoded: [number of tokens, advantage]
         line["token_advantages"] = [
             [len(list(equal)), advantage] for advantage, equal in groupby(sample.token_advantages)
         ]
@@ -352,7 +353,7 @@ def accuracies(line: dict) -> list[str]:
 def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
     """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
 
-    The names of reward components in `terms` are shown as well.
+    `terms` are the names of reward components, which are shown as well.
     """
     labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
     parts = [f"step {line['step']}/{total_steps}"]
@@ -377,7 +378,7 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
-    """Draw the metrics so far in the panels of PANELS."""
+    """Draw the metrics so far, in one panel per entry of PANELS."""
     from matplotlib.figure import Figure  # This import takes half a second.
 
     known = {}
@@ -404,14 +405,14 @@ def draw_curves(history: list[dict], path: Path) -> None:
 
 
 def output_of(*command: str) -> str:
-    """Return what a program prints, or an empty text if the program is missing, fails or hangs."""
+    """Return what a program prints, or an empty string if the program is missing, fails or hangs."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return ""
 
 
 def note_start(config, step: int) -> None:
-    """Add a line to starts.jsonl with the time, the command and the machine of this start after `step`."""
+    """Append the time, command and machine of this start, which follows `step`, to starts.jsonl."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -501,7 +502,7 @@ def reward_metrics(samples: list) -> dict:
     infos = infos_of(samples)
     rewards = [sample.result["reward_score"] for sample in samples]
     metrics = {f"reward/{key}": value for key, value in averages(infos).items()}
-    metrics["reward/mean"] = mean(rewards)  # This replaces a "mean" from the function.
+    metrics["reward/mean"] = mean(rewards)  # This overrides a "mean" from the reward function.
     metrics["reward/no_verdict"] = rewards.count(None) / len(rewards)
     seconds = [sample.result["seconds"] for sample in samples if "seconds" in sample.result]
     if seconds:
@@ -525,7 +526,7 @@ def reward_metrics(samples: list) -> dict:
 
 
 def rollout_metrics(samples: list) -> dict:
-    """Compute the metrics of rollout functions. A failed rollout has no reward."""
+    """Compute the metrics of rollout functions."""
     failures = Counter(sample.failure for sample in samples)
     seconds = [sample.tool_seconds for sample in samples]
     turns = [Counter(turn["who"] for turn in sample.turns) for sample in samples]
@@ -575,7 +576,7 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     chances[n] = []
     votes = []
     for group in groups:
-        # A sample without `acc`, for instance after an error, is left out and does not count as wrong.
+        # A sample without `acc`, for instance after an error, is excluded rather than counted as wrong.
         infos = [info for info in infos_of(group) if info.get("acc") is not None]
         votes.append(majority(infos))
         correct = sum(info["acc"] == 1 for info in infos)
@@ -606,15 +607,15 @@ def majority(infos: list[dict]) -> bool | None:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k: at least one of k samples is correct (Chen et al., 2021)."""
+    """Return an unbiased estimate of pass@k, as in Chen et al. (2021)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def no_verdict_rate(results, at_least: int = 1) -> float:
     """Return the fraction of results without a score among all results that needed a verdict.
 
-    The divisor is at least `at_least`. A sample with a score needed no verdict if the judge was not asked, or
-    if its answer is wrong.
+    The divisor is at least `at_least`. A sample with a score needed no verdict if its `genrm_status` is
+    "skipped", or if it has another status and a wrong answer.
     """
     missing = needed = 0
     for result in results:

@@ -3,8 +3,8 @@
     config = parse_command_line("What the command does.")
     config = Config(model="PATH", train_file="FILE", out_dir="outputs/first", total_steps=20)
 
-A new setting is one line in PolicyOptions, if policy.py or algorithm.py reads it, or else in Config. The
-comment at its line is its help text, and docs/make_settings.py writes these texts into docs/settings.md.
+To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
+The comment on the line is the help text, which docs/make_settings.py also writes to docs/settings.md.
 Needs reward_loop.py and reward_worker.py; genrm_server.py and algorithm.py for the checks of a run.
 """
 
@@ -23,29 +23,29 @@ import reward_loop
 
 @dataclass(kw_only=True)
 class PolicyOptions:
-    """What a policy is and how it learns; the defaults are the paper's (FAPO-7B)."""
+    """Settings of the policy and its training. The defaults are the paper's for FAPO-7B."""
 
     model: str  # Policy model: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
     trust_remote_code: bool = False  # Run the Python code that comes with the model.
     max_positions: int = 0  # New value of the model's max_position_embeddings; 0: keep the old value.
-    temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses the same distribution.
-    max_response_length: int = 8192  # Maximum length of a response in tokens; longer rollouts are cut off.
+    temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses it as well.
+    max_response_length: int = 8192  # Maximum length of a response in tokens; longer responses are cut off.
     mini_batch_size: int = 32  # Maximum number of prompts per optimizer update.
 
     # How rewards become advantages; docs/algorithms.md describes the choices.
     advantage: Literal["grpo", "dr_grpo", "papo", "vppo", "terms", "steps"] = "grpo"
     # Weights of reward components for --advantage terms, such as acc=1 flawed_positive=-0.5.
     reward_terms: tuple[str, ...] = ()
-    # With --advantage vppo: reward of the tokens of a good prefix (VPPO's alpha).
+    # With --advantage vppo: reward of each token in a good prefix (VPPO's alpha).
     prefix_reward: float = 0.5
     # With --advantage vppo: number of tokens at the end of a good prefix that earn nothing, as a multiple of
     # the prompt's length.
     prefix_cut: float = 1.0
-    # Tokens to which a negative advantage applies: sample, all tokens of the sample; prefix, only the tokens
-    # after the good prefix.
+    # Tokens that a negative advantage applies to: all tokens of the sample (sample), or only the tokens after
+    # the good prefix (prefix).
     credit: Literal["sample", "prefix"] = "sample"
-    # Policy loss: clip, PPO's clipped loss with one ratio per token; gspo, the same loss with one ratio per
-    # sequence; cispo, log-probabilities weighted by the clipped ratio.
+    # Policy loss: PPO's clipped loss with one ratio per token (clip) or per sequence (gspo), or
+    # log-probabilities weighted by the clipped ratio (cispo).
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
     clip_low: float | None = None
@@ -56,8 +56,7 @@ class PolicyOptions:
     # Cap of the importance weights that correct for differences between sampler and policy; default: no
     # correction, or 2 with --overlap.
     tis_cap: float | None = None
-    # Weight of the KL divergence from the initial --model; 0: no KL term, and no second model
-    # in memory.
+    # Weight of the KL divergence from the initial --model; 0: no KL term, and no second model in memory.
     kl_coef: float = 0.0
     entropy_coef: float = 0.0  # Weight of the entropy bonus.
 
@@ -73,7 +72,7 @@ class PolicyOptions:
     lora_targets: tuple[str, ...] = ("all-linear",)
     # Tokens per forward and backward pass, including padding; 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass, which saves memory.
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
     seed: int = 0  # Random seed for the data order, sampling and new adapters.
 
 
@@ -85,27 +84,27 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     train_file: str | tuple[str, ...]
     # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     out_dir: str
-    # Validation data in the format of --train-file; FILE:4 takes 4 samples of each row of FILE.
+    # Validation data in the format of --train-file; FILE:4 samples 4 responses per row of FILE.
     val_file: tuple[str, ...] = ()
     # JSON object of arguments for the policy's chat template, such as '{"enable_thinking": false}'.
     chat_template_kwargs: str = "{}"
     # Maximum length of a prompt in tokens; rows with longer prompts are dropped before the first step.
     max_prompt_length: int = 2048
 
-    # When samples are scored: standalone, each sample when its rollout ends; colocate, all samples after the
-    # last rollout, so that --genrm can sleep during rollouts.
+    # When to score samples: each sample when its rollout ends (standalone), or all samples after the last
+    # rollout, so that --genrm can sleep during rollouts (colocate).
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     # Stop the run if more than this fraction of the samples that need a verdict have none.
     max_no_verdict_rate: float = 0.5
 
-    # Sampler of the policy: hf samples in the trainer's process, vllm on vLLM servers; auto chooses hf on a
+    # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a
     # CPU with one rank and without --overlap, and vllm otherwise.
     rollout: Literal["auto", "hf", "vllm"] = "auto"
-    # Rollout function FILE:NAME: an async function for several turns, tools or environments; see
+    # Rollout function FILE:NAME, an async function for multi-turn rollouts, tools or environments; see
     # docs/rollouts.md.
     rollout_fn: str | None = None
     rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
-    # Time limit of --rollout-fn per sample, in seconds, excluding the time in which the policy generates.
+    # Time limit of --rollout-fn per sample, in seconds, excluding the time that the policy generates.
     rollout_timeout: float = 600.0
     rollout_servers: int = 1  # Number of vLLM servers of the policy.
     rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
@@ -115,7 +114,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     rollout_cpus: str = ""
     # Additional arguments for the policy's vLLM servers, such as --rollout-vllm-args="--max-num-seqs 64".
     rollout_vllm_args: str = ""
-    rollout_batch_size: int = 512  # Maximum number of sequences that a sampler generates at a time.
+    rollout_batch_size: int = 512  # Maximum number of sequences that a sampler generates at once.
     group_size: int = 8  # Number of samples per prompt.
     # Roll out and score the next step during the update, with weights that are one step old.
     overlap: bool = False
@@ -123,9 +122,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # weights that are one step old (--overlap).
     max_logprob_diff: float = 0.2
 
-    # Replace groups without a learning signal by groups of further prompts (DAPO).
+    # Replace groups without a learning signal with groups of new prompts (DAPO).
     dynamic_sampling: bool = False
-    max_refills: int = 10  # Number of times per step that --dynamic-sampling may draw further prompts.
+    max_refills: int = 10  # Maximum number of times per step that --dynamic-sampling draws more prompts.
     # Stop the run after this many consecutive steps without a learning signal; 0: never.
     max_idle_steps: int = 10
     # Number of tokens before the length limit over which the length penalty grows (DAPO); 0: no penalty.
@@ -140,21 +139,20 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     val_before_train: bool = True  # Evaluate before the first step.
     val_n: int = 1  # Number of samples per validation row (the k of mean@k, maj@k and pass@k).
     val_temperature: float = 1.0  # Sampling temperature in evaluations; 0: greedy decoding.
-    val_top_p: float = 0.7  # Nucleus sampling (top-p) in evaluations.
-    # Evaluate with greedy decoding as well, with one sample per row (val/<data_source>/greedy).
+    val_top_p: float = 0.7  # Probability mass (top-p) of nucleus sampling in evaluations.
+    # Also evaluate with greedy decoding, with one sample per row (val/<data_source>/greedy).
     val_greedy: bool = False
 
-    # Number of steps between checkpoints; 0: save only after the last step, or if the run stops or
-    # fails.
+    # Number of steps between checkpoints; 0: save only after the last step, or if the run stops or fails.
     save_every: int = 20
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: keep all.
-    # Whether to resume. With auto, the run resumes from the newest checkpoint in --out-dir, if there is one;
-    # with never, a checkpoint in --out-dir is an error.
+    # Resume from the newest checkpoint in --out-dir, if there is one (auto), or reject an --out-dir that
+    # contains checkpoints (never).
     resume: Literal["never", "auto"] = "never"
-    # Number of samples per step and data source that are written to samples.jsonl, in whole groups.
+    # Number of samples to write to samples.jsonl per step and data source, in whole groups.
     samples_per_step: int = 8
-    tensorboard: bool = False  # Write the metrics for TensorBoard as well, to tensorboard/ in --out-dir.
-    # Send the metrics to Weights & Biases as well, to the project WANDB_PROJECT (default: fapo).
+    tensorboard: bool = False  # Also write the metrics for TensorBoard, to tensorboard/ in --out-dir.
+    # Also send the metrics to Weights & Biases, to the project WANDB_PROJECT (default: fapo).
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 
@@ -163,10 +161,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
     policy_ranks: int = 1
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
-    # Keep the weights and the optimizer state of the ranks in host memory, which saves GPU memory but is
-    # slower.
+    # Keep the weights and optimizer state of the ranks in host memory, which saves GPU memory but is slower.
     policy_offload: bool = False
-    max_restarts: int = 3  # Number of times that dead ranks are restarted from the newest checkpoint.
+    max_restarts: int = 3  # How often dead ranks may be restarted from the newest checkpoint.
     # Number of CPU threads that torch uses; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
@@ -180,7 +177,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     may_be_negative = ("entropy_coef", "seed")
 
     def check(self) -> None:
-        """Raise ValueError for settings that would fail late or do harm silently."""
+        """Raise ValueError for settings that would fail late or silently do harm."""
         if self.group_size < 2:
             raise ValueError(f"--group-size {self.group_size}: must be at least 2, because each sample is "
                              "compared with other samples of its prompt")  # fmt: skip
@@ -203,7 +200,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(f"--{name}: needs the package {name}, which is not installed; run pip "
                                  f"install {name}")  # fmt: skip
-        from algorithm import length_penalty_of, parse_terms  # not above: it imports torch
+        from algorithm import length_penalty_of, parse_terms  # here, because it imports torch
 
         terms = parse_terms(self.reward_terms)
         if bool(terms) != (self.advantage == "terms"):
@@ -214,9 +211,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                              "add overlong_penalty=1, or pass --overlong-buffer 0")  # fmt: skip
         length_penalty_of(self)
         if not self.rollout_fn and self.rollout_kwargs != "{}":
-            raise ValueError("--rollout-kwargs: has no effect without --rollout-fn; pass both")
+            raise ValueError(f"--rollout-kwargs {self.rollout_kwargs}: has no effect without --rollout-fn; "
+                             "pass both")  # fmt: skip
         if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
-            raise ValueError("--rollout-timeout: has no effect without --rollout-fn; pass both")
+            raise ValueError(f"--rollout-timeout {self.rollout_timeout:g}: has no effect without "
+                             "--rollout-fn; pass both")  # fmt: skip
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
                              "--rollout vllm and --reward-mode standalone")  # fmt: skip
@@ -240,7 +239,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         )
 
     def resolved(self, gpus: float) -> "Config":
-        """Return this configuration with every "auto" replaced. gpus: how many GPUs Ray has."""
+        """Return this configuration with every "auto" replaced, given the number of GPUs that Ray has."""
         device = self.device
         if device == "auto":
             device = "cuda" if gpus else "cpu"
@@ -259,7 +258,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
 # ---- the command line
 
-# The settings by the groups of --help. A name that ends in _ stands for all settings that begin with it.
+# The groups of --help. A name that ends in _ stands for all settings that begin with it.
 GROUPS = {
     "data": "val_file chat_template_kwargs max_prompt_length seed",
     "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
@@ -278,7 +277,7 @@ GROUPS = {
 
 
 def place_of(setting: Field) -> tuple[str, int]:
-    """Return the group of a setting in --help, and its place there."""
+    """Return the group of a setting in --help, and its position in the group."""
     if setting.default is MISSING:
         return "required", 0
     for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
@@ -290,7 +289,7 @@ def place_of(setting: Field) -> tuple[str, int]:
 
 
 def grouped(config: type) -> dict[str, list[Field]]:
-    """Return the settings by the groups of --help."""
+    """Sort the settings into the groups of --help."""
     groups = {group: [] for group in ("required", *GROUPS, "other")}
     for setting in sorted(fields(config), key=lambda one: place_of(one)[1]):
         groups[place_of(setting)[0]].append(setting)
@@ -298,7 +297,7 @@ def grouped(config: type) -> dict[str, list[Field]]:
 
 
 def help_texts(config: type) -> dict[str, str]:
-    """Read the help of each setting: the comment at the end of its line, or else those above it."""
+    """Read each setting's help text: the comment at the end of its line, or else the comments above it."""
     texts = {}
     for kind in reversed(config.__mro__[:-1]):
         above = []
@@ -318,9 +317,9 @@ def parse_command_line(config: type = Config, args: list[str] | None = None, des
     """Parse the command line. --help shows the settings in groups, the required ones first.
 
     Args:
-        config: Config, or another dataclass of settings with a comment as help for each.
-        args: The arguments. Default: those of this process.
-        description: The text of --help above the settings.
+        config: Config, or another dataclass with a comment as help text for each setting.
+        args: The arguments; by default, those of this process.
+        description: The text that --help shows above the settings.
     """
     hints = get_type_hints(config, include_extras=True)
     texts = help_texts(config)

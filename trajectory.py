@@ -5,15 +5,15 @@
             trajectory.observe(calculate(text))         # The policy did not write "74".
 
 The trainer calls the function once per sample, for all samples of a step concurrently. What the policy wrote
-is never encoded or rendered again, and the history is append-only. Tokens that the policy did not write are
-masked from the loss. If a function raises an error or takes too long, its sample gets a failure status and no
+is never encoded or rendered again, and the history is append-only. The loss ignores tokens that the policy
+did not write. If a function raises an error or takes too long, its sample gets a failure status and no
 reward. docs/rollouts.md has the rules and examples.
 
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
 unfinished trajectories get their next turn together and in a fixed order. The result then depends only on the
 seed, however long tools take. On servers, each trajectory proceeds at its own pace.
-Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Not covered: images, histories
-that are rewritten, functions in other processes.
+Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Not covered: images, rewritten
+histories, functions in other processes.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", 
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}
 TICK_S = 0.1  # Timeouts are checked at this interval. A block of the event loop counts as two ticks at most.
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
-THREADS = 64  # asyncio.to_thread runs this many calls at the same time.
-ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders for a chat template.
+THREADS = 64  # asyncio.to_thread runs at most this many calls at the same time.
+ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders in a rendered template.
 
 
-class NoRoom(BaseException):  # It is not an Exception, so it also ends functions that catch every Exception.
-    """There is no room for more tokens, and the trajectory ends as it is."""
+class NoRoom(BaseException):  # Not an Exception, so that it also ends functions that catch every Exception.
+    """The trajectory has reached its maximum length, and ends as it is."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Turn:
 
     place: int  # The index of the trajectory in its wave.
     ids: list[int]  # All tokens so far, including the prompt.
-    limit: int  # The largest number of tokens that the policy may add.
+    limit: int  # The maximum number of tokens that the policy may add.
     stop: tuple[str, ...]
     session: str
     answer: asyncio.Future | None = None  # Its result is a pair: token ids and log-probabilities.
@@ -69,19 +69,19 @@ class Trajectory:
     def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
         self.number = number  # The sample's index in its group.
         self.seed = seed  # The whole group shares this seed, so that environments reset to the same state.
-        self.info = {}  # This dict is for your own data. The reward function finds the data in extra_info.
+        self.info = {}  # Your own data, which the reward function gets in extra_info.
         self.stopped: str | None = None  # The stop text that ended the policy's last turn.
         self._sample = sample
         self._place = place
         self._wave = wave
         self._rollouts = wave.rollouts
         self._session = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
-        self._left = wave.rollouts.timeout  # The number of seconds that the function may still take.
-        self._expired: asyncio.Future | None = None  # This future is done when no seconds are left.
+        self._left = wave.rollouts.timeout  # Seconds that the function may still take.
+        self._expired: asyncio.Future | None = None  # Done when no seconds are left.
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
         self._is_full = False
-        self._has_ended = False  # After the end, tasks that the function left running can add nothing.
+        self._has_ended = False  # After that, tasks that the function left running can add nothing.
 
     @property
     def turns(self) -> list[dict]:
@@ -106,8 +106,7 @@ class Trajectory:
     async def generate(self, stop: str | tuple[str, ...] = (), max_tokens: int | None = None) -> str:
         """Let the policy continue until an end token, one of the stop texts, or max_tokens.
 
-        Returns what the policy wrote, including the stop text. Characters that the last token has after the
-        stop text also remain.
+        Returns the policy's text, including the stop text and any characters after it in the last token.
         """
         if isinstance(stop, str):
             stop = (stop,)
@@ -120,7 +119,7 @@ class Trajectory:
                 raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
                                  "omits; add the token to the model's eos_token_id")  # fmt: skip
         if self._is_full or self._has_ended:
-            await asyncio.sleep(TICK_S)  # A function that catches every error in a loop must not block.
+            await asyncio.sleep(TICK_S)  # A loop that catches every error must not block the others.
         self._check_open()
         limit = min(max_tokens or self.room, self.room)
         if limit < 1:
@@ -166,7 +165,7 @@ class Trajectory:
         self.insert(self._rollouts.encode(before.removeprefix(end), inside, behind), who, content)
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
-        """Add these token ids without any change, as tokens that the policy did not write."""
+        """Add these token ids unchanged, as tokens that the policy did not write."""
         self._check_open()
         if who not in ("tool", "user"):
             raise ValueError(f"insert: who must be 'tool' or 'user'; got {who!r}")
@@ -205,7 +204,7 @@ class Trajectory:
         self._working_since = None
 
     def _close(self, call: asyncio.Task):
-        """End the trajectory. Its sample has failed if the call of the function has failed."""
+        """End the trajectory. Its sample fails if the call of the function failed or took too long."""
         self._pause()
         self._has_ended = True
         sample = self._sample
@@ -220,7 +219,7 @@ class Trajectory:
             self._fail("error", failure)
 
     def _failure_of(self, call: asyncio.Task) -> str:
-        """Return why a finished call has failed, or an empty text if it has not failed."""
+        """Return why a finished call has failed, or an empty string if it has not."""
         if call.cancelled():
             return "CancelledError: the function cancelled its own task"
         error = call.exception()
@@ -273,8 +272,8 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
-        raise ValueError(f"the function cannot be called ({error}); it may take `trajectory`, all "
-                         "arguments in --rollout-kwargs, and any of "
+        raise ValueError(f"the function cannot be called ({error}); it must accept `trajectory` and all "
+                         "arguments in --rollout-kwargs, and may accept any of "
                          f"{', '.join(sorted(offered))}") from None  # fmt: skip
     return taken - {"trajectory"}
 
@@ -303,7 +302,7 @@ class Threads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except StopIteration as error:  # asyncio accepts no StopIteration: its future would wait on.
+                except StopIteration as error:  # asyncio rejects it, and its future would wait forever.
                     future.set_exception(RuntimeError(f"a call in a thread raised {error!r}"))
                 except BaseException as error:
                     future.set_exception(error)
@@ -315,7 +314,7 @@ class Rollouts:
     Args:
         function: The async function, which names_taken must accept.
         settings: The keyword arguments in --rollout-kwargs.
-        timeout: How many seconds the function may take per sample, not counting its waits for the policy.
+        timeout: The seconds that the function may take per sample, excluding waits for the policy.
         template_options: The keyword arguments in --chat-template-kwargs.
         addresses: The reward models that the function may call, {name: host:port}.
     """
@@ -347,7 +346,7 @@ class Rollouts:
     def start(self):
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(Threads())
-        self.last_tick = time.monotonic()  # This is the last time that the loop ran.
+        self.last_tick = time.monotonic()  # when the loop last ran
         self.is_closing = False
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
@@ -356,7 +355,7 @@ class Rollouts:
 
     def run_loop(self):
         while not self.is_closing:
-            # If a task of a rollout function calls sys.exit(), only that task must end.
+            # If a task of a rollout function calls sys.exit(), only that task may end.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
         self.loop.close()  # This also shuts the threads down.
@@ -414,7 +413,7 @@ class Rollouts:
         return ids
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """Render a message that follows an assistant's. Returns the text before, of and after its content."""
+        """Render a message after an assistant's. Returns the text before, in and after its content."""
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:
@@ -448,8 +447,8 @@ class Rollouts:
         """Call the rollout function for each sample of these groups, and fill in the samples.
 
         Args:
-            seed: Decides what is sampled with `model`, and the seeds of the groups.
-            model: The policy, which this thread samples from. None means that `servers` is given.
+            seed: Determines the samples from `model`, and the seeds of the groups.
+            model: The policy's model, which this thread samples from; None if `servers` is given.
             servers: The PolicyServers to sample from.
             on_finished: Called in this thread with each sample that has ended.
             stop: If another thread sets this event, the rollouts end with a RuntimeError.
@@ -480,7 +479,7 @@ class Rollouts:
                 if kind == "finished":
                     on_finished(value)
                 elif kind == "round":
-                    round_seed = seed  # The first round samples as a run without a rollout function does.
+                    round_seed = seed  # The first round samples like a run without --rollout-fn.
                     if rounds:
                         round_seed = Random(f"{seed}/round {rounds}").getrandbits(32)
                     results = sample_round(model, value, self.decode, seed=round_seed,
@@ -510,10 +509,10 @@ class Wave:
     waiting: dict[int, Turn] = field(default_factory=dict)  # The turns that the next round will sample.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
-    ask: Callable | None = None  # This coroutine samples a Turn: token ids and log-probabilities.
+    ask: Callable | None = None  # Samples a Turn: returns token ids and log-probabilities.
 
     def arrange(self, groups, seed, step):
-        """Make a trajectory for each sample, and the arguments for its call."""
+        """Create a trajectory for each sample, and the arguments of its call."""
         for group_number, group in enumerate(groups):
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
@@ -555,7 +554,7 @@ class Wave:
             clock.cancel()
 
     async def one(self, trajectory, arguments):
-        """Call the function in a separate task, because nothing may wait for a call that does not end."""
+        """Call the function in a separate task, so that a call that never ends cannot hold up the run."""
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
         call = asyncio.create_task(self.call(arguments))
@@ -563,7 +562,7 @@ class Wave:
             await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
             trajectory._close(call)
         finally:
-            # asyncio prints exceptions that nobody has read.
+            # asyncio would print exceptions that nobody retrieves.
             call.add_done_callback(lambda call: call.cancelled() or call.exception())
             call.cancel()
         left = self.waiting.pop(trajectory._place, None)
@@ -579,7 +578,7 @@ class Wave:
     async def count_seconds(self):
         """End the calls that take too long.
 
-        A block counts as two ticks at most, because all other calls also stand still while one call blocks.
+        A block counts as two ticks at most, because one call that blocks also stops all other calls.
         """
         last = time.monotonic()
         while True:

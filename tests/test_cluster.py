@@ -165,7 +165,7 @@ def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(
     while run.poll() is None and time.monotonic() < end + 600:
         time.sleep(0.5)
     assert run.returncode == 0, said()
-    assert "a rank of the policy died" in said() and "(1 of --max-restarts 3)" in said()
+    assert "a rank of the policy died" in said() and "(attempt 1 of --max-restarts 3)" in said()
     assert [line["step"] for line in lines()] == list(range(13)) and lines()[-1]["actor/restarts"] == 1
     # the servers always had the ranks' weights
     assert all(line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:])

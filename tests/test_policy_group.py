@@ -315,7 +315,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
     said = capfd.readouterr().out
     assert "finishing this step, then saving" in said and "--resume auto resumes after step 2" in said
     for count in (1, 2, 3):
-        assert f"restarting the ranks after step 2 ({count} of --max-restarts 3)" in said
+        assert f"restarting the ranks after step 2 (attempt {count} of --max-restarts 3)" in said
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2, 3, 4]
     assert lines[0][-1]["actor/restarts"] == 3
     for several, alone in zip(*lines):
