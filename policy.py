@@ -140,6 +140,8 @@ class Policy:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
+            # With an attention mask, cuDNN's gradients are NaN for some lengths (pytorch issue 196678).
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.has_adapters = options.lora_rank > 0
         self.model = self.load(source)
         self.reference = None

@@ -12,7 +12,6 @@ causal_lm.py.
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
@@ -24,7 +23,7 @@ SHARE_FROM = 0.25
 # ---- in the update
 
 
-def shared_states(model, body, sequences, counts, left_padded):
+def shared_states(model, body, sequences, counts, padded):
     """Return what causal_lm.response_states does, but compute each distinct prompt only once.
 
     All responses to a prompt use the same keys and values of this prompt, so these get the gradients of all
@@ -40,16 +39,22 @@ def shared_states(model, body, sequences, counts, left_padded):
     device = model.device
     cached = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
 
-    prompt_of_row, ids, attended, positions = left_padded(prompts, device)
-    output = body(input_ids=ids, attention_mask=attended, position_ids=positions, **cached)
-    first = output.last_hidden_state[prompt_of_row, -1:]  # This state predicts the first token.
-    cached["past_key_values"].reorder_cache(prompt_of_row)
+    # Prompts are padded on the right, so that every query attends to a key. Queries of padding on the left
+    # attend to none, and cuDNN's attention then computes NaN gradients.
+    rows = {}
+    row_of_prompt = torch.tensor([rows.setdefault(prompt, len(rows)) for prompt in prompts], device=device)
+    lengths = torch.tensor(list(map(len, rows)), device=device)
+    output = body(input_ids=padded(rows, device, torch.long), **cached)
+    lengths = lengths[row_of_prompt, None]
+    first = output.last_hidden_state[row_of_prompt[:, None], lengths - 1]  # predicts the first token
+    cached["past_key_values"].reorder_cache(row_of_prompt)
 
-    ids = pad_sequence(responses, batch_first=True).to(device)
+    ids = padded(responses, device, torch.long)
     columns = torch.arange(ids.shape[1], device=device)
     mask = columns < torch.tensor(counts, device=device)[:, None]
-    attended = torch.cat([attended[prompt_of_row], mask[:, :-1]], 1)
-    positions = positions[prompt_of_row, -1:] + columns[1:]
+    in_prompt = torch.arange(output.last_hidden_state.shape[1], device=device) < lengths
+    attended = torch.cat([in_prompt, mask[:, :-1]], 1)
+    positions = lengths + columns[:-1]
     later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **cached)
     hidden = torch.cat([first, later.last_hidden_state], 1)
     return output, hidden[mask], ids[mask]

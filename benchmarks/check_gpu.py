@@ -243,7 +243,10 @@ def check_precision(work: Path, device=GPU, length=256):
     All updates use the same samples and leave the weights unchanged.
     """
     learner = load(work, device, tis_cap=2.0)  # with it the loss depends on the log-probabilities
-    samples, rng = roll_out(learner, samples_of(work, 4), length), random.Random(0)
+    samples, rng = samples_of(work, 4), random.Random(0)
+    for index, sample in enumerate(samples):  # prompts of different lengths
+        sample.prompt_ids = sample.prompt_ids * (1 + index // 8)
+    roll_out(learner, samples, length)
     for sample in samples:
         keep, sample.advantage = (
             rng.randint(length // 4, length),

@@ -215,7 +215,7 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     )
     together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
-    assert seen == [(2, 25), (8, 7)]  # prompts, padded on the left; all response tokens but the last
+    assert seen == [(2, 25), (8, 7)]  # the prompts; all response tokens but the last
     monkeypatch.setattr(causal_lm, "speedups", None)
     seen.clear()
     alone = policy.update(groups_of(samples), lr=0.0)
@@ -228,6 +228,21 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     )
     for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
         assert together[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6), key
+
+
+def test_every_query_attends_to_a_key_when_prompts_are_shared(model, monkeypatch):
+    """A query without keys gives NaN gradients on some GPUs, although everything is finite on a CPU."""
+    attention, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, key, value, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attention(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    sequences = [list(range(5, 30)) + [60, 61, 62]] * 4 + [[40, 41, 42, 70, 71]] * 4
+    causal_lm.logprobs_and_entropy(policy_of(model).model, sequences, [3] * 4 + [2] * 4, 1.0)
+    watched_masks = [mask for mask in masks if mask is not None]
+    assert watched_masks and all(mask.any(-1).all() for mask in watched_masks)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next", "gemma3n_text", "mamba"])
