@@ -1,11 +1,11 @@
-"""Rewards that see the whole group: four reward functions, to run as they are or to copy.
+"""Rewards that depend on the whole group: four reward functions that you can use as they are or adapt.
 
     python grpo_trainer.py ... --reward-fn docs/group_rewards.py:majority_vote
 
-A function that takes `solution_strs` is called once per prompt, as soon as its last sample has finished. It
-returns a list with a number, a dict with `score`, or None ("no verdict") for each response. Its other
-arguments are in docs/reward_functions.md. If you copy this file, copy compute_score.py as well and remove the
-toy world.
+The Reward Loop calls a function that takes `solution_strs` once per prompt, as soon as the group's last
+sample has finished. The function returns a list with one element per response: a number, a dict with `score`,
+or None ("no verdict"). docs/reward_functions.md describes its other arguments. If you copy this file, copy
+compute_score.py as well and remove the import of the toy world.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ async def listwise_judge(
     max_tokens=8192):  # fmt: skip
     """Let the judge compare all answers of a group in one request.
 
-    GRPO only needs to know which answer of a group is better, which is easier to say than how good a single
-    answer is (RULER, https://art.openpipe.ai/fundamentals/ruler). Each distinct answer is shown once, in a
-    random order, because judges favour what they read first. Evaluations and groups of equal answers use the
-    outcome reward only.
+    GRPO only needs to know which answers of a group are better than others. It is easier to compare answers
+    than to say how good a single answer is (RULER, https://art.openpipe.ai/fundamentals/ruler). The prompt
+    contains each distinct answer once, in random order, because judges favour what they read first.
+    Evaluations, and groups in which all answers are equal, use only the outcome reward.
     """
     results = [fapo.compute_score(data_source, text, ground_truth) for text in solution_strs]
     answers = list(dict.fromkeys(solution_strs))
@@ -53,7 +53,7 @@ async def listwise_judge(
         solutions=solutions.removesuffix("\n\n"),
     )
     status, critique, _ = await fapo.chat(prompt, reward_router_address, max_tokens=max_tokens)
-    mark_of = {}  # no mark: no verdict
+    mark_of = {}  # An answer without a mark has no verdict.
     if status == "ok":
         mark_of = read_marks(critique, answers)
         if not mark_of:
@@ -66,7 +66,7 @@ async def listwise_judge(
 
 
 def read_marks(critique, answers):
-    """Read the mark of each answer from the critique's last box; {} unless all are there, from 0 to 1."""
+    """Parse each answer's mark from the critique's last box. Return {} unless all marks are from 0 to 1."""
     box = fapo.last_boxed_only_string(critique) or ""
     marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)
     if len(marks) != len(answers):
@@ -80,17 +80,17 @@ def read_marks(critique, answers):
 
 
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
-    """Use the most frequent answer of the group as the label: RL without ground truth (arXiv:2504.16084).
+    """Use the group's most frequent answer as the label: RL without ground truth (arXiv:2504.16084).
 
-    If there is a ground truth (rows without one have ""), `acc` and `group_label_right` say whether the
-    answer and the label are correct. A group without any answer has no verdict.
+    If the row has a ground truth other than "", `acc` says whether the answer is correct, and
+    `group_label_right` whether the label is. A group without any answer has no verdict.
     """
     is_known = ground_truth != ""
     truth = ground_truth if is_known else "unknown"
     results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
     votes = collections.Counter()
     for result in results:
-        if result["pred"] not in ("[INVALID]", ""):  # without an answer there is no vote
+        if result["pred"] not in ("[INVALID]", ""):  # A response without an answer has no vote.
             votes[result["pred"]] += 1
     label, count = None, 0
     if votes:
@@ -114,12 +114,12 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
 
 def rule_and_variety(
     data_source, solution_strs, ground_truth, extra_info, *, penalty=0.5, words=8):  # fmt: skip
-    """Subtract up to `penalty` from the outcome reward for what an answer shares with others of its group.
+    """Subtract up to `penalty` from the outcome reward of an answer that repeats other answers of its group.
 
-    `repeated` is the fraction of its sequences of `words` words that also occur in another answer.
+    `repeated` is the fraction of the answer's sequences of `words` words that also occur in another answer.
     """
     runs_of = [runs(text.split(), words) for text in solution_strs]
-    counts = collections.Counter()  # number of answers with each sequence
+    counts = collections.Counter()  # number of answers that contain each sequence
     for mine in runs_of:
         counts.update(mine)
     results = []
@@ -133,7 +133,7 @@ def rule_and_variety(
 
 
 def runs(text, length):
-    """Return all sequences of `length` words in a list of words; for a shorter text, the whole text."""
+    """Return all sequences of `length` consecutive words in a text, or the whole text if it is shorter."""
     found = set()
     for start in range(max(len(text) - length, 0) + 1):
         found.add(tuple(text[start : start + length]))
@@ -141,11 +141,12 @@ def runs(text, length):
 
 
 async def fapo_against_others(data_source, solution_strs, ground_truth, extra_info, **settings):
-    """Score an answer by the fraction of other answers that it beats, minus the fraction that beat it.
+    """Score an answer with the fraction of other answers that it beats, minus the fraction that beat it.
 
-    Correct beats wrong, sound beats flawed, and of two flawed answers the one with the later first wrong step
-    wins. FAPO's judge reads each distinct answer once; `settings` are those of compute_score_fapo. An answer
-    without a verdict is not compared and has no verdict here either.
+    A correct answer beats a wrong one, and a sound answer beats a flawed one. Of two flawed answers, the one
+    whose first wrong step comes later wins. FAPO's judge reads each distinct answer once, and `settings` are
+    passed to compute_score_fapo. An answer that gets no verdict from the judge is not compared and has no
+    score.
     """
     distinct = list(dict.fromkeys(solution_strs))
     asked = [fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings)
@@ -168,10 +169,10 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
 
 
 def place(verdict):
-    """Return what is compared: whether the answer is correct, and how far it is sound."""
-    if not verdict["acc"]:  # verdicts on wrong answers (judge_wrong) do not count here
+    """Return the key for comparisons: whether the answer is correct, and how many of its steps are sound."""
+    if not verdict["acc"]:  # Verdicts on wrong answers (judge_wrong) do not count here.
         return False, 0
-    if verdict["first_wrong"] is None:  # the judge was not queried
+    if verdict["first_wrong"] is None:  # The judge was not queried.
         return True, 0
     if verdict["first_wrong"] == -1:
         return True, math.inf

@@ -1,14 +1,14 @@
-"""Other ways to use a judge: four reward functions, to run as they are or to copy (see docs/judge.md).
+"""Other ways to use a judge: four reward functions that you can use as they are or adapt (docs/judge.md).
 
     python grpo_trainer.py ... --reward-fn docs/judges.py:votes --genrm PATH
 
-    audited      FAPO; a second judge reads a part of the accepted answers, without changing any reward
-    two_judges   FAPO; a strict judge reads what a quick one accepts, and its verdict counts
-    votes        FAPO; the majority of several verdicts of one judge decides
-    rubric       a checklist instead of the first wrong step: the fraction that a correct answer misses
+    audited      FAPO. A second judge checks a fraction of the accepted answers, without changing any reward.
+    two_judges   FAPO. A strict judge checks the answers that a quick judge accepts, and its verdict counts.
+    votes        FAPO. The same judge gives several verdicts, and the majority decides.
+    rubric       A checklist replaces the search for the first wrong step.
 
-The first three also take the settings of compute_score_fapo. If you copy this file, copy compute_score.py as
-well and remove the toy world.
+The first three functions also accept the settings of compute_score_fapo. If you copy this file, copy
+compute_score.py as well and remove the import of the toy world.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import compute_score as fapo
 import toy.toy_world  # noqa: F401  (for the prompt style "brief" of the toy judge)
 
 
-seen = Counter()  # how often this worker has scored each answer
+seen = Counter()  # How often this worker has scored each answer.
 
 
 def let_pass(result: dict) -> bool:
@@ -30,13 +30,13 @@ def let_pass(result: dict) -> bool:
 
 
 def is_drawn(share: float, *about) -> bool:
-    """Draw a random part of all answers, the same part in every run.
+    """Return whether an answer is in a random sample of all answers. The sample is the same in every run.
 
-    Equal answers are drawn independently, by the number of times that this worker has seen them. Raises
-    ValueError for a share outside 0 to 1.
+    Equal answers are drawn independently of each other: the draw depends on how often this worker has seen
+    the answer. Raises ValueError if `share` is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share: {share} must be above 0 and at most 1")
+        raise ValueError(f"share {share}: must be above 0 and at most 1")
     name = zlib.crc32(repr(about).encode())
     seen[name] += 1
     return random.Random(f"{name} {seen[name]}").random() < share
@@ -45,12 +45,14 @@ def is_drawn(share: float, *about) -> bool:
 async def audited(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
     step=0, *, share=0.05, second=None, **settings):  # fmt: skip
-    """Score with FAPO, and let a second judge read a random part of the answers that the first one accepts.
+    """Score with FAPO, and let a second judge check a random sample of the answers that the first accepts.
 
-    This detects reward hacking, because the policy finds what its judge misses. The second judge is the
-    reward model named `audit`, or the same model with other settings: second={"prompt_style": "no_truth"}.
-    Every sample has `audited`; the audited ones have `audit_flawed`, the second verdict. No reward depends on
-    it, and a second judge that fails leaves `audited` False.
+    This detects reward hacking, because the policy learns to exploit what its judge misses. The second judge
+    is the reward model named `audit`. Without one, it is the same model with different settings, such as
+    second={"prompt_style": "no_truth"}.
+
+    Every result has `audited`, which is False if there is no second verdict. Audited samples also have
+    `audit_flawed`, the second verdict. No reward depends on it.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     is_wanted = is_drawn(share, step, extra_info.get("question"), solution_str)
@@ -68,9 +70,10 @@ async def audited(
 async def two_judges(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
     **settings):  # fmt: skip
-    """Query a strict judge only about answers that a quick one accepts: --genrm quick=PATH strict=PATH.
+    """Query a strict judge only on answers that a quick judge accepts: --genrm quick=PATH strict=PATH.
 
-    A correct answer is sound if both accept it. `strict_asked` says whether the strict judge was queried.
+    A correct answer is sound if both judges accept it. `strict_asked` says whether the strict judge was
+    queried.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
@@ -83,13 +86,14 @@ async def two_judges(
 async def votes(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, *, k=3,
     **settings):  # fmt: skip
-    """Score with the verdict of more than half of k critiques; without such a majority there is no verdict.
+    """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
-    `genrm_agreement` is the fraction of the k critiques with that verdict; if it stays near 1, one critique
-    is enough. Raises ValueError for temperature 0, at which equal requests share one answer.
+    `genrm_agreement` is the fraction of the k critiques with the majority's verdict. If it stays near 1, one
+    critique is enough. Raises ValueError if genrm_temperature is 0, because equal requests then share one
+    answer.
     """
     if settings.get("genrm_temperature") == 0:
-        raise ValueError("genrm_temperature: 0 gives the same vote k times; take 0.6")
+        raise ValueError("genrm_temperature 0: all k critiques would be the same; pass 0.6")
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
     first = await fapo.compute_score_fapo(*sample, **settings)
     if first["genrm_status"] == "skipped":
@@ -103,7 +107,7 @@ async def votes(
         if agreement > 0.5:
             return result | {"genrm_agreement": agreement}
     unknown = {"flawed_positive": None, "first_wrong": None}
-    if len({result["score"] for result in results}) > 1:  # otherwise the judge only measures
+    if len({result["score"] for result in results}) > 1:  # With equal scores, the judge only adds metrics.
         unknown["score"] = None
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
 
@@ -133,15 +137,15 @@ async def rubric(
     max_tokens=fapo.GENRM_MAX_TOKENS, temperature=None):  # fmt: skip
     """Score a correct answer with 1 minus `weight` times the fraction of a checklist that it misses.
 
-    The points come from the row's extra_info["rubric"], or else from `points`. `flawed_positive` is the
-    missed fraction, from 0 (all met) to 1, which --advantage papo uses; `met_1`, `met_2` ... become curves.
-    Evaluations use the outcome reward only.
+    The points of the checklist come from the row's extra_info["rubric"] or else from `points`.
+    `flawed_positive` is the missed fraction, from 0 (all points met) to 1. --advantage papo uses this
+    fraction. The trainer averages `met_1`, `met_2` ... as metrics. Evaluations use only the outcome reward.
     """
     result = fapo.compute_score(data_source, solution_str, ground_truth)
     result |= {"flawed_positive": False, "genrm_status": "skipped"}
     if not result["acc"]:
         return result
-    if extra_info.get("split") == "test":  # correct, and not judged
+    if extra_info.get("split") == "test":  # The answer is correct, but the judge is not queried.
         return result | {"flawed_positive": None}
     points = extra_info.get("rubric") or points
     listed = ""
@@ -166,7 +170,7 @@ async def rubric(
 
 
 def read_marks(critique: str, count: int) -> dict[str, bool]:
-    """Read {"met_1": True ...} from the critique's last box; {} unless it has `count` words."""
+    """Parse {"met_1": True ...} from the critique's last box. Return {} unless it has `count` words."""
     box = fapo.last_boxed_only_string(critique) or ""
     words = re.findall(r"\b(?:yes|no)\b", box.lower().removeprefix("\\boxed"))
     if len(words) != count:

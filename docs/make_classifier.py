@@ -1,12 +1,11 @@
-"""Write docs/evidence/classifier.jsonl from finished runs of recipes/toy_disrm.sh, and from this file the
-tables and the figure of docs/classifier.md.
+"""Write the tables and the figure of docs/classifier.md from finished runs of recipes/toy_disrm.sh.
 
     for seed in 0 1 2; do SEED=$seed bash recipes/toy_disrm.sh --val-every 0; done
     python docs/make_classifier.py --runs outputs/disrm   # from these runs
-    python docs/make_classifier.py                        # tables and figure again, from classifier.jsonl
+    python docs/make_classifier.py                        # from docs/evidence/classifier.jsonl
 
-The tables compare these runs with the runs of runs.jsonl (docs/make_evidence.py) that have the same
-checkpoint, problems and seeds.
+With --runs, the script first writes the results of the runs to classifier.jsonl. The tables compare them with
+the runs in runs.jsonl (docs/make_evidence.py) that have the same checkpoint, problems and seeds.
 """
 
 import json
@@ -25,7 +24,7 @@ from toy.report import COLUMNS, read_metrics, table
 
 FILE = evidence.FILE.with_name("classifier.jsonl")
 PAGE = evidence.DOCS / "classifier.md"
-START = "algo0"  # the runs of runs.jsonl from the shipped models
+START = "algo0"  # the runs in runs.jsonl that start from the shipped models
 BESIDE = {
     "rule": "outcome reward only",
     "classifier": "classifier score as the reward",
@@ -36,19 +35,19 @@ BESIDE = {
 OURS = ("classifier", "flagged")
 COLOURS = evidence.COLOURS | {"classifier": "#CC79A7", "flagged": "#E69F00"}
 KINDS = ("truly correct", "flawed positive", "wrong")
-LAST = 10  # number of steps whose training samples a table sums up
+LAST = 10  # A table summarises the training samples of this many steps.
 
 
 @dataclass
 class Config:
-    """Writes the tables and the figure of docs/classifier.md; with --runs first what they are made of."""
+    """Writes the tables and the figure of docs/classifier.md."""
 
     runs: Path | None = None
-    """Folder of the finished runs, seedN/classifier and seedN/flagged."""
+    """Folder of finished runs (seedN/classifier and seedN/flagged). Default: use classifier.jsonl."""
 
 
 def kind_of(result: dict) -> str:
-    """Return the oracle's verdict on a sample: one of KINDS."""
+    """Return the oracle's verdict on a sample (one of KINDS)."""
     if result["truly_correct"]:
         return "truly correct"
     if result["oracle_flawed_positive"]:
@@ -57,7 +56,7 @@ def kind_of(result: dict) -> str:
 
 
 def called_sound(folder: Path, first: int, last: int) -> dict[str, list[int]]:
-    """Return {kind: [samples with a score above 0, all samples]} for the logged samples of these steps."""
+    """Return {kind: [samples with a score above 0, all samples]} for the samples logged in these steps."""
     counts = {kind: [0, 0] for kind in KINDS}
     for line in read_lines(folder / "samples.jsonl")[0]:
         if line["split"] == "train" and first <= line["step"] <= last:
@@ -68,7 +67,7 @@ def called_sound(folder: Path, first: int, last: int) -> dict[str, list[int]]:
 
 
 def collect(folder: Path) -> list[dict]:
-    """Return the dict of `evidence.collect` for each run of OURS, with the classifier's verdicts."""
+    """Return one dict for each run of OURS: that of `evidence.collect`, and the classifier's verdicts."""
     found = []
     for run in evidence.collect(folder):
         if run["algorithm"] not in OURS:
@@ -87,7 +86,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def share(runs: list[dict], when: str, kind: str) -> str:
-    """Return the fraction of all runs' samples of this kind that was called sound, and their number."""
+    """Return the fraction of this kind of sample that was called sound, and the number of samples."""
     sound = sum(run[when][kind][0] for run in runs)
     count = sum(run[when][kind][1] for run in runs)
     if not count:
@@ -96,7 +95,7 @@ def share(runs: list[dict], when: str, kind: str) -> str:
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
-    """Return every table of the page as {name: Markdown}. `runs` contains the runs of both files."""
+    """Return all tables of the page as {name: Markdown}. `runs` contains the runs of both JSONL files."""
     rows = [[*evidence.row("initial policy", evidence.of(runs, "rule", START), COLUMNS, when="before"), ""]]
     for name, title in BESIDE.items():
         some = evidence.of(runs, name, START)
@@ -118,7 +117,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Plot the oracle's verdicts on the training samples of each step."""
+    """Plot the oracle's verdicts on each step's training samples."""
     figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
     for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), evidence.PANELS.items()):
         for name in ("rule", *OURS, "fapo_judge"):
@@ -129,7 +128,7 @@ def draw(runs: list[dict], path: Path) -> None:
 
 
 def read() -> list[dict]:
-    """Return the runs of both files."""
+    """Return the runs in runs.jsonl and classifier.jsonl."""
     return evidence.read() + [json.loads(line) for line in FILE.read_text().splitlines()]
 
 

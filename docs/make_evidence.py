@@ -205,7 +205,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def kind_of_flaw(question: str, solution: str) -> str:
-    """Return the kind of the first error in a flawed solution of the toy world, such as "arithmetic"."""
+    """Return the kind of the first error in a flawed solution from the toy world, such as "arithmetic"."""
     problem = parse_problem(question)
     sound = write_solution(problem, Random(0))
     stated = split_paragraphs(solution)
@@ -275,7 +275,7 @@ def row(
 
 
 def half_correct(run: dict) -> float:
-    """Return the first step at which half of the samples (smoothed) are fully correct, or infinity."""
+    """Return the first step at which half of the samples are fully correct (smoothed), or infinity."""
     values = smooth(run["curves"].get("truly_correct", []))
     return next((step for step, value in enumerate(values, 1) if value >= 0.5), math.inf)
 
@@ -373,7 +373,7 @@ def judges_table(runs: list[dict]) -> str:
 
 
 def flaws_by_start(runs: list[dict]) -> str:
-    """Return a table of flawed-positive rates with a row per algorithm and a column per checkpoint."""
+    """Return a table of flawed-positive rates, with one row per algorithm and one column per checkpoint."""
     columns, place = {}, OWN_HEADS.index("flawed positives")
     for world in starts(runs):
         rows = own_rows(runs, OWN_ALGORITHMS, world)
@@ -448,7 +448,7 @@ def in_use(shown: str, runs: list[dict]) -> list[str]:
 
 
 def tables(runs: list[dict]) -> dict[str, str]:
-    """Return every table of the pages as {name: Markdown}."""
+    """Return all tables of the pages as {name: Markdown}."""
     heads, made = ["512 held-out problems", *COLUMNS], {}
     rows = [row("initial policy", of(runs, "rule"), COLUMNS, when="before")]
     for algorithm, title in FIRST_TABLE.items():

@@ -1,11 +1,11 @@
 """Write docs/report_group.png and docs/report_sample.png from a finished demo.
 
     make demo
-    python -m tools.view_run outputs/demo_seed0    # if the page has changed since
-    python docs/make_pictures.py                   # from outputs/demo_seed0; needs chromium
+    python -m tools.view_run outputs/demo_seed0    # only if tools/view_run.py has changed since
+    python docs/make_pictures.py                   # uses outputs/demo_seed0; needs Chromium
 
-The pictures show the first group from --step on in which the judge and the oracle name the same paragraph of
-a correct answer, and the first such sample of this group.
+The pictures show a sample with a correct answer in which the judge and the oracle name the same wrong
+paragraph, and its group. It is the first such sample from --step on.
 """
 
 import json
@@ -32,15 +32,15 @@ BESIDE_THE_SAMPLE = "header, #notes, body > .bar, section > .bar, .two"
 
 @dataclass
 class Config:
-    """Writes the pictures of a page in README.md."""
+    """Writes the two pictures of a run's web page."""
 
-    run: Path = Path("outputs/demo_seed0")  # Folder of the demo.
-    step: int = 15  # The group is of this step or a later one.
-    chromium: str = "chromium"  # The browser's program.
+    run: Path = Path("outputs/demo_seed0")  # Output directory of the demo.
+    step: int = 15  # First step from which the group may come.
+    chromium: str = "chromium"  # Name or path of the Chromium program.
 
 
 def choose(run: Path, first_step: int) -> dict[str, int]:
-    """Return the step, group and sample to show. Raises ValueError if there is none."""
+    """Return the step, group and sample to show. Raises ValueError if no sample qualifies."""
     lines, _ = read_lines(run / "samples.jsonl")
     before = []
     for line in lines:
@@ -51,11 +51,12 @@ def choose(run: Path, first_step: int) -> dict[str, int]:
             continue
         if said["first_wrong"] == first_wrong_paragraph(line["prompt"], line["response"]):
             return {"step": line["step"], "group": line["group"], "sample": len(before) - 1}
-    raise ValueError(f"{run}: from step {first_step} on judge and oracle agree nowhere; try a lower --step")
+    raise ValueError(f"--step {first_step}: from this step on, judge and oracle never agree on a flaw in "
+                     f"{run}; try a lower --step")  # fmt: skip
 
 
 def photograph(page: Path, chromium: str, hidden: str, target: Path, **state) -> None:
-    """Save a picture of the page in this state, without the elements `hidden`, and crop its white margins."""
+    """Save a screenshot of the page in this state, without the `hidden` elements, and crop its bottom."""
     with tempfile.TemporaryDirectory() as folder:
         copy, picture = Path(folder, "page.html"), Path(folder, "picture.png")
         style = f"{hidden} {{ display: none !important }}</style>"

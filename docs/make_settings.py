@@ -1,8 +1,8 @@
-"""Write docs/settings.md, a page of all scripts' settings, from the dataclasses and their comments.
+"""Write docs/settings.md, which lists the settings of all scripts, from the dataclasses and their comments.
 
     python docs/make_settings.py
 
-settings.py reads the help texts from the comments and defines the groups, as for `--help`.
+As for `--help`, the help texts and the groups come from settings.py.
 """
 
 import dataclasses
@@ -19,22 +19,23 @@ import settings
 
 HEAD = """# Settings
 
-Every setting of every script, with its default; `--help` prints the same texts. A setting that is "off" is
-switched on by its flag, and one that is "on" is switched off by the flag with "no-" in front
-(`--no-val-before-train`). Several values are separated by spaces. `docs/make_settings.py` writes this page.
+This page lists all settings of all scripts with their defaults. `--help` prints the same texts. To turn on a
+setting whose default is "off", pass its flag. To turn off a setting whose default is "on", put "no-" before
+its name (`--no-val-before-train`). Separate several values with spaces. `docs/make_settings.py` writes this
+page.
 """
 OTHERS = {
-    "score_file": "Scores a file of responses. The groups [Rewards](#rewards) and [Judge](#judge)\n"
-    "apply as well, except `--reward-mode`.",
-    "genrm_server": "Serves a reward model: vLLM servers behind a router.",
-    "router": "One HTTP address in front of servers that run already.",
-    "prepare_data": "Writes data sets as parquet files.",
+    "score_file": "Scores a file of responses. It also accepts the settings in the groups\n"
+    "[Rewards](#rewards) and [Judge](#judge), except `--reward-mode`.",
+    "genrm_server": "Serves a reward model with vLLM servers behind a router.",
+    "router": "Provides one HTTP address for servers that are already running.",
+    "prepare_data": "Writes data sets as Parquet files.",
     "tools.evaluate_genrm": "Evaluates a judge on labelled solutions.",
-    "tools.plan_run": "Estimates memory and placement. It takes all flags of the trainer as well.",
-    "tools.view_run": "Writes or serves the web page of one or several runs.",
+    "tools.plan_run": "Estimates memory and placement. It also accepts all flags of the trainer.",
+    "tools.view_run": "Writes or serves the web page of one or more runs.",
     "tools.merge_lora": "Merges a checkpoint of LoRA adapters into an ordinary model.",
-    "toy.warm_start": "Makes the warm-started checkpoints of the toy worlds.",
-    "toy.report": "Prints the tables of finished runs in the toy worlds.",
+    "toy.warm_start": "Trains the warm-started checkpoints of the toy worlds.",
+    "toy.report": "Prints tables for finished runs in the toy worlds.",
 }
 
 
@@ -54,7 +55,7 @@ def default_of(field) -> str:
 
 
 def choices_of(hint) -> str:
-    """Return the allowed values of a setting if the type lists them."""
+    """Return the allowed values of a setting, or "" if its type does not list them."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     found = [choices_of(inner) for inner in typing.get_args(hint)]

@@ -58,14 +58,14 @@ PANELS = {
 }
 SHOWN = {"outcome": ("outcome reward only", "#D55E00"), "fapo": ("FAPO", "#0072B2")}
 OUTCOME = "--reward-fn toy/shop_world.py:compute_score_outcome"
-FLAGS = {  # flags of each algorithm, in addition to those of recipes/toy_tools.sh
+FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.sh
     "outcome": OUTCOME,
     "outcome_dr_grpo": f"{OUTCOME} --advantage dr_grpo",
     "fapo": "",
     "prefix": "--credit prefix",
     "vppo": "--advantage vppo --prefix-cut 0",
 }
-SECOND_WORLD = {  # flags of each algorithm, in addition to those of recipes/second_world.sh
+SECOND_WORLD = {  # flags of each algorithm, in addition to those in recipes/second_world.sh
     "rule": "--reward-fn toy/toy_world.py:compute_score_baseline",
     "fapo_oracle": "",
     "prefix_oracle": "--credit prefix",
@@ -90,7 +90,7 @@ def collect(folder: Path) -> list[dict]:
         try:
             metrics = read_metrics(path.parent)
         except ValueError as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
             continue
         algorithm, _, seed = path.parent.name.partition("_seed")
         curves = {}
@@ -111,7 +111,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def held_out(line: dict) -> dict:
-    """Return the metrics of an evaluation."""
+    """Return the metrics of the evaluation in this line."""
     return {key[4:]: round(line[key], 4) for key in line if re.match(r"val/.*/mean@1$", key)}
 
 
@@ -141,7 +141,7 @@ def row(title: str, runs: list[dict], columns=COLUMNS, when: str = "after") -> l
 
 
 def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
-    """Return every table of the pages as {name: Markdown}."""
+    """Return all tables of the pages as {name: Markdown}."""
     heads = ["512 held-out problems", *COLUMNS, "runs"]
     before = some_of(runs, "outcome")
     rows = [row("initial policy", before, when="before")]
@@ -218,7 +218,7 @@ def judge_calls(run: dict) -> float:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Plot the training curves of the two rewards, and the final metrics at each cost of a look-up."""
+    """Plot the training curves of both rewards, and the final metrics for each cost of a look-up."""
     figure = Figure(figsize=(11, 7.4), layout="constrained", dpi=90)
     axes = figure.subplots(2, 2).flat
     figure.suptitle("A tool that costs 0.03 per call: median and range of nine runs, smoothed over 5 steps")

@@ -2,7 +2,7 @@
 
     python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 0.9 in 20 steps
 
-It needs no Ray, no server and no judge. The task is to write the digit 3 at least eight times.
+The task is to write the digit 3 at least eight times. This script needs no Ray, server or judge.
 grpo_trainer.py adds real rewards, logs and checkpoints.
 """
 

@@ -1,11 +1,11 @@
-"""Make training rows for a judge of the toy world from solutions that policies wrote, without planted flaws.
+"""Make training rows for the toy world's judge from the policies' own solutions, without planted flaws.
 
     python recipes/critic_rows.py --runs outputs/evidence/own1/*_seed0 --out-dir data/own1_judge
 
-The script reads the training samples that the runs kept (the trainer's --samples-per-step) and uses those
-with a correct answer, as many flawed as sound ones. The oracle labels them. fapo_critic_train.parquet and
-fapo_critic_test.parquet share no problem. For your own task, people or a stronger model must supply the
-labels.
+The script reads the training samples that the runs saved (see the trainer's --samples-per-step). It selects
+equal numbers of flawed and sound solutions with correct answers, and the oracle labels them. No problem is in
+both fapo_critic_train.parquet and fapo_critic_test.parquet. For your own task, the labels must come from
+people or from a stronger model.
 """
 
 import random
@@ -25,14 +25,14 @@ from toy.toy_world import critic_row, first_wrong_paragraph, parse_problem
 
 @dataclass
 class Config:
-    runs: tuple[Path, ...]  # Folders of runs of the trainer in the toy world.
-    out_dir: Path  # Folder of the two files.
-    held_out: int = 512  # Rows of fapo_critic_test.parquet.
-    seed: int = 0  # Of their order.
+    runs: tuple[Path, ...]  # Output directories of training runs in the toy world.
+    out_dir: Path  # Output directory for the two Parquet files.
+    held_out: int = 512  # Maximum number of rows in fapo_critic_test.parquet.
+    seed: int = 0  # Random seed for selecting and shuffling the solutions.
 
 
 def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[tuple[str, list[str]]]]:
-    """Return {is flawed: [(question, paragraphs), ...]}: the solutions with correct answers, each once."""
+    """Return the distinct solutions with correct answers as {is flawed: [(question, paragraphs), ...]}."""
     found = {True: {}, False: {}}
     for run in runs:
         for line in read_lines(run / "samples.jsonl")[0]:
@@ -61,7 +61,8 @@ def main() -> None:
             continue
         rows[split].append(critic_row(parse_problem(question), paragraphs, split, len(rows[split])))
     if not rows["train"]:
-        sys.exit(f"error: --runs: {count} flawed or sound solutions are too few; name more runs")
+        flawed, sound = len(found[True]), len(found[False])
+        sys.exit(f"error: --runs: too few solutions ({flawed} flawed, {sound} sound); pass more runs")
     config.out_dir.mkdir(parents=True, exist_ok=True)
     for split, some in rows.items():
         path = config.out_dir / f"fapo_critic_{split}.parquet"

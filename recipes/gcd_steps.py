@@ -1,10 +1,11 @@
-"""Euclid's algorithm in reasoning-gym's task `gcd`: a policy that writes its steps, and an exact check.
+"""Euclid's algorithm for reasoning-gym's task `gcd`: a policy that writes out its steps, and an exact check.
 
     bash recipes/public_flaws.sh 0 outputs/gcd0               # the whole comparison
     python -m recipes.gcd_steps --out-dir data/gcd/policy     # trains the initial policy
     python grpo_trainer.py ... --reward-fn recipes/gcd_steps.py:compute_score_fapo
 
-The package supplies the questions and the verifier. The policy divides line by line and ends with the answer:
+reasoning-gym supplies the questions and the verifier. The policy writes one division per line and then the
+answer:
 
     84=36*2+12
 
@@ -12,9 +13,10 @@ The package supplies the questions and the verifier. The policy divides line by 
 
     \\boxed{12}
 
-Most answers are small numbers, so a wrong remainder often leads to the correct answer. Such a solution is a
-flawed positive, which the verifier cannot see. No flaws are planted: the policy reads only correct solutions,
-and its training stops early. Not covered: other methods. A solution without these lines counts as flawed.
+Most answers are small numbers, so a solution with a wrong remainder often still ends with the correct answer.
+The verifier cannot detect such a flawed positive. No flaws are planted: the initial policy is trained only on
+correct solutions, and its training stops early. Not covered: other ways to find the divisor, which count as
+flawed.
 """
 
 import json
@@ -28,7 +30,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
 from recipes import gym_tasks  # noqa: E402
 
-SETTINGS = {"max_value": 30}  # A policy of this size learns larger numbers too slowly.
+SETTINGS = {"max_value": 30}  # A policy of this size would learn larger numbers too slowly.
 LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")
 
 
@@ -47,10 +49,10 @@ def write_solution(first: int, second: int) -> str:
 
 
 def first_wrong(question: str, text: str) -> int:
-    """Return the index of the first wrong paragraph, or -1 if every paragraph is right.
+    """Return the index of the first wrong paragraph, or -1 if every paragraph is correct.
 
-    A line is right if it divides the numbers that the lines before it lead to, and the division is correct.
-    The last paragraph is right if it is the box with the last divisor, after a remainder of 0.
+    A line is correct if it divides the two numbers whose turn it is, with the correct quotient and remainder.
+    The last paragraph is correct if it follows a remainder of 0 and its box contains the last divisor.
     """
     first, second = numbers_of(question)
     paragraphs = text.strip().split("\n\n")
@@ -66,15 +68,16 @@ def first_wrong(question: str, text: str) -> int:
         if not is_right or (dividend, divisor) != (first, second):
             return index
         first, second = second, remainder
-    return len(paragraphs)  # the solution ends before the answer
+    return len(paragraphs)  # The solution ends without an answer.
 
 
 def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, penalty=1.0) -> dict:
     """Compute FAPO's score with the exact check as the judge.
 
     Returns:
-        `score`: 1 for a fully correct solution, 1 - penalty if the answer is correct but a line is wrong, and
-        -1 for a wrong answer; and `acc`, `pred`, `first_wrong`, `flawed_positive` and `fully_correct`.
+        A dict. `score` is 1 for a fully correct solution, 1 - penalty if the answer is correct but a line is
+        wrong, and -1 for a wrong answer. The other keys are `acc`, `pred`, `first_wrong`, `flawed_positive`
+        and `fully_correct`.
     """
     result = gym_tasks.compute_score(data_source, solution_str, ground_truth, extra_info)
     acc = result["acc"]
@@ -94,7 +97,7 @@ def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, p
 
 
 def compute_score_outcome(data_source, solution_str, ground_truth, extra_info) -> dict:
-    """Return the outcome reward, 1 or -1 by the task's verifier. The check of the lines only measures."""
+    """Return the outcome reward: 1 or -1, as the verifier decides. The check of the lines adds metrics."""
     return compute_score_fapo(data_source, solution_str, ground_truth, extra_info, penalty=0.0)
 
 
@@ -104,10 +107,10 @@ STEPS = 10  # The report averages the training samples of this many steps.
 
 
 def report(folders: tuple[Path, ...]) -> list[dict]:
-    """Return the figures before and after each run in these folders of recipes/public_flaws.sh.
+    """Return metrics before and after each run in the output directories of recipes/public_flaws.sh.
 
-    The `train/...` figures are means over the samples of the first or the last ten steps. All other figures
-    are from held-out problems.
+    The `train/...` values are means over the samples of the first or last ten steps. All other values are
+    from held-out problems.
     """
     rows = []
     for folder in folders:
@@ -127,7 +130,7 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Return the figures as a Markdown table with one row per policy."""
+    """Return the metrics as a Markdown table with one row per policy."""
     lines = [
         "| reward | seed | step | accuracy | flawed positives | fully correct | training: accuracy "
         "| training: flawed positives |",
@@ -142,14 +145,14 @@ def table(rows: list[dict]) -> str:
 
 @dataclass
 class Config:
-    """Trains the policy from which the runs start, on correct solutions, and stops early."""
+    """Trains the runs' initial policy on correct solutions, and stops early."""
 
-    out_dir: Path = Path("data/gcd/policy")  # Folder of the policy.
-    seed: int = 0  # Of its weights and of its training problems.
-    stop_at: float = 0.4  # Stop when a correct solution of a new problem has this probability on average.
-    most_steps: int = 4000  # Steps of 16 solutions, at most.
-    report: tuple[Path, ...] = ()  # Instead: print a table of the runs in these folders.
-    report_out: Path | None = None  # JSONL file for the same figures.
+    out_dir: Path = Path("data/gcd/policy")  # Output directory for the policy.
+    seed: int = 0  # Random seed for the weights and the training problems.
+    stop_at: float = 0.4  # Stop when correct solutions of new problems have this mean probability.
+    most_steps: int = 4000  # Maximum number of training steps, each with 16 solutions.
+    report: tuple[Path, ...] = ()  # Print a table of the runs in these folders, without any training.
+    report_out: Path | None = None  # With --report: JSONL file to which the table's values are also written.
 
 
 def make_policy(config: Config) -> None:
@@ -157,7 +160,7 @@ def make_policy(config: Config) -> None:
     import torch
     from toy import warm_start
 
-    # This seed is far from the seeds of the rows, because problem i of a data set uses seed + i.
+    # Problem i of a data set uses seed + i, so this seed must be far away from the seeds of the rows.
     settings = SETTINGS | {"seed": 1_000_000 * (config.seed + 1), "size": 200_000}
     dataset = gym_tasks.load_task("gcd", json.dumps(settings))
     rng = Random(f"{config.seed}/gcd")

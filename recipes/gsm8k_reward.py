@@ -2,9 +2,9 @@
 
     python grpo_trainer.py ... --reward-fn recipes/gsm8k_reward.py:compute_score
 
-A model that is rarely right learns little from the outcome reward alone: if all answers of a group are wrong,
-all advantages are zero. This function adds `format_share` if the last box contains a number, right or wrong.
-It imports compute_score.py from the repository. If you copy this file elsewhere, copy compute_score.py too.
+A model that is rarely correct learns little from the outcome reward alone: if all answers of a group are
+wrong, all advantages are zero. This function adds `format_share` if the last box contains a number, whether
+or not it is correct. If you copy this file, copy compute_score.py as well.
 """
 
 import re
@@ -13,7 +13,7 @@ import compute_score as rules
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_share=0.2) -> dict:
-    """Return +1 or -1 by the outcome, plus `format_share` if the last box contains a number (`boxed`)."""
+    """Return the outcome reward (+1 or -1), plus `format_share` if the last box contains a number."""
     result = rules.compute_score(data_source, solution_str, ground_truth, extra_info)
     box = rules.last_boxed_only_string(solution_str[-rules.TAIL_CHARS :]) or ""
     boxed = bool(re.fullmatch(r"\\boxed\{\s*\$?-?\d[\d,]*(\.\d+)?\s*\}", box))

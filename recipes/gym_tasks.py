@@ -1,13 +1,14 @@
-"""Train on tasks of the package reasoning-gym: make rows, score by a task's verifier, allow a second attempt.
+"""Train on tasks from reasoning-gym: make rows, score with the task's verifier, allow a second attempt.
 
     pip install "reasoning-gym>=0.1.25,<0.2"
     python prepare_data.py --tasks 'reasoning_gym:chain_sum:{"max_terms": 3}' --out-dir data/chain_sum
     python grpo_trainer.py ... --reward-fn recipes/gym_tasks.py:compute_score
     python grpo_trainer.py ... --rollout-fn recipes/gym_tasks.py:second_attempt
 
-A row names its task, the task's settings (with seed and size) and its index. The reward function generates
-the problem again from these three values, because the verifier needs the whole problem. Standalone: no
-imports from this repository. Not covered: tasks whose verifier is unsafe (see REJECTED).
+Each row contains the task's name, its settings (including seed and size) and the problem's index. The reward
+function regenerates the problem from these three values, because the verifier needs the complete problem.
+Standalone: no imports from this repository. Not covered: tasks with an unsafe verifier, or with problems that
+cannot be regenerated (see REJECTED).
 """
 
 import functools
@@ -16,13 +17,13 @@ import re
 import zlib
 
 SUFFIX = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-SIZE = 4608  # problems per task if the settings name no size; about 512 of them are held out
-HELD_OUT = 9  # one question of nine, by its checksum, belongs to the test split
+SIZE = 4608  # problems per task if the settings contain no size; about 512 of them are held out
+HELD_OUT = 9  # One question in nine, selected by its checksum, belongs to the test split.
 
-EVALUATES = "its verifier evaluates the answer as Python"
-HANGS = "its verifier does not return if the answer is a short text such as "
-NOT_REPRODUCIBLE = "its problems depend on PYTHONHASHSEED, so they cannot be made again from seed and index"
-# Tasks that are not offered, and why. Checked with reasoning-gym 0.1.25.
+EVALUATES = "its verifier evaluates the answer as Python code"
+HANGS = "its verifier hangs on short answers such as "
+NOT_REPRODUCIBLE = "its problems depend on PYTHONHASHSEED, so they cannot be regenerated from seed and index"
+# Rejected tasks and the reasons, as of reasoning-gym 0.1.25.
 REJECTED = {
     "binary_matrix": EVALUATES,
     "n_queens": EVALUATES,
@@ -39,41 +40,41 @@ REJECTED = {
     "knight_swap": NOT_REPRODUCIBLE,
     "ransom_note": NOT_REPRODUCIBLE,
     "word_ladder": NOT_REPRODUCIBLE,
-    "composite": "its settings are other tasks; name these instead",
+    "composite": "it only combines other tasks",
 }
-# What verifiers raise if they cannot read an answer.
+# Exceptions that verifiers raise if they cannot parse an answer.
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 @functools.lru_cache(maxsize=64)
 def load_task(task: str, settings: str):
-    """Return the data set of this task; `settings` is the JSON text of its fields.
+    """Return the data set of a task. `settings` is a JSON object with the task's options.
 
-    Raises ValueError if there is no such task or field, or if the task is in REJECTED.
+    Raises ValueError if the task is unknown or in REJECTED, or if it does not accept the settings.
     """
-    import reasoning_gym  # This import takes seconds.
+    import reasoning_gym  # This import takes several seconds.
     from reasoning_gym.factory import DATASETS
 
     if task in REJECTED:
-        raise ValueError(f"{task} is not offered: {REJECTED[task]}")
+        raise ValueError(f"{task} is not supported: {REJECTED[task]}; choose a different task")
     if task not in DATASETS:
-        raise ValueError(f"reasoning-gym has no task {task!r}; it has {', '.join(sorted(DATASETS))}")
+        raise ValueError(f"reasoning-gym has no task {task!r}; choose from {', '.join(sorted(DATASETS))}")
     try:
         return reasoning_gym.create_dataset(task, **json.loads(settings))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{task} does not take the settings {settings}: {error}") from error
+        raise ValueError(f"{task} does not accept the settings {settings} ({error}); correct them") from error
 
 
 def is_held_out(question: str) -> bool:
-    """Return whether the question belongs to the test split, whatever the seed and the size are."""
+    """Return whether the question belongs to the test split, which does not depend on seed and size."""
     return zlib.crc32(question.encode()) % HELD_OUT == 0
 
 
 def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
     """Return the rows of both splits, {"train": [...], "test": [...]}.
 
-    The checksum of a question decides its split, so repeated questions are never in both. The held-out
-    questions are all different.
+    A question's checksum determines its split, so no question is in both splits. The questions of the test
+    split are distinct.
     """
     text = json.dumps(settings, sort_keys=True)
     rows = {"train": [], "test": []}
@@ -92,7 +93,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
             "data_source": f"reasoning_gym_{task}",
             "prompt": [{"role": "user", "content": question + SUFFIX}],
             "ability": "Reasoning",
-            # Some tasks accept many answers and do not name one.
+            # Some tasks accept many answers and do not list any of them.
             "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
             "extra_info": about,
         })
@@ -100,7 +101,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
 
 
 def find_answer(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` or else of the last `<answer>...</answer>`, or None."""
+    """Return the content of the last `\\boxed{...}`, else of the last `<answer>...</answer>`, else None."""
     _, box, rest = text.rpartition("\\boxed{")
     if box:
         depth = 1
@@ -117,22 +118,22 @@ def find_answer(text: str) -> str | None:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
-    """Score the final answer with the task's own verifier, partial credit included.
+    """Score the final answer with the task's own verifier, which may give partial credit.
 
     Returns:
-        `score` is from 0 to 1, and 0 without an answer in a box or in answer tags. `acc` says whether the
-        score is 1. `pred` is the answer. `unreadable` says whether the verifier raised an error instead of
-        reading the answer; such an answer scores 0.
+        A dict. `score` is between 0 and 1, and 0 if there is no answer in a box or in answer tags. `acc` says
+        whether the score is 1. `pred` is the answer. `unreadable` says whether the verifier could not parse
+        the answer; in this case, the score is 0.
 
     Raises:
-        ValueError: The installed reasoning-gym makes a different problem from the row's settings and index.
+        ValueError: The installed reasoning-gym generates a different problem for this row.
     """
     dataset = load_task(extra_info["task"], extra_info["settings"])
     entry = dataset[extra_info["index"]]
     if entry["question"] != extra_info["question"]:
         raise ValueError(
-            f"row {extra_info['index']} of {extra_info['task']} is not what this version of reasoning-gym "
-            "makes; run prepare_data.py again"
+            f"row {extra_info['index']} of {extra_info['task']} differs from what the installed version of "
+            "reasoning-gym generates; run prepare_data.py again"
         )
     answer = find_answer(solution_str)
     score = 0.0
@@ -142,7 +143,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
             score = float(dataset.score_answer(answer, entry))
         except UNREADABLE:
             if entry["answer"] is not None:
-                dataset.score_answer(entry["answer"], entry)  # raises again if the verifier is at fault
+                dataset.score_answer(entry["answer"], entry)  # This raises as well if the verifier is broken.
             unreadable = True
     return {"score": score, "acc": score == 1.0, "pred": answer or "[INVALID]", "unreadable": unreadable}
 
@@ -150,8 +151,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
 def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, number=0.3, box=0.1) -> dict:
     """Score like `compute_score`, but give at least `box` for a box, and `number` for a correct last number.
 
-    This reward suits a model that often answers correctly but seldom in a box: otherwise all answers of most
-    groups would score 0.
+    This reward suits a model that often answers correctly but rarely uses a box. With `compute_score`, all
+    answers of most groups would score 0.
     """
     result = compute_score(data_source, solution_str, ground_truth, extra_info)
     numbers = re.findall(r"-?[0-9]+", solution_str)
@@ -165,9 +166,9 @@ def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, nu
 
 
 async def second_attempt(trajectory, data_source, ground_truth, extra_info):
-    """Let the policy answer a second time if the verifier does not give the first answer the full score.
+    """Let the policy answer again unless the first answer gets the full score.
 
-    The second answer counts, because the reward function reads the last box of the whole text.
+    The second answer then counts, because the reward function uses the last box of the whole text.
     """
     answer = await trajectory.generate()
     first = compute_score(data_source, answer, ground_truth, extra_info)

@@ -1,19 +1,19 @@
-"""Schedules for FAPO's penalty lambda: two reward functions to run as they are, or to copy and change.
+"""Schedules for FAPO's penalty lambda: two reward functions that you can use as they are or adapt.
 
     bash recipes/second_world.sh 0 outputs/own0_later --reward-fn recipes/lambda_schedule.py:by_step
     bash recipes/second_world.sh 0 outputs/own0_linear --reward-fn recipes/lambda_schedule.py:by_step \\
         --reward-kwargs '{"first": 0, "ramp": 20}'
     bash recipes/second_world.sh 0 outputs/own0_majority --reward-fn recipes/lambda_schedule.py:by_majority
 
-A flawed positive scores 1 - lambda. Let alpha be the fraction of fully correct answers in a group and beta
+A flawed positive scores 1 - lambda. Let alpha be the fraction of fully correct answers in a group, and beta
 the fraction of wrong answers. The advantage of a flawed positive is negative if lambda > 2 beta / (alpha +
 beta) (paper, appendix A). A constant lambda of 1 therefore discourages flawed positives once alpha > beta,
-which is the paper's majority-guided choice. The functions here change lambda with the step or with the
-group's majority.
+which is the paper's majority-guided choice. The functions in this file vary lambda with the step or with the
+majority in the group.
 
-The judge is the oracle of the toy world. For a served judge, await `compute_score_fapo` of compute_score.py
-(or toy/toy_world.py) with penalty=0 instead of calling `judged`. This file imports toy/toy_world.py and
-compute_score.py.
+The toy world's oracle serves as the judge. To use a served judge, replace `judged` by `await
+compute_score_fapo(...)` with penalty=0, from compute_score.py or toy/toy_world.py. If you copy this file,
+copy these two files as well.
 """
 
 from toy.toy_world import compute_score_fapo_oracle as judged
@@ -21,7 +21,7 @@ from toy.toy_world import compute_score_fapo_oracle as judged
 
 def by_step(
     data_source, solution_str, ground_truth, extra_info, step, *, first=20, ramp=1, penalty=1.0):  # fmt: skip
-    """Score without a penalty up to step `first`, then with one that reaches `penalty` after `ramp` steps."""
+    """Apply no penalty up to step `first`, and then let it rise to `penalty` within `ramp` steps."""
     now = penalty * min(max(step - first, 0) / ramp, 1.0)
     result = judged(data_source, solution_str, ground_truth, extra_info, penalty=now)
     return result | {"lambda": now}

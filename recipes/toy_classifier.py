@@ -1,20 +1,20 @@
-"""Train a discriminative reward model for the toy world: it scores a whole solution without a critique.
+"""Train a discriminative reward model for the toy world, which scores a solution without a critique.
 
     python recipes/toy_classifier.py --out-dir data/toy/classifier
 
-The model is the body of the toy judge with a head of one label. It learns to tell sound solutions from flawed
-ones. Each problem has exactly one sound solution, so every token has a label: whether the text up to this
-token begins the sound solution. The score is read at the last token, as in vLLM's /classify. toy_disrm.sh
-trains policies with this model.
+The model consists of the toy judge's body and a head with one label. It learns to distinguish sound from
+flawed solutions. Each problem has exactly one sound solution, so every token has a label: whether the text up
+to this token is the beginning of the sound solution. The score is the output at the last token, as in vLLM's
+/classify. toy_disrm.sh trains policies with this model.
 
-To see that "74" is wrong, a model must know the correct result. During training the body therefore also
-learns to write the sound solution, with an lm_head that is not saved. Without this second loss the classifier
-finds almost no flaws.
+To recognise that "74" is wrong, a model must know the correct result. During training, the body therefore
+also learns to write the sound solution, with an lm_head that is not saved. Without this second loss, the
+classifier finds almost no flaws.
 
-Measured with seed 0 on 256 held-out solutions of each kind: the classifier calls 99.2 % of the sound
-solutions sound, 12.9 % of the flawed solutions with a correct answer, and 46.1 % of a weak solver's wrong
-answers. It has seen few wrong answers because, like the toy judge, it is made to find flaws in correct
-answers. Training takes two and a half minutes on one core.
+With seed 0, on 256 held-out solutions of each kind, the classifier calls 99.2 % of the sound solutions sound,
+12.9 % of the flawed solutions with a correct answer, and 46.1 % of a weak solver's wrong answers. Like the
+toy judge, it is meant to find flaws in correct answers, so it has seen few wrong answers. Training takes two
+and a half minutes on one core.
 """
 
 import os
@@ -36,21 +36,22 @@ from toy import toy_world
 
 @dataclass
 class Config:
-    out_dir: str  # Folder of the model, in Hugging Face's format.
-    model: str = str(ROOT / "toy/models/judge")  # Whose body and tokenizer; it must be able to add.
-    steps: int = 600  # Updates.
-    batch_size: int = 32  # Solutions of an update.
-    lr: float = 1e-3  # Highest learning rate, after a tenth of the steps; then falling to 0.
-    held_out: int = 256  # Solutions of each kind by which it is measured at the end.
-    seed: int = 0
+    out_dir: str  # Output directory for the model, in Hugging Face format.
+    # Model that supplies the body and the tokenizer. It must be able to add.
+    model: str = str(ROOT / "toy/models/judge")
+    steps: int = 600  # Number of updates.
+    batch_size: int = 32  # Number of solutions per update.
+    lr: float = 1e-3  # Peak learning rate. It is reached after a tenth of the steps and then decays to 0.
+    held_out: int = 256  # Number of held-out solutions of each kind for the evaluation at the end.
+    seed: int = 0  # Random seed for the head's weights and the training solutions.
 
 
 def a_solution(rng: random.Random, kind: str) -> tuple[toy_world.Problem, list[str]]:
     """Return a problem and a solution of this kind.
 
     Args:
-        kind: "sound", "flawed" (with a correct answer), "practice" (with many wrong lines) or "wrong" (with a
-            wrong answer, like a weak solver's).
+        kind: "sound", "flawed" (with a correct answer), "practice" (with many wrong lines) or "wrong" (with
+            the wrong answer of a weak solver).
     """
     if kind in ("sound", "flawed"):
         return toy_world.right_solution(rng, flawed=kind == "flawed")
@@ -66,7 +67,7 @@ def a_solution(rng: random.Random, kind: str) -> tuple[toy_world.Problem, list[s
 
 
 def read(tokenizer, problem: toy_world.Problem, paragraphs: list[str]) -> tuple[torch.Tensor, int, int]:
-    """Return a conversation's token ids, the solution's start, and the end of its sound prefix."""
+    """Return a conversation's token ids, the start of the solution, and the end of its sound prefix."""
 
     def ids_of(solution: list[str]) -> list[int]:
         messages = [
@@ -82,7 +83,7 @@ def read(tokenizer, problem: toy_world.Problem, paragraphs: list[str]) -> tuple[
 
 
 def losses(model, lm_head, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of the labels and the loss of writing the sound solution."""
+    """Return the classification loss and the loss of writing the sound solution."""
     ids_B_T = pad_sequence([ids for ids, _, _ in batch], batch_first=True)  # padded on the right
     labels_B_T = torch.zeros(ids_B_T.shape)
     weights_B_T = torch.zeros(ids_B_T.shape)
@@ -90,7 +91,7 @@ def losses(model, lm_head, batch) -> tuple[torch.Tensor, torch.Tensor]:
     for row, (ids, begin, sound) in enumerate(batch):
         labels_B_T[row, :sound] = 1
         weights_B_T[row, begin : len(ids)] = 1
-        weights_B_T[row, len(ids) - 1] = 3  # The score is read at this token.
+        weights_B_T[row, len(ids) - 1] = 3  # The output at this token is the score.
         written_B_T[row, begin:sound] = True
     hidden_B_T_D = model.model(input_ids=ids_B_T).last_hidden_state
     logits_B_T = model.score(hidden_B_T_D)[..., 0]
@@ -136,9 +137,10 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if step % 50 == 0:
-            print(f"step {step}: loss {label_loss.item():.3f}, of writing {lm_loss.item():.3f}", flush=True)
+            print(f"step {step}: loss {label_loss.item():.3f}, LM loss {lm_loss.item():.3f}", flush=True)
     shares = measure(model, tokenizer, random.Random("held out"), config.held_out)
-    print("called sound, held out:", ", ".join(f"{share:.3f} of {kind}" for kind, share in shares.items()))
+    print("held-out solutions that are called sound:",
+          ", ".join(f"{share:.3f} of {kind}" for kind, share in shares.items()))  # fmt: skip
     model.save_pretrained(config.out_dir)
     tokenizer.save_pretrained(config.out_dir)
 

@@ -1,9 +1,9 @@
-"""Rewards from a discriminative model in the toy world. The oracle adds metrics and does not change a score.
+"""Rewards from a discriminative model in the toy world. The oracle only adds metrics.
 
     compute_score_classifier     the classifier's score is the reward
     compute_score_flagged        FAPO's reward, with the classifier as the judge
-    compute_score_both           FAPO's reward with the generative judge, plus a share of the classifier's
-                                 probability that the solution is sound
+    compute_score_both           FAPO's reward with the generative judge, plus a fraction of the probability
+                                 that the solution is sound, as the classifier estimates it
 """
 
 import math
@@ -18,7 +18,11 @@ compute_score_classifier = toy_world.watched(scores.compute_score_discriminative
 async def compute_score_both(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_addresses,
     reward_router_address=None, reward_model_tokenizer, share=0.5, **judge):  # fmt: skip
-    """Return FAPO's score with `judge`, plus `share` times `classifier`'s probability of a sound solution."""
+    """Return FAPO's score, plus `share` times the classifier's probability that the solution is sound.
+
+    The reward models named `judge` and `classifier` must be running. `judge` contains further settings of
+    compute_score_fapo.
+    """
     result = await scores.compute_score_fapo(
         data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **judge)
     found = await scores.compute_score_discriminative(
@@ -35,7 +39,7 @@ async def compute_score_both(
 async def compute_score_flagged(
     data_source, solution_str, ground_truth, extra_info, *, prompt, reward_router_address,
     reward_model_tokenizer) -> dict:  # fmt: skip
-    """Return FAPO's score; a correct answer is flawed if the classifier's score is below 0."""
+    """Return FAPO's score. A correct answer counts as flawed if the classifier's score is below 0."""
     result = scores.compute_score(data_source, solution_str, ground_truth)
     result["flawed_positive"] = False
     if result["acc"]:

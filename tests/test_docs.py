@@ -518,7 +518,7 @@ def test_runs_with_a_tool_are_collected(tmp_path, capsys):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / "shop1" / name / "metrics.jsonl").write_text(text)
     (run,) = module.collect(tmp_path)
-    assert "left out" in capsys.readouterr().out
+    assert "skipped: " in capsys.readouterr().out
     assert (run["world"], run["algorithm"], run["seed"], run["steps"]) == ("shop1", "fapo_cost0.1", 2, 2)
     assert run["after"] == {"shop/mean@1": 0.5, "shop/calls/mean@1": 2.0} and run["seconds"] == 1.5
     assert run["curves"]["acc"][0] == 0.25 and run["curves"]["flawed_positive_rate"][0] == 0.0
@@ -572,7 +572,7 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
         and module.FILE.read_text() == before
     )
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
-    with pytest.raises(ValueError, match="rule_seed3 is no finished run"):
+    with pytest.raises(ValueError, match="rule_seed3: the run lacks its first or last"):
         module.collect(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_an_answer_that_the_verifier_cannot_read_scores_zero_and_is_counted():
 
 def test_a_row_of_another_version_is_an_error_and_no_score(sums):
     row = sums[0] | {"extra_info": sums[0]["extra_info"] | {"question": "What else?"}}
-    with pytest.raises(ValueError, match="not what this version of reasoning-gym makes"):
+    with pytest.raises(ValueError, match="differs from what the installed version of reasoning-gym"):
         scored(row, "\\boxed{-4}")
 
 
@@ -117,7 +117,7 @@ def test_tasks_that_evaluate_the_answer_are_rejected():
     assert found == {name for name, why in tasks.REJECTED.items() if why.startswith(tasks.EVALUATES)}
     row = {"data_source": "x", "reward_model": {"ground_truth": ""}}
     row["extra_info"] = {"task": "n_queens", "settings": "{}", "index": 0, "question": "?"}
-    with pytest.raises(ValueError, match="n_queens is not offered: its verifier evaluates"):
+    with pytest.raises(ValueError, match="n_queens is not supported: its verifier evaluates"):
         scored(row, "\\boxed{__import__('os').abort()}")
 
 
@@ -149,7 +149,7 @@ def test_what_is_offered_is_the_same_in_every_process():
         ("reasoning_gym:chain_sum:{", "--tasks: reasoning_gym:chain_sum:{: "),
         ("reasoning_gym:chain_sum:[3]", r"--tasks: reasoning_gym:chain_sum:\[3\]: "),
         ('reasoning_gym:chain_sum:{"size": 1}', "no .* rows; pass a larger size"),
-        ("reasoning_gym:composite", "composite is not offered"),
+        ("reasoning_gym:composite", "composite is not supported"),
         ("reasoning_gym", "unknown task 'reasoning_gym'; choose from toy, .*, reasoning_gym:NAME"),
     ],
 )

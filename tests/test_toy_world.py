@@ -53,7 +53,7 @@ def test_problem_text_and_its_inverse():
     "text", ["", "Ben has eggs. Remainder mod 5?", QUESTION + " Please.", QUESTION.replace("mod", "by")]
 )
 def test_a_foreign_question_is_refused(text):
-    with pytest.raises(ValueError, match="question: not a problem of the toy world"):
+    with pytest.raises(ValueError, match="is not a problem of the toy world"):
         toy_world.parse_problem(text)
 
 
@@ -500,7 +500,7 @@ def test_report_puts_any_runs_side_by_side(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", "--runs", "nowhere"])
     with pytest.raises(SystemExit):
         report.main()
-    assert "nowhere/baseline is no finished run" in capsys.readouterr().err
+    assert "--runs nowhere/baseline: the run lacks its first or last" in capsys.readouterr().err
 
 
 def test_report_rejects_runs_on_other_data(tmp_path, monkeypatch, capsys):
@@ -533,7 +533,7 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
             for k, v in dict(recall=recall, sound_kept=kept, location=0.1).items()
         }
 
-    with pytest.raises(ValueError, match="baseline is no finished run"):
+    with pytest.raises(ValueError, match="baseline: the run lacks its first or last"):
         report.report(tmp_path)
     run("judge", {"step": 0} | critic(1.0, 0.0), {"step": 9} | critic(0.5, 1.0))
     held_out = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
@@ -550,11 +550,11 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     assert (tmp_path / "report.md").read_text() == text + "\n"
     with (tmp_path / "fapo" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')  # killed while it wrote
-    with pytest.raises(ValueError, match="fapo is no finished run"):
+    with pytest.raises(ValueError, match="fapo: the run lacks its first or last"):
         report.report(tmp_path)
     assert report.report(tmp_path, so_far=True) == text
     (tmp_path / "fapo" / "metrics.jsonl").write_text(json.dumps({"step": 0} | held_out) + "\n{}\n")
-    with pytest.raises(ValueError, match="fapo is no finished run"):
+    with pytest.raises(ValueError, match="fapo: the run lacks its first or last"):
         report.report(tmp_path, so_far=True)
 
 
@@ -602,4 +602,4 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
         assert row["reward_model"]["ground_truth"] == label and written["reward_extra_info"]["acc"]
     (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-3]) + "\n")
     few = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
-    assert few.returncode == 1 and "error: --runs: 0 flawed or sound solutions are too few" in few.stderr
+    assert few.returncode == 1 and "error: --runs: too few solutions (" in few.stderr

@@ -1,1 +1,1 @@
-"""The toy worlds, which need no network: problems, an oracle, warm-started models and a report."""
+"""The toy worlds, which work offline: problems, an oracle, warm-started models and a report."""

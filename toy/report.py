@@ -1,11 +1,11 @@
-"""Print tables of finished runs in the toy worlds.
+"""Print tables for finished runs in the toy worlds.
 
     python -m toy.report --runs outputs/demo_seed0                    # a demo; also writes report.md there
-    python -m toy.report --runs outputs/demo_seed0 --so-far           # while its runs are not finished
-    python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from one checkpoint
+    python -m toy.report --runs outputs/demo_seed0 --so-far           # while the demo is still running
+    python -m toy.report --runs outputs/own1_fapo outputs/own1_mine   # any runs from the same checkpoint
 
 A demo's output directory contains the runs baseline/ and fapo/, and judge/ if a judge was trained.
-docs/make_evidence.py sums up many runs, and tools/view_run.py shows every metric and sample. This file
+docs/make_evidence.py summarises many runs, and tools/view_run.py shows every metric and sample. This file
 imports run_folder.py.
 """
 
@@ -31,16 +31,16 @@ COLUMNS = {
 class Config:
     """Settings of the report."""
 
-    # Folders of demos (with baseline/, fapo/ and perhaps judge/), or runs from one checkpoint.
+    # Output directories of demos (with baseline/, fapo/ and possibly judge/), or of runs from one checkpoint.
     runs: tuple[Path, ...]
-    so_far: bool = False  # Use unfinished runs up to their newest evaluation, and skip missing ones.
+    so_far: bool = False  # Report unfinished runs up to their latest evaluation, and skip missing runs.
 
 
 def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
-    """Return the lines of a run's metrics.jsonl, with `so_far` up to the newest evaluation.
+    """Return the lines of a run's metrics.jsonl. With `so_far`, stop at the latest evaluation.
 
     Raises:
-        ValueError: The run is not finished, or with `so_far` the run has fewer than two evaluations.
+        ValueError: The run is not finished, or with `so_far` it has fewer than two evaluations.
     """
     metrics, torn = read_lines(run / "metrics.jsonl")
     if so_far:
@@ -49,7 +49,8 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
             metrics.pop()
     whole = len(metrics) > 1 and has_evaluation(metrics[0]) and has_evaluation(metrics[-1])
     if torn or not whole:
-        raise ValueError(f"runs: {run} is no finished run; it lacks an evaluation at its start or end")
+        raise ValueError(f"--runs {run}: the run lacks its first or last evaluation; wait until it has "
+                         "finished, or resume it")  # fmt: skip
     return metrics
 
 
@@ -66,13 +67,13 @@ def check_evaluated(label: str, metrics: list[dict], key: str) -> None:
     for line in (metrics[0], metrics[-1]):
         if f"val/{key}/mean@1" not in line:
             raise ValueError(
-                f"--runs: {label} was not evaluated on the toy world's held-out data (no val/{key}/mean@1), "
-                "which the tables are about; tools/view_run.py shows runs on other data"
+                f"--runs: {label} was not evaluated on the toy world's held-out data (no val/{key}/mean@1 in "
+                "metrics.jsonl); use tools/view_run.py for runs on other data"
             )
 
 
 def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
-    """Return a table of held-out metrics before and after each run; all runs start from the same model.
+    """Return a table of held-out metrics before and after the runs, which start from the same model.
 
     Raises ValueError if a run was not evaluated on the toy world's held-out problems.
     """
@@ -85,14 +86,14 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     for label, line in lines.items():
         row = [label]
         for key in columns.values():
-            # A user's reward function need not return this key.
+            # Your own reward function may not return this key.
             row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))
         rows.append(row)
     return table(["512 held-out problems", *columns], *rows)
 
 
 def judge_table(metrics: list[dict]) -> str:
-    """Return a table of the judge before and after training; half of the held-out solutions are flawed."""
+    """Return a table of the judge before and after training. Half of the held-out solutions are flawed."""
     check_evaluated("judge", metrics, "fapo_critic/recall")
     rows = []
     for when, line in ("before", metrics[0]), ("after", metrics[-1]):
@@ -104,7 +105,7 @@ def judge_table(metrics: list[dict]) -> str:
 
 
 def report(runs: Path, so_far: bool = False) -> str:
-    """Write report.md in `runs` and return its text. Raises ValueError as `read_metrics` does."""
+    """Write report.md in `runs` and return its text. Raises ValueError for the reasons of `read_metrics`."""
     policies = {}
     for label, name in RUNS.items():
         if not so_far or (runs / name).is_dir():

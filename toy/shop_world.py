@@ -1,19 +1,19 @@
 """A toy world with a tool: problems whose prices must be looked up, a rollout function and reward functions.
 
-    # This command trains with FAPO from a checkpoint that comes with the repository:
+    # Train with FAPO from a checkpoint in this repository:
     bash recipes/toy_tools.sh 0 outputs/shop0_fapo
-    # This command writes the data and trains a new checkpoint:
+    # Write the data and train a new checkpoint:
     python -m toy.warm_start --out-dir data/shop --kind shop --models policy
 
-An example of a problem is "Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to
-problem. The policy can look a price up: it writes "pears?", and the tool continues with "7". The policy can
-also make a price up: "pears=4". The policy was warm-started on correct solutions; half of them look the
-prices up, and the other half state them. The question is coarse, so an answer from made-up prices is often
+A typical problem is "Ben has 65, sells pears, buys nuts. More than 50?" Prices differ from problem to
+problem. To look up a price, the policy writes "pears?", and the tool continues with "7". The policy can also
+make up a price: "pears=4". The warm start trains it on correct solutions, half of which look up the prices
+and half of which just state them. The question is coarse, so an answer based on made-up prices is often
 correct.
 
-An answer is grounded if the tool has given each price and each sum is correct. No flaws are planted: the
-policy makes every wrong step itself. Not covered: tools that fail, a choice among several tools. Needs
-toy_world.py and compute_score.py.
+An answer is grounded if every price comes from the tool and every sum is correct. No flaws are planted: every
+wrong step is the policy's own. Not covered: tools that fail, and a choice between several tools. If you copy
+this file, copy toy_world.py and compute_score.py as well.
 """
 
 import os
@@ -25,7 +25,7 @@ import compute_score as scores
 from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
 
 ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
-QUESTION = COARSE[0]  # RL problems ask only this question. The warm start asks all questions of COARSE.
+QUESTION = COARSE[0]  # RL uses only this question, while the warm start uses all questions in COARSE.
 FLAWS = ("made_up", "miscopied", "wrong_sum", "other")
 SUM = r"\d+[+-]\d+=\d+"
 
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     start: int
     deals: tuple[tuple[int, str], ...]  # (1, "eggs") sells eggs, and (-1, "nuts") buys nuts.
     question: str
-    prices: dict[str, int]  # The prices of all items, which the text of the problem does not contain.
+    prices: dict[str, int]  # The prices of all items. The problem's text does not contain them.
 
     def __str__(self) -> str:
         story = f"{self.name} has {self.start}"
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 
 def parse_problem(text: str, prices: dict[str, int]) -> Problem:
-    """Return the problem that has this text and these prices."""
+    """Return the problem with this text and these prices."""
     story, question = text.split(". ")
     (name, _, start), *clauses = map(str.split, story.split(", "))
     deals = tuple((1 if verb == "sells" else -1, item) for verb, item in clauses)
@@ -63,7 +63,7 @@ def parse_problem(text: str, prices: dict[str, int]) -> Problem:
 def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Problem:
     """Make a random problem whose values stay between LOWEST and HIGHEST.
 
-    lengths: The smallest and the largest number of deals.
+    lengths: Minimum and maximum number of deals.
     """
     prices = {item: rng.randint(2, 9) for item in ITEMS}
     start = value = rng.randint(20, 89)
@@ -78,7 +78,7 @@ def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Proble
 def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
     """Return the correct solution as a list of turns (who, text).
 
-    looks_up: If False, the solution is a single turn, in which the policy states the prices.
+    looks_up: Whether the solution looks up the prices. Otherwise, it states them in a single turn.
     """
     value = problem.start
     turns = []
@@ -104,14 +104,14 @@ async def with_prices(trajectory, extra_info):
 
 
 def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
-    """Find the first wrong turn as an oracle, or the first wrong paragraph of a single turn.
+    """Return the oracle's verdict: the first wrong turn, or the first wrong paragraph of a single turn.
 
-    There is exactly one grounded solution, which the policy and the tool write in turns, so the function
-    compares the answer with this solution.
+    Each problem has exactly one grounded solution, to which the policy and the tool contribute turns. The
+    function compares the sample with this solution.
 
     Returns:
-        The index of the first wrong turn or paragraph, and which of FLAWS it has. If nothing is wrong, the
-        function returns (-1, "").
+        The index of the first wrong turn or paragraph, and its flaw (one of FLAWS); (-1, "") if nothing is
+        wrong.
     """
     sound = write_solution(problem)
     written = [(turn["who"], turn["text"]) for turn in turns]
@@ -127,10 +127,10 @@ def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
 
 
 def kind_of_flaw(line: str, sound: str) -> str:
-    """Return which of FLAWS the first line has that differs from the sound solution."""
+    """Return the flaw (one of FLAWS) of the first line that differs from the sound solution."""
     is_sum = re.fullmatch(SUM, line)
     if line == sound or re.fullmatch(r"[a-z]+=\d+", line) or is_sum and "?" in sound:
-        return "made_up"  # The line may be equal if the policy also wrote the tool's part.
+        return "made_up"  # Both lines may be equal if the policy also wrote the tool's output.
     if is_sum and line.partition("=")[0] == sound.partition("=")[0]:
         return "wrong_sum"
     return "miscopied" if is_sum else "other"
@@ -141,8 +141,8 @@ def compute_score_fapo_oracle(
     call_cost=0.0) -> dict:  # fmt: skip
     """Return FAPO's score with the oracle as the judge.
 
-    A wrong answer scores -1, a correct one 1, or 1 - penalty if it is not grounded. Each look-up costs
-    `call_cost`.
+    A wrong answer scores -1. A correct answer scores 1 if it is grounded, and 1 - penalty otherwise. Each
+    look-up costs `call_cost`.
     """
     result = scores.compute_score(data_source, solution_str, ground_truth)
     problem = parse_problem(extra_info["question"], extra_info["prices"])
@@ -165,7 +165,7 @@ def compute_score_fapo_oracle(
 
 def compute_score_outcome(
     data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0) -> dict:  # fmt: skip
-    """Return the score of the answer alone, minus the cost of the look-ups. The oracle only measures."""
+    """Return the outcome reward minus the cost of the look-ups. The oracle only adds metrics."""
     return compute_score_fapo_oracle(
         data_source, solution_str, ground_truth, extra_info, turns, penalty=0.0, call_cost=call_cost
     )

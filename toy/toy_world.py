@@ -1,25 +1,25 @@
-"""The toy world: FAPO's problem in miniature, and a worked example of a file with your own reward functions.
+"""The toy world: FAPO's problem in miniature, and a worked example of your own reward functions.
 
     python grpo_trainer.py ... --reward-fn toy/toy_world.py:compute_score_fapo_oracle
 
 A problem is a short story of sums: "Ben has 65 eggs, gets 9, loses 3. Remainder mod 5?" A solution has one
-paragraph per sum ("65+9=74") and a last one with the answer ("Remainder \\boxed{1}"). A forgotten carry makes
-a sum wrong by ten, which leaves the remainder unchanged: the step is wrong and the answer correct. That is a
-flawed positive, and a reward that checks only the answer cannot see it. If the question is "How many?", the
+paragraph per sum ("65+9=74") and a final paragraph with the answer ("Remainder \\boxed{1}"). A forgotten
+carry is an error of ten, which leaves the remainder unchanged: the step is wrong but the answer correct. A
+reward that checks only the answer cannot detect such a flawed positive. If the question is "How many?", the
 same slip makes the answer wrong.
 
-In the second world (`own_flaws` in KINDS) no flaws are planted. Its stories have six to nine sums and its
-questions have few possible answers ("More than 50?", "Remainder mod 2?", "Remainder mod 5?"), so a wrong
-solution often ends with the correct answer. Its policy has read sound solutions only, and too few of them.
+In the second world (`own_flaws` in KINDS), no flaws are planted. Its stories have six to nine sums, and its
+questions have few possible answers ("More than 50?", "Remainder mod 2?", "Remainder mod 5?"). A wrong
+solution therefore often ends with the correct answer. Its policy was trained only on sound solutions, but not
+for long enough.
 
-This file generates the problems, solutions with slips and critiques that overlook slips, at chosen rates. It
+This file generates problems, solutions with slips, and critiques that overlook slips, at adjustable rates. It
 also contains an oracle that finds every slip, the reward functions, and the rows of the data sets.
-toy/warm_start.py trains models on these rows, and toy/report.py makes tables of finished runs. If you copy
-this file, copy compute_score.py too.
+toy/warm_start.py trains models on generated texts, and toy/report.py prints tables for finished runs. If you
+copy this file, copy compute_score.py as well.
 
-Not covered: this is not a benchmark. The flaw of the first world is planted, and a check of the answer cannot
-see it by construction, while real flawed positives are as varied as mathematics. The toy world shows the
-mechanism and exercises every part of the code.
+Not covered: the toy world is not a benchmark. The flaw of the first world is planted, and by construction a
+check of the answer cannot see it. Real flawed positives are much more varied.
 """
 
 import functools
@@ -30,23 +30,23 @@ from typing import NamedTuple
 
 import compute_score as scores
 
-# Questions of the first world. RL uses only REMAINDER, whose answer a forgotten carry never changes.
+# Questions of the first world. RL uses only REMAINDER, because a forgotten carry never changes its answer.
 REMAINDER, TOTAL = "Remainder mod 5?", "How many?"
 COARSE = ("More than 50?", "Remainder mod 2?", REMAINDER)  # questions of the second world
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
-# The shipped models were trained on shorter words. Their tokenizers translate the words of this file into
-# these, which keeps token ids, random choices and all published figures unchanged.
+# The shipped models were trained on these shorter words. Their tokenizers replace the long words by the short
+# ones, which keeps token ids, random choices and all published results unchanged.
 SHORT_WORDS = {"Remainder": "Rest", " mod": " by"}
 STEPS = (*range(-9, -1), *range(2, 10))
-LOWEST, HIGHEST = 15, 99  # bounds of every true intermediate value
+LOWEST, HIGHEST = 15, 99  # bounds of all correct intermediate values
 
 
 # ---- Problems and solutions --------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """A start value, steps of +n or -n, and a question. `parse_problem` reads the text of `str(problem)`."""
+    """A start value, steps of +n or -n, and a question. `parse_problem` is the inverse of `str`."""
 
     name: str
     item: str
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
 
     @property
     def asked(self) -> tuple[str, str, int]:
-        """The kind of question, its condition and its number: ("Remainder", "mod 5", 5)."""
+        """The question's kind, its condition and its number, such as ("Remainder", "mod 5", 5)."""
         if self.question == TOTAL:
             return "Total", "", 0
         head, _, condition = self.question.strip("?").partition(" ")
@@ -95,22 +95,23 @@ class Problem(NamedTuple):
 
 
 def parse_problem(text: str) -> Problem:
-    """Return the problem that `text` describes. Raises ValueError if it is not a problem of this world."""
+    """Return the problem that `text` describes. Raises ValueError if `text` is not from the toy world."""
     asked = r"Remainder mod [2-9]\?|How many\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
-        raise ValueError(f"question: not a problem of the toy world: {text!r}; prepare data with --tasks toy")
+        raise ValueError(f"question: {text!r} is not a problem of the toy world; prepare the data with "
+                         "prepare_data.py --tasks toy")  # fmt: skip
     name, start, item, story, question = match.groups()
     signed = story.replace(", gets ", " ").replace(", loses ", " -")
     return Problem(name, item, int(start), tuple(map(int, signed.split())), question)
 
 
 def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] = (3, 4)) -> Problem:
-    """Draw a problem with steps of 2 to 9 and true intermediate values from LOWEST to HIGHEST.
+    """Draw a problem with steps of 2 to 9 and correct intermediate values from LOWEST to HIGHEST.
 
     Args:
-        question: The question, or a tuple from which one is drawn.
-        lengths: The lowest and the highest number of steps.
+        question: The question, or a tuple of questions from which one is drawn.
+        lengths: Minimum and maximum number of steps.
     """
     start = rng.randint(20, 89)
     value = start
@@ -125,7 +126,7 @@ def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] 
 
 
 def forgets_carry(left: int, step: int) -> int | None:
-    """Return left+step with its carry (or borrow) forgotten, or None if the sum has no carry."""
+    """Return left+step without the carry (or borrow), or None if the sum has no carry."""
     units = left % 10 + step
     if units > 9:
         return left + step - 10
@@ -135,19 +136,19 @@ def forgets_carry(left: int, step: int) -> int | None:
 
 
 class Slips(NamedTuple):
-    """Probabilities of a solver's slips, per step."""
+    """Probabilities with which a solver makes each kind of slip, per step."""
 
-    carry: float = 0.0  # A carry or borrow is forgotten: an error of ten, which the remainder mod 5 hides.
+    carry: float = 0.0  # A carry or borrow is forgotten. The remainder mod 5 hides this error of ten.
     off: float = 0.0  # The result is off by one or two, which nearly always makes the answer wrong.
-    last: float = 0.0  # The last line gives a wrong answer for the stated total.
+    last: float = 0.0  # The last line gives the wrong answer for the stated total.
     fives: float = 0.0  # The result is off by 5, 10 or 20.
-    misread: float = 0.0  # The line starts from a value that is 5 or 10 off, or applies a step that is 5 off.
+    misread: float = 0.0  # The line starts from a value that is off by 5 or 10, or its step is off by 5.
 
 
 def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> list[str]:
-    """Return a solution as paragraphs, which is sound without slips.
+    """Return a solution as a list of paragraphs. Without slips, the solution is sound.
 
-    The line after a slip starts from the value that the wrong line states.
+    The line after a slip starts from the wrong value.
     """
     value = problem.start
     lines = []
@@ -155,7 +156,7 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
         left = value
         value = left + step
         forgotten = forgets_carry(left, step)
-        if rng.random() < slips.misread:  # No second slip follows, which could undo this one.
+        if rng.random() < slips.misread:  # Only one slip per line, because a second one could undo it.
             if rng.random() < 0.5:
                 left = abs(left + rng.choice((-10, -5, 5, 10)))
             elif step < -5 or 0 < step <= 5:
@@ -183,10 +184,10 @@ def write_solution(problem: Problem, rng: Random, slips: Slips = Slips()) -> lis
 def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     """Return the oracle's verdict: the 0-based index of the first wrong paragraph, or -1 if there is none.
 
-    A line is right if it starts from the value stated before it, applies the problem's step and states the
-    true result. The last line must answer the question. A problem therefore has exactly one sound solution,
-    and every malformed, missing or additional line is wrong. Raises ValueError if the question is not of this
-    world.
+    A line is correct if it starts from the previous value, applies the problem's step and states the correct
+    result. The last line must answer the question. A problem therefore has exactly one sound solution, and
+    every malformed, missing or additional line is wrong. Raises ValueError if the question is not from the
+    toy world.
     """
     sound = write_solution(parse_problem(question), Random(0))
     stated = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
@@ -196,15 +197,16 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
 
 
 def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.0, alarm=0.0, stop=True):
-    """Write a critique that recomputes each line ("0:65+9=74?6 not") up to the first wrong one.
+    """Write a critique that recomputes each line ("0:65+9=74?6 not") up to the first wrong line.
 
-    Each line is recomputed from the value stated before it. The critique then quotes the stated result up to
-    the first wrong digit, because a tiny model can compare single digits.
+    The critique recomputes each line from the previous value. It then quotes the stated result up to the
+    first wrong digit, because a tiny model can compare only single digits.
 
     Args:
-        miss: The probability that a wrong line is accepted; its stated result is then "recomputed".
-        alarm: The probability that a right line is called wrong.
-        stop: False checks all lines and gives no verdict, as practice for a judge that learns to compare.
+        miss: The probability of accepting a wrong line, by "recomputing" the result that the line states.
+        alarm: The probability of rejecting a correct line.
+        stop: Whether to stop at the first wrong line and give a verdict. Otherwise, the critique checks all
+            lines and gives no verdict, so that a judge can practise comparing.
     """
     value = problem.start
     checks = []
@@ -246,24 +248,26 @@ class Kind(NamedTuple):
     """A kind of toy world: its problems, and the slips in the texts from which its models learn."""
 
     question: str | tuple = REMAINDER  # The question of RL, or a tuple from which each problem draws one.
-    lengths: tuple[int, int] = (3, 4)  # Lowest and highest number of steps of a problem.
-    # The policy's slips: about 60 % of its answers are correct, and most of the correct answers are flawed.
+    lengths: tuple[int, int] = (3, 4)  # Minimum and maximum number of steps of a problem.
+    # Slips of the policy, with which about 60 % of its answers are correct. Most of these are flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
     # Slips in the solutions that the judge reads.
     critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)
     # Slips in the judge's practice texts, in which about half of the lines are wrong.
     practice: Slips = Slips(carry=0.35, off=0.2, last=0.5, fives=0.2, misread=0.1)
-    # If set, the policy reads only sound solutions, until this fraction of its own solutions is sound.
+    # If set, the policy is trained on sound solutions, until this fraction of its own solutions is sound.
     stop_at: float | None = None
 
 
-# The standard judge learns from all kinds of flaws, because FAPO-Critic has solutions of many models. A judge
-# that has seen only forgotten carries (narrow_judge) overlooks "82-2=70", which has nothing to borrow. The
-# policy may learn to exploit this gap: reward hacking. The weak policy is wrong far more often than fully
-# correct, so FAPO encourages its flawed positives until that changes. own_flaws is the second world, without
-# planted flaws. Its judge sees the first world's flaws; recipes/critic_rows.py makes rows from the flaws that
-# policies made.
-JUDGE = {"miss": 0.5, "alarm": 0.05}  # error rates of the warm-started judge, which RL is to reduce
+# The standard judge learns from all kinds of flaws, because FAPO-Critic contains solutions of many models.
+#
+# narrow_judge: The judge has seen only forgotten carries. It overlooks "82-2=70", where there is nothing to
+# borrow, and the policy may learn to exploit this gap (reward hacking).
+# weak_policy: The policy is wrong far more often than fully correct. FAPO encourages its flawed positives
+# until that changes.
+# own_flaws: The second world, without planted flaws. Its judge sees the flaws of the first world, but
+# recipes/critic_rows.py makes rows from the policies' own flaws.
+JUDGE = {"miss": 0.5, "alarm": 0.05}  # Error rates of the warm-started judge, which RL should reduce.
 KINDS = {
     "standard": Kind(),
     "narrow_judge": Kind(critic=Slips(carry=0.35), practice=Slips(carry=0.8)),
@@ -276,9 +280,9 @@ KINDS = {
 
 
 def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
-    """Add the oracle's findings to a result, under keys that the trainer averages.
+    """Add the oracle's findings to a result. The trainer averages the new keys.
 
-    The result's own `first_wrong` and `sums_right` take precedence over the oracle's.
+    If the result already contains `first_wrong` or `sums_right`, its values are kept.
     """
     first_wrong = first_wrong_paragraph(extra_info["question"], solution_str)
     sound = first_wrong == -1
@@ -293,7 +297,7 @@ def with_oracle(result: dict, solution_str: str, extra_info: dict) -> dict:
 
 
 def watched(function):
-    """Add the oracle's metrics to a reward function; its signature stays: misspelt settings are rejected."""
+    """Add the oracle's metrics to a reward function, and keep its signature to reject misspelt settings."""
 
     @functools.wraps(function)
     async def score(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
@@ -303,8 +307,8 @@ def watched(function):
     return score
 
 
-compute_score_fapo = watched(scores.compute_score_fapo)  # a served judge finds the flaws
-compute_score_baseline = watched(scores.compute_score_baseline)  # the outcome reward; a judge only measures
+compute_score_fapo = watched(scores.compute_score_fapo)  # A served judge finds the flaws.
+compute_score_baseline = watched(scores.compute_score_baseline)  # A judge can only add metrics.
 
 
 def compute_score_fapo_oracle(
@@ -313,10 +317,11 @@ def compute_score_fapo_oracle(
     """Return FAPO's score with the oracle as a perfect judge (paper eq. 8).
 
     Args:
-        penalty: Lambda: a flawed positive scores 1 - penalty. recall: The fraction of flawed solutions that
-        the judge finds; it finds a given solution always or never. judge_wrong: Whether to locate the first
-        error of wrong answers too, for advantages that need it. place: The bonus of a wrong answer, times its
-        fraction of paragraphs before the first wrong one.
+        penalty: FAPO's lambda. A flawed positive scores 1 - penalty.
+        recall: The fraction of flawed solutions that the judge detects. For a given solution, the verdict is
+            always the same.
+        judge_wrong: Whether to locate the first error of wrong answers as well. Some advantages need it.
+        place: A wrong answer gets this bonus times the fraction of its paragraphs before the first error.
     """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     result = with_oracle(rule, solution_str, extra_info)
@@ -337,9 +342,9 @@ def compute_score_fapo_oracle(
     return result
 
 
-@functools.wraps(compute_score_fapo_oracle, assigned=())  # keeps the settings: misspelt ones are rejected
+@functools.wraps(compute_score_fapo_oracle, assigned=())  # The signature rejects misspelt settings.
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
-    """Add `step_scores` to FAPO's score (--advantage steps): 1 before the first wrong step, then 0."""
+    """Add `step_scores` to FAPO's score, for --advantage steps: 1 before the first wrong step, then 0."""
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
     first_wrong = result["first_wrong"]
     steps = [1.0] * len(scores.split_paragraphs(solution_str))
@@ -352,7 +357,7 @@ def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_in
 
 # ---- Rows --------------------------------------------------------------------------------------------------
 
-# The toy judge has a prompt that is short enough for a tiny model.
+# The toy judge needs a prompt that is short enough for a tiny model.
 scores.PROMPT_STYLES["brief"] = ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n")
 
 
@@ -361,7 +366,7 @@ def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
 
 
 def policy_row(problem: Problem, data_source: str, split: str, index: int) -> dict:
-    """Return a row for training or validating the policy."""
+    """Return a row for training or evaluating the policy."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": str(problem)}],
@@ -372,7 +377,7 @@ def policy_row(problem: Problem, data_source: str, split: str, index: int) -> di
 
 
 def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) -> tuple[Problem, list[str]]:
-    """Draw a problem and a flawed or sound solution with the correct answer, as in FAPO-Critic."""
+    """Draw a problem and a flawed or sound solution with a correct answer, as in FAPO-Critic."""
     if flawed:
         slips = kind.critic
     else:
@@ -386,7 +391,7 @@ def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) ->
 
 
 def critic_row(problem: Problem, paragraphs: list[str], split: str, index: int) -> dict:
-    """Return a row for training or validating the judge on a solution."""
+    """Return a row for training or evaluating the judge on a solution."""
     row = policy_row(problem, "fapo_critic", split, index)
     row["ability"] = "math_critic"
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)

@@ -1,19 +1,19 @@
 """Make the models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
 
-    python prepare_data.py --tasks toy --out-dir data/toy             # a world, with copies of toy/models/
-    python -m toy.warm_start --out-dir data/toy                       # the same from nothing: 5 to 8 minutes
-    python -m toy.warm_start --out-dir data/weak --kind weak_policy   # a world of another kind
+    python prepare_data.py --tasks toy --out-dir data/toy             # copies the models of toy/models/
+    python -m toy.warm_start --out-dir data/toy                       # trains them again: 5 to 8 minutes
+    python -m toy.warm_start --out-dir data/weak --kind weak_policy   # another kind of world
     python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
     python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # only its rows
     python -m toy.warm_start --out-dir data/shop --kind shop --models policy       # the world with a tool
 
-The warm start is supervised training on texts that toy/toy_world.py writes. It teaches errors that
+The warm start is supervised training on texts that toy/toy_world.py generates. It teaches errors that
 reinforcement learning can then correct: the policy forgets carries, and the judge overlooks half of the wrong
-lines. In the second world, the policy reads only sound solutions, and its training stops early.
-The same seed gives the same files on the same kind of processor.
+lines. In the second world, the policy is trained only on sound solutions, and its training stops early. On
+the same kind of processor, the same seed produces the same files.
 
-What it leaves out: training on GPUs, and models of more than a million parameters. To copy this file, copy
-toy/toy_world.py, toy/shop_world.py and compute_score.py too.
+Not covered: training on GPUs, and models with more than a million parameters. If you copy this file, copy
+toy/toy_world.py, toy/shop_world.py and compute_score.py as well.
 """
 
 import math
@@ -29,23 +29,24 @@ import tyro
 
 @dataclass
 class Config:
-    """Settings of a toy world: the rows of its data sets, and models that are trained from scratch."""
+    """Settings of a toy world: the rows of its data sets, and the models to train from scratch."""
 
-    out_dir: Path  # Output directory for the parquet files and the models.
-    seed: int = 0  # Seed of the problems, the tokenizer and the training.
-    # Kind of world. narrow_judge: its judge sees only forgotten carries. weak_policy: its policy is wrong
-    # more often than correct. own_flaws: the second world, whose policy sees only correct solutions. shop:
-    # the world with a tool, which has no judge.
+    out_dir: Path  # Output directory for the Parquet files and the models.
+    seed: int = 0  # Random seed for the problems, the tokenizer and the training.
+    # Kind of toy world. narrow_judge: the judge is trained only on forgotten carries. weak_policy: the policy
+    # is wrong more often than correct. own_flaws: the second world, whose policy is trained only on sound
+    # solutions. shop: the world with a tool, which has no judge.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
-    # Models to train, in about 2 and 4 minutes; --models without a name writes only the rows.
+    # Models to train. The policy takes about 2 minutes and the judge about 4. --models without a name writes
+    # only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
-    # With own_flaws and shop: stop training the policy when this fraction of its solutions is sound.
+    # With --kind own_flaws or shop: stop training the policy when this fraction of its solutions is sound.
     stop_at: float = 0.25
 
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = tyro.cli(Config, description=__doc__.partition("What it leaves out")[0])
+    CONFIG = tyro.cli(Config, description=__doc__.partition("Not covered")[0])
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,7 +76,7 @@ from toy.toy_world import (
     write_solution,
 )
 
-SHIPPED = Path(__file__).with_name("models")  # models/README.md has their metrics
+SHIPPED = Path(__file__).with_name("models")  # models/README.md lists the metrics of these models.
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ def chat(prompt: str, response: str):
 
 
 def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
-    """Return texts of every kind that the models read or write."""
+    """Return examples of all texts that the models read or write."""
     texts = []
     for _ in range(3000):
         problem = random_problem(rng, rng.choice((kind.question, TOTAL)), kind.lengths)
@@ -106,8 +107,8 @@ def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts`: each digit is one token, and "\\n\\n" is never split.
 
-    The vocabulary contains SHORT_WORDS instead of the words of the world. Decoding restores the long words,
-    also if a text originally contained a short word.
+    The tokenizer replaces the keys of SHORT_WORDS by their values. Decoding restores the long words, even if
+    the original text contained a short word.
     """
     tokenizer = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
@@ -116,7 +117,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     shorten = [normalizers.Replace(word, short) for word, short in SHORT_WORDS.items()]
     tokenizer.normalizer = normalizers.Sequence(shorten)
     lengthen = []
-    for word, short in SHORT_WORDS.items():  # Byte-level tokens write a space as Ġ.
+    for word, short in SHORT_WORDS.items():  # In byte-level tokens, Ġ stands for a space.
         lengthen.append(decoders.Replace(short.replace(" ", "Ġ"), word.replace(" ", "Ġ")))
     tokenizer.decoder = decoders.Sequence([*lengthen, decoders.ByteLevel()])
     trainer = trainers.BpeTrainer(
@@ -140,7 +141,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """Return a Llama of about 1 M parameters. The head is untied: vLLM on CPU reloads tied heads wrongly."""
+    """Return a Llama with about 1 M parameters and an untied head: vLLM on CPU reloads tied heads wrongly."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -155,15 +156,15 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        initializer_range=0.05,  # With 0.02 a model of this width learns more slowly.
+        initializer_range=0.05,  # With the usual 0.02, such a narrow model learns more slowly.
     )
     return LlamaForCausalLM(config)
 
 
 def response_losses(model, tokenizer, examples, count: int):
-    """Return the losses, token ids and rows of all tokens that the model writes in `count` examples."""
+    """Return the losses, ids and row numbers of all tokens that the model writes in `count` examples."""
     texts = []
-    responses = []  # for each text: whether the model writes each token
+    responses = []  # For each token of each text: whether the model writes it.
     for _ in range(count):
         text = []
         own = []
@@ -183,18 +184,19 @@ def response_losses(model, tokenizer, examples, count: int):
 
 @torch.no_grad()
 def sound_share(model, tokenizer, examples) -> float:
-    """Return the probability of a sound solution at temperature 1; each problem has exactly one."""
+    """Return the mean probability of the sound solution at temperature 1. Each problem has exactly one."""
     losses, _, rows = response_losses(model, tokenizer, examples, 128)
     return torch.zeros(128).index_add(0, rows, losses).neg().exp().mean().item()
 
 
 def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at=None, of=None, **bar):
-    """Train a model on the responses of examples, 16 examples per step.
+    """Train a model on the responses in the examples, with 16 examples per step.
 
     Args:
-        examples: Returns (prompt, response), or (prompt, response, tool output, response, ...).
-        verdict_weight: The weight of the tokens " ok" and " not", which are rare and decide the verdict.
-        stop_at: Stop when the `sound_share` of the examples that `of` returns reaches this value.
+        examples: A function that returns an example: (prompt, response), or (prompt, response, tool output,
+            response, ...).
+        verdict_weight: The weight of the tokens " ok" and " not", which are rare but determine the verdict.
+        stop_at: Stop when the `sound_share` of examples from the function `of` reaches this value.
         bar: Options of the tqdm progress bar.
     """
     verdicts = torch.tensor(tokenizer.encode(" ok") + tokenizer.encode(" not"))
@@ -216,10 +218,10 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at
 
 
 def phases(name: str, rng: Random, kind: Kind):
-    """Return the phases of a model's warm start: [(what it learns, arguments of `fit` from `examples` on)].
+    """Return the phases of a model's warm start as [(what it learns, *arguments of `fit`)].
 
-    The judge learns to add before it learns to compare, because with a solution in the prompt it would only
-    learn to copy.
+    The arguments start with `examples`. The judge learns to add before it learns to compare, because with a
+    solution in the prompt it would only learn to copy.
     """
 
     def solve(question=kind.question, slips=Slips(), lengths=kind.lengths):
@@ -232,7 +234,7 @@ def phases(name: str, rng: Random, kind: Kind):
             question = TOTAL
         return solve(question, slips)
 
-    def solve_short_too():  # half of the stories are short, because short ones teach the question first
+    def solve_short_too():  # Half of the stories are short, so that the model first learns the question.
         if rng.random() < 0.5:
             return solve(lengths=(0, 2))
         return solve_either()
@@ -240,7 +242,7 @@ def phases(name: str, rng: Random, kind: Kind):
     def critique(problem, paragraphs, **how):
         return chat(critic_prompt(problem, paragraphs), write_critique(problem, paragraphs, rng, **how))
 
-    def compare():  # critiques of all lines, half of them wrong, contain many verdicts to learn from
+    def compare():  # The critique checks all lines. Half of them are wrong, so there are many verdicts.
         if rng.random() < 0.3:
             return solve()
         problem = random_problem(rng, kind.question, kind.lengths)
@@ -270,7 +272,7 @@ def phases(name: str, rng: Random, kind: Kind):
 
 
 def shop_phases(rng: Random, stop_at: float):
-    """Return the phases of the shop's policy: half of the texts look prices up, half just state them."""
+    """Return the phases for the shop's policy. Half of the texts look prices up, and half just state them."""
 
     def solve(looks_up=None, lengths=(3, 4)):
         problem = shop_world.random_problem(rng, COARSE, lengths)
@@ -280,14 +282,14 @@ def shop_phases(rng: Random, stop_at: float):
         prompt, pieces[-1] = chat(str(problem), pieces[-1])
         return [prompt, *pieces]
 
-    def solve_short_too():  # half of the stories are short, because short ones teach the question first
+    def solve_short_too():  # Half of the stories are short, so that the model first learns the question.
         return solve(lengths=rng.choice([(0, 2), (3, 4)]))
 
     return [("to solve", solve_short_too, 4000, 2e-3, 2e-3, 1.0, stop_at, lambda: solve(looks_up=True))]
 
 
 def shop_corpus(rng: Random) -> list[str]:
-    """Return single words of the shop's texts: from whole texts, whole stories would become single tokens."""
+    """Return the words of the shop's texts one by one, so that no token contains a whole story."""
     words = []
     for _ in range(3000):
         problem = shop_world.random_problem(rng, COARSE)
@@ -297,12 +299,12 @@ def shop_corpus(rng: Random) -> list[str]:
 
 
 def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_at=0.25) -> None:
-    """Train the model names[row] and save it in `out_dir` in bf16. One thread is fastest for this model size.
+    """Train the model names[row] and save it in `out_dir` in bf16.
 
     Args:
-        kind: The kind of world; None is the shop.
+        kind: The kind of toy world, or None for the shop.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # One thread is fastest for this model size.
     name = names[row]
     model = new_model(len(tokenizer), seed)
     rng = Random(f"{seed}/{name}")
@@ -320,7 +322,7 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 
 
 def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
-    """Write the five parquet files of a world of this kind (see KINDS)."""
+    """Write the five Parquet files of a toy world of this kind (see KINDS)."""
     rng = Random(f"{seed}/rows")
     made = KINDS[kind]
     for source, split, count in (
@@ -344,7 +346,7 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
 
 
 def write_shop_rows(out_dir: Path, seed: int) -> None:
-    """Write the two parquet files of the shop."""
+    """Write the two Parquet files of the shop."""
     rng = Random(f"{seed}/rows")
     for split, count in (("train", 4096), ("test", 512)):
         rows = []
@@ -359,7 +361,7 @@ def copy_shipped(out_dir: Path) -> None:
     """Copy the models of toy/models/ into this directory."""
     for name in ("policy", "judge"):
         shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
-        print(f"{out_dir / name}: the warm-started {name} of {SHIPPED}")
+        print(f"{out_dir / name}: the warm-started {name} from {SHIPPED}")
 
 
 def main(config: Config) -> None:
@@ -368,7 +370,7 @@ def main(config: Config) -> None:
     rng = Random(f"{config.seed}/tokenizer")
     if kind is None:
         if "judge" in config.models:
-            raise SystemExit("error: --models: the shop has no judge; write --models policy")
+            raise SystemExit("error: --models judge: --kind shop has no judge; pass --models policy")
         write_shop_rows(config.out_dir, config.seed)
         tokenizer = build_tokenizer(shop_corpus(rng))
     else:
