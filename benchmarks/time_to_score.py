@@ -6,10 +6,10 @@
         --val-file data/gcd/reasoning_gym_gcd_test.parquet \
         --reward-fn recipes/gcd_steps.py:compute_score_outcome --out time_to_score.jsonl
 
-Both sides get the same rows, model, reward function, loss (token mean, clipped to 0.8..1.28, no KL term),
-optimizer and lengths, in float32 on the same number of threads. The sides draw the prompts in different
-orders. Held-out rows are answered greedily; the score is the fraction that the reward function calls correct
-(acc).
+Both sides get the same model, prompts in the same order, reward function, loss (token mean, clipped to
+0.8..1.28, no KL term), optimizer, learning rates and lengths, in float32 on the same number of threads. The
+samples differ, because the sides use their random numbers in different ways. Held-out rows are answered
+greedily; the score is the fraction that the reward function calls correct (acc).
 
 The clock of a side starts with its process, includes imports and Ray, and stops during evaluations. The sides
 take turns, because other work on the machine should slow both down alike: one side is stopped while the other
@@ -33,6 +33,7 @@ from pathlib import Path
 
 import tyro
 
+WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -57,7 +58,7 @@ class Config:
     prompts: int = 16  # Prompts per step.
     group: int = 8  # Samples per prompt.
     length: int = 112  # Tokens per response, at most.
-    lr: float = 1e-4  # Learning rate, after a warm-up of five steps.
+    lr: float = 1e-4  # Learning rate, after a warm-up over the first five steps.
     threads: int = 1  # CPU threads of each side.
     turn: float = 10.0  # Seconds of a turn; 0: the sides run one after the other.
     limit: float = 3600.0  # Seconds for all sides of a seed; then the runs stop as they are.
@@ -106,7 +107,7 @@ def run_ours(job: dict, events: Events) -> None:
         events.write("evaluation", score=line[f"val/{source}/mean@1"])
 
     def timed_log_step(run, metrics):
-        events.write("rewards", reward=metrics["reward/mean"])
+        events.write("rewards", reward=metrics["reward/mean"], spread=metrics["reward/groups_with_spread"])
         events.write("step")
         log_step(run, metrics)
 
@@ -124,7 +125,7 @@ def run_ours(job: dict, events: Events) -> None:
         "max-response-length": job["length"],
         "overlong-buffer": 0,
         "lr": job["lr"],
-        "lr-warmup-steps": 5,
+        "lr-warmup-steps": WARMUP_STEPS,
         "val-every": job["val_every"],
         "val-temperature": 0,
         "save-every": 0,
@@ -140,14 +141,15 @@ def run_ours(job: dict, events: Events) -> None:
 # ---- TRL's side
 
 
-def run_trl(job: dict, events: Events) -> None:
+def run_trl(job: dict, events: Events, trainer_class=None):
+    """Train with GRPOTrainer, or a subclass of it. Returns the trainer."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     function = load_function(job["reward_fn"])
     val_rows = rows_of(job["val_file"])
@@ -161,7 +163,9 @@ def run_trl(job: dict, events: Events) -> None:
         scores = []
         for completion, text in zip(completions, row):
             scores.append(result_of(json.loads(text), completion[0]["content"])["score"])
-        events.write("rewards", reward=statistics.fmean(scores))
+        groups = [scores[start : start + job["group"]] for start in range(0, len(scores), job["group"])]
+        spread = statistics.fmean(len(set(group)) > 1 for group in groups)
+        events.write("rewards", reward=statistics.fmean(scores), spread=spread)
         return scores
 
     @torch.no_grad()
@@ -203,24 +207,30 @@ def run_trl(job: dict, events: Events) -> None:
         epsilon=0.2,
         epsilon_high=0.28,
         beta=0.0,
-        learning_rate=job["lr"],
-        weight_decay=0.1,
         max_grad_norm=1.0,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
+        shuffle_dataset=False,  # The rows are drawn in our order.
         seed=job["seed"],
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
     )
+    # TRL's own warm-up begins at 0, and its weight decay leaves out norms; ours does neither.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS))
     rows = rows_of(job["train_file"])
     columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
-    callbacks = [Watch()]
-    trainer = GRPOTrainer(
-        model, reward, args, Dataset.from_dict(columns), processing_class=tokenizer, callbacks=callbacks
+    trainer = (trainer_class or GRPOTrainer)(
+        model,
+        reward,
+        args,
+        Dataset.from_dict(columns),
+        processing_class=tokenizer,
+        callbacks=[Watch()],
+        optimizers=(optimizer, warmup),
     )
     trainer.train()
+    return trainer
 
 
 @contextlib.contextmanager
@@ -264,6 +274,8 @@ class Side:
         path = Path(job["folder"], f"{self.name}.job")
         path.write_text(json.dumps(job | {"events": str(self.events)}))
         environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
+        # By default a thread that waits for another one spins, and would count that as CPU time.
+        environment["OMP_WAIT_POLICY"] = "passive"
         if self.name != "ours":
             environment["PYTHONPATH"] = str(config.trl.expanduser())
         with self.log.open("w") as log:
@@ -316,10 +328,12 @@ def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
     points = []
     step_ends = []
     rewards = []
+    spread = []
     for event in events:
         own, cpu = own_seconds(turns, event["at"]), event["cpu"]
         if event["kind"] == "rewards":
             rewards.append(event["reward"])
+            spread.append(event["spread"])
         elif event["kind"] == "step":
             step_ends.append([own - paused, cpu - paused_cpu])
         elif event["kind"] == "evaluation begins":
@@ -329,20 +343,28 @@ def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
             points.append({"step": len(step_ends), "score": event["score"]} | times)
             paused += own - begun
             paused_cpu += cpu - begun_cpu
-    return {"points": points, "step_ends": step_ends, "rewards": rewards}
+    return {"points": points, "step_ends": step_ends, "rewards": rewards, "groups_with_spread": spread}
 
 
 def compare(config: Config, seed: int) -> list[dict]:
     """Return the curves of all sides for one seed."""
+    from grpo_trainer import draw
+
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = {name: Path(folder, f"{name}.jsonl") for name in ("train_file", "val_file")}
         write_rows(config.train_file, None, config.suffix, files["train_file"])
         write_rows(config.val_file, config.num_val, config.suffix, files["val_file"])
+        # The prompts of all steps, in the order in which our trainer draws them.
+        drawn = Path(folder, "drawn.jsonl")
+        lines = files["train_file"].read_text().splitlines(keepends=True)
+        drawn.write_text("".join(draw(lines, 0, config.prompts * config.steps, seed)))
         sides = []
         for name in config.sides:
             job = asdict(config) | {"seed": seed, "side": name, "folder": folder}
             job |= {key: str(value) for key, value in files.items()}
             job |= {"model": str(config.model), "out": None, "trl": None}
+            if name != "ours":
+                job["train_file"] = str(drawn)
             side = Side(job, config)
             stack.callback(side.stop)
             side.process.send_signal(signal.SIGSTOP)

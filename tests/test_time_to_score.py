@@ -16,16 +16,16 @@ def test_evaluations_and_the_turns_of_other_sides_do_not_count():
     events = [
         event("evaluation begins", 102, 1.0),
         event("evaluation", 105, 3.0, score=0.1),  # 3 s, 2 s of CPU time
-        event("rewards", 108, 4.0, reward=-0.5),
+        event("rewards", 108, 4.0, reward=-0.5, spread=0.25),
         event("step", 135, 5.0),  # 15 s of its own, 3 of them an evaluation
-        event("rewards", 138, 6.0, reward=0.5),
+        event("rewards", 138, 6.0, reward=0.5, spread=1.0),
         event("step", 140, 7.0),
         event("evaluation begins", 141, 8.0),
         event("evaluation", 149, 12.0, score=0.9),
     ]
     curve = time_to_score.curve_of(events, turns)
     assert curve["step_ends"] == [[12, 3.0], [17, 5.0]]
-    assert curve["rewards"] == [-0.5, 0.5]
+    assert curve["rewards"] == [-0.5, 0.5] and curve["groups_with_spread"] == [0.25, 1.0]
     assert curve["points"] == [
         {"step": 0, "score": 0.1, "seconds": 2, "cpu": 1.0},
         {"step": 2, "score": 0.9, "seconds": 18, "cpu": 6.0},
