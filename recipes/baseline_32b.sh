@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The baseline with 32B (paper Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT a judge also
-# measures the flawed positives.
+# The paper's 32B baseline (Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT, a judge also measures
+# the flawed-positive rate.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 policy ranks, and eight policy servers with two GPUs
-# each. Weights and optimizer states stay in host memory between updates (260 to 520 GB on the nodes of the
-# ranks). Two nodes: --policy-ranks 8 --rollout-servers 4. `python -m tools.plan_run` with the trainer's flags
-# shows what fits where.
-# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is written), 66 GB for the model.
+# Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, and eight policy
+# servers with two GPUs each. Between updates, weights and optimizer states are in host memory (260 to 520 GB on
+# the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 4. To check memory and placement, use
+# `python -m tools.plan_run` with the trainer's flags.
+# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 66 GB for the model.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=()

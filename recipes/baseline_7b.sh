@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The baseline with 7B (paper Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT a judge also
-# measures the flawed positives.
+# The paper's 7B baseline (Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT, a judge also measures
+# the flawed-positive rate.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# One node with eight GPUs of 80 GB: four policy ranks and four policy servers. Several nodes:
-# docs/cluster.md. `python -m tools.plan_run` with the trainer's flags shows what fits where.
-# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is written), 15 GB for the model.
+# Hardware: one node with eight 80 GB GPUs, for four policy ranks and four policy servers. For several nodes, see
+# docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 15 GB for the model.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=()

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# A discriminative reward model on GSM8K: its score is the reward, and reward/acc measures accuracy.
+# GSM8K with the score of a discriminative reward model as the reward. reward/acc measures the accuracy.
 #
 #   bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]
 #   bash recipes/disrm_gsm8k.sh Qwen/Qwen2.5-0.5B-Instruct Skywork/Skywork-Reward-V2-Qwen3-0.6B
 #
-# POLICY is any instruct model, and REWARD_MODEL any sequence classifier with one label that vLLM can serve and
-# whose tokenizer has a chat template; each is a folder or a hub name. The recipe is for one GPU of 24 GB, shared
-# with the policy's server; without a GPU it works with small models. It has not been run as a whole yet, only one
-# step with two toy models. If reward/acc does not follow reward/score, the policy is hacking the reward model.
-POLICY=${1:?give POLICY, a folder or a hub name} REWARD_MODEL=${2:?give REWARD_MODEL, a folder or a hub name}
+# POLICY and REWARD_MODEL are folders or hub names. POLICY can be any instruct model. REWARD_MODEL can be any
+# sequence classifier with one label that vLLM can serve and whose tokenizer has a chat template. Policy, policy
+# server and reward model share one 24 GB GPU. Small models also work without a GPU.
+# It has not been run as a whole yet, only one step with two toy models.
+# If reward/score rises but reward/acc does not, the policy is hacking the reward model.
+POLICY=${1:?pass POLICY, a folder or a hub name} REWARD_MODEL=${2:?pass REWARD_MODEL, a folder or a hub name}
 [ ! -d "$POLICY" ] || POLICY=$(realpath "$POLICY")
 [ ! -d "$REWARD_MODEL" ] || REWARD_MODEL=$(realpath "$REWARD_MODEL")
 RUN=${3:+$(realpath -m "$3")}

@@ -1,52 +1,52 @@
 #!/usr/bin/env bash
 # Runs all experiments of docs/evidence.md, with up to three seeds each.
 #
-# First world: the demo's comparison from three checkpoints with the served judge, the oracle and PAPO. Then the
-# script compares the algorithms, varies the penalty, and shows reward hacking of a narrow judge and the effect of
-# a weak policy.
-# Second world: the algorithms from three checkpoints whose flaws were not planted. Then the script varies what
-# the judge is asked, the penalty, the learning rate, the KL term and the number of steps. It also distils from a
-# teacher, simulates judges that overlook flaws, and trains and serves two judges.
-# Third world (tools): the outcome reward and FAPO at four costs of a call, and other advantages.
+# First world: repeats the demo's comparison from three checkpoints with the served judge, the oracle and PAPO. It
+# also compares the algorithms, varies the penalty, and shows how a policy exploits a narrow judge and how a weak
+# policy learns.
+# Second world: compares the algorithms from three checkpoints without planted flaws. It also varies the judge's
+# task, the penalty, the learning rate, the KL term and the number of steps, distils from a teacher, simulates
+# judges that overlook flaws, and trains and serves two judges.
+# Third world (tools): compares the outcome reward and FAPO at four costs per call, and tries other advantages.
 #
-# WORLDS="first second tools" runs all worlds. The script may be stopped and started again, because it does not
-# repeat finished runs. At the end docs/make_evidence.py and docs/make_shop.py write docs/evidence/.
+# WORLDS="first second tools" selects the worlds. If you stop the script and start it again, it does not repeat
+# finished runs. At the end, docs/make_evidence.py and docs/make_shop.py write docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=$(realpath -m "${OUT:-outputs/evidence}")
-LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would print OMP_NUM_THREADS, which is 1 here
+LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would print OMP_NUM_THREADS, which is 1 here.
 WORLDS=${WORLDS:-first second tools}
 SEEDS="0 1 2"
-# The whole prefix is kept, because the number of paragraphs is fixed: extra steps cannot earn anything here.
+# The number of paragraphs is fixed, so additional steps cannot earn anything, and the whole prefix is kept.
 VPPO=(--advantage vppo --prefix-cut 0)
 JUDGE_OF_WRONG=("${JUDGE[@]:0:5}" "${JUDGE[5]/\{/\{\"judge_wrong\": true, }")
 SCHEDULE=recipes/lambda_schedule.py
 LORA=(--lora-rank 16 --lora-alpha 32 --lr 1e-3)
 mkdir -p "$OUT"
 
-once() {  # once NAME COMMAND...: runs COMMAND in the background, unless it has finished before; log: NAME.log
+once() {  # once NAME COMMAND...: runs COMMAND in the background with the log NAME.log, unless NAME is finished
   [ -f "$OUT/$1.done" ] && return
   while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n; done
   mkdir -p "$(dirname "$OUT/$1")"
-  { "${@:2}" >"$OUT/$1.log" 2>&1 || { echo "error: $1 failed; see $OUT/$1.log"; exit 1; }
+  { "${@:2}" >"$OUT/$1.log" 2>&1 || { echo "error: $1 failed; read $OUT/$1.log"; exit 1; }
     touch "$OUT/$1.done"; stage "$1"; } &
 }
 all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
-world() {  # world NAME KIND SEED MODELS [FURTHER FLAGS]: writes its rows and trains these models
+world() {  # world NAME KIND SEED MODELS [FLAGS]: writes the world's rows and trains these models
   for model in $4; do
     once "$1/$model" python -m toy.warm_start --kind "$2" --models "$model" --seed "$3" --out-dir "$OUT/$1" "${@:5}"
   done
 }
-policy() {  # policy WORLD ALGORITHM SEED [FURTHER FLAGS]
+policy() {  # policy WORLD ALGORITHM SEED [FLAGS]: trains a policy
   once "$1/$2_seed$3" train_policy "$OUT/$1" "$3" "$OUT/$1/$2_seed$3" --resume auto --val-greedy "${@:4}"
 }
-unfinished() {  # unfinished WORLD ALGORITHM...: succeeds if a run of these algorithms is missing
+unfinished() {  # unfinished WORLD ALGORITHM...: succeeds if a run of one of these algorithms is missing
   local seed name
   for seed in $SEEDS; do
     for name in "${@:2}"; do [ -f "$OUT/$1/${name}_seed$seed.done" ] || return 0; done
   done
   return 1
 }
-end_judge() {  # stops the judge's server when it is the only job left
+end_judge() {  # Stops the judge's server when no other job is left.
   while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
   kill $SERVER; wait $SERVER || true
 }
@@ -54,7 +54,7 @@ served() {  # served WORLD [prefix_judge vppo_judge]: runs FAPO and these algori
   local seed
   unfinished "$1" fapo_judge "${@:2}" || return 0
   serve_judge "$OUT/$1/trained_judge/checkpoints/step_60" "$OUT/$1/genrm_logs"
-  LANES=$((LANES + 2))  # one for the server's job, and one because runs wait for the server half of the time
+  LANES=$((LANES + 2))  # one for the server, and one because runs wait for the server half of the time
   for seed in $SEEDS; do
     policy "$1" fapo_judge "$seed" "${JUDGE[@]}"
     [ $# -gt 1 ] || continue
@@ -80,7 +80,7 @@ first_world() {
     all_done
     served "$name"
   done
-  for warm in 0 1 2; do  # compares the algorithms; the page's figures come from another kind of processor
+  for warm in 0 1 2; do  # Compare the algorithms. The page's numbers come from a different kind of processor.
     name=algo$warm
     world "$name" standard "$warm" "judge policy"
     all_done
@@ -103,30 +103,30 @@ first_world() {
   all_done
   served algo0 prefix_judge vppo_judge
   for seed in $SEEDS; do
-    policy weak rule "$seed" "${RULE[@]}"  # this checkpoint gives more wrong answers than correct ones
+    policy weak rule "$seed" "${RULE[@]}"  # This checkpoint gives more wrong answers than correct ones.
     policy weak fapo_oracle "$seed" "${ORACLE[@]}"
     forbid "$seed"
-    for penalty in 0.667 1.333; do  # values of lambda from paper Table 5, which lists 1 - lambda
+    for penalty in 0.667 1.333; do  # These values of lambda are from the paper's Table 5, which lists 1 - lambda.
       policy warm0 "penalty$penalty" "$seed" "${ORACLE[@]}" --reward-kwargs "{\"penalty\": $penalty}"
     done
   done
-  world narrow narrow_judge 0 "judge policy"  # its judge has seen only forgotten carries
+  world narrow narrow_judge 0 "judge policy"  # The judge has seen only forgotten carries.
   all_done
   once narrow/trained_judge train_judge "$OUT/narrow" 0 "$OUT/narrow/trained_judge" --val-greedy
   all_done
   served narrow
 }
 
-forbid() {  # forbid SEED: flawed positives score like wrong answers, from the first step or after step 30
+forbid() {  # forbid SEED: scores flawed positives like wrong answers, from the first step or after step 30
   policy weak penalty2 "$1" "${ORACLE[@]}" --reward-kwargs '{"penalty": 2.0}'
   policy weak later2 "$1" --reward-fn "$SCHEDULE:by_step" --reward-kwargs '{"first": 30, "penalty": 2.0}'
 }
 
-own() {  # own CHECKPOINT ALGORITHM SEED [FURTHER FLAGS]: a run in the second world
+own() {  # own CHECKPOINT ALGORITHM SEED [FLAGS]: trains a policy in the second world
   once "own$1/$2_seed$3" train_own "$OUT/own$1" "$3" "$OUT/own$1/$2_seed$3" "${OWN[@]}" "${@:4}"
 }
 OWN=(--resume auto --samples-per-step 128)
-told() {  # told CHECKPOINT NAME SEED JSON [FURTHER FLAGS]: a run with other settings of the oracle
+told() {  # told CHECKPOINT NAME SEED JSON [FLAGS]: trains a policy with these settings of the oracle
   own "$1" "$2" "$3" "${ORACLE[@]}" --reward-kwargs "$4" "${@:5}"
 }
 compare() {  # compare SEED CHECKPOINT: runs the four main algorithms
@@ -139,7 +139,7 @@ compare_more() {  # compare_more SEED CHECKPOINT: runs two further algorithms
   own "$2" papo_oracle "$1" "${ORACLE[@]}" --advantage papo
   own "$2" steps_oracle "$1" "${STEPS[@]}"
 }
-# be_fair SEED: FAPO with other penalties, and with credit for the correct prefix of a wrong answer. The methods
+# be_fair SEED: runs FAPO with other penalties, and with a bonus for the correct prefix of a wrong answer. The methods
 # that use the position of the first error also run with the oracle queried on correct answers only.
 be_fair() {
   told 0 penalty2 "$1" '{"penalty": 2.0}'
@@ -148,35 +148,35 @@ be_fair() {
   told 0 place_oracle "$1" '{"place": 1.0}'
   told 0 penalty0.5 "$1" '{"penalty": 0.5}'
 }
-schedule() {  # schedule NAME SEED FUNCTION JSON: a run from checkpoint 0 with a changing lambda
+schedule() {  # schedule NAME SEED FUNCTION JSON: trains from checkpoint 0 with a schedule of lambda
   own 0 "$1" "$2" --reward-fn "$SCHEDULE:$3" --reward-kwargs "$4"
 }
-schedules() {  # schedules SEED: lambda changes with the step or with the majority in the group
+schedules() {  # schedules SEED: varies lambda with the step or with the majority in the group
   schedule later "$1" by_step '{"first": 20}'
   schedule majority "$1" by_majority '{}'
   schedule later2 "$1" by_step '{"first": 20, "penalty": 2.0}'
   schedule linear "$1" by_step '{"first": 0, "ramp": 20}'
 }
-overlook() {  # overlook SEED: FAPO with judges that find only a fraction of the flawed solutions
+overlook() {  # overlook SEED: runs FAPO with judges that find only a fraction of the flawed solutions
   local recall
   for recall in 0.7 0.5 0.9; do told 1 "fapo_recall$recall" "$1" "{\"recall\": $recall}"; done
 }
-ablate() {  # ablate SEED: other learning rates, a KL term, and larger groups
+ablate() {  # ablate SEED: tries other learning rates, a KL term and larger groups
   own 0 rule_slow "$1" "${RULE[@]}" --lr 1e-4
   own 0 rule_fast "$1" "${RULE[@]}" --lr 4e-4
   own 0 rule_kl "$1" "${RULE[@]}" --kl-coef 0.05
   own 0 rule_group16 "$1" "${RULE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
   own 0 fapo_group16 "$1" "${ORACLE[@]}" --group-size 16 --train-batch-size 8 --mini-batch-size 4
 }
-longer() {  # longer SEED: the four main algorithms with five times as many steps
+longer() {  # longer SEED: runs the four main algorithms with five times as many steps
   own 0 rule_long "$1" "${RULE[@]}" --total-steps 200
   own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 200
   own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 200
   own 0 vppo_long "$1" "${ORACLE[@]}" "${VPPO[@]}" --total-steps 200
 }
-distill() {  # distill SEED CHECKPOINT: a teacher scores each token; no reward (docs/changes/distill.diff)
+distill() {  # distill SEED CHECKPOINT: a teacher scores each token, without rewards (docs/changes/distill.diff)
   local teacher=$OUT/teacher$2/policy
-  # Longer warm-starting hardly improves checkpoint 2, so its teacher is the policy that FAPO trained from it.
+  # Longer warm-starting hardly improves checkpoint 2, so FAPO's final policy is its teacher.
   [ "$2" != 2 ] || teacher=$OUT/own2/fapo_oracle_seed0/checkpoints/step_40
   [ -d "$OUT/changed" ] || {
     mkdir "$OUT/changed"
@@ -199,23 +199,23 @@ own_judges() {
   own_served first_judge fapo_first_judge
   own_served trained_judge fapo_judge
 }
-own_judge() {  # own_judge NAME FLAGS: trains a judge and evaluates it on solutions that policies wrote
+own_judge() {  # own_judge NAME FLAGS: trains a judge and evaluates it on solutions of policies
   once "own1/$1" train_judge "$OUT/own1" 0 "$OUT/own1/$1" --val-greedy --max-response-length 160 \
     --val-file "$OUT/flaws1/fapo_critic_test.parquet" "${@:2}"
 }
-own_served() {  # own_served JUDGE ALGORITHM: FAPO with this judge, and once with three times as many steps
+own_served() {  # own_served JUDGE ALGORITHM: runs FAPO with this judge, and once more with tripled steps
   local seed ask=("${JUDGE[@]:0:5}" "${JUDGE[5]/: 96/: 160}")
   if ! unfinished own1 "$2" && [ -f "$OUT/own1/${2}_long_seed0.done" ]; then return 0; fi
   serve_judge "$OUT/own1/$1/checkpoints/step_60" "$OUT/own1/genrm_logs"
-  LANES=$((LANES + 1))  # one more for the server's job
+  LANES=$((LANES + 1))  # one more for the server
   for seed in $SEEDS; do own 1 "$2" "$seed" "${ask[@]}"; done
   own 1 "${2}_long" 0 "${ask[@]}" --total-steps 120
   end_judge
   LANES=$((LANES - 1))
 }
-second_world() {  # the most informative runs come first, in case the script is stopped
+second_world() {  # The most informative runs come first, in case the script is stopped.
   local seed start
-  for start in 0 1 2; do  # the repository has these policies, so only the rows are missing
+  for start in 0 1 2; do  # The repository contains these policies, so only the rows are missing.
     once "own$start/rows" python -m toy.warm_start --kind own_flaws --seed "$start" --models \
       --out-dir "$OUT/own$start"
   done
@@ -225,7 +225,7 @@ second_world() {  # the most informative runs come first, in case the script is 
   done
   all_done
   world own1 own_flaws 1 judge
-  world teacher0 own_flaws 0 policy --stop-at 0.7  # teachers: two checkpoints trained for longer
+  world teacher0 own_flaws 0 policy --stop-at 0.7  # The teachers are checkpoints that were trained for longer.
   world teacher1 own_flaws 1 policy --stop-at 0.8
   all_done
   own_judges
@@ -244,26 +244,26 @@ second_world() {  # the most informative runs come first, in case the script is 
   all_done
 }
 
-shop() {  # shop CHECKPOINT NAME SEED COST [FURTHER FLAGS]: a run with a tool; each look-up costs COST
+shop() {  # shop CHECKPOINT NAME SEED COST [FLAGS]: trains a policy with a tool whose look-ups cost COST
   once "shop$1/$2_seed$3" train_shop "$OUT/shop$1" "$3" "$OUT/shop$1/$2_seed$3" --resume auto --val-every 0 \
     --save-every 0 --reward-kwargs "{\"call_cost\": $4}" "${@:5}"
 }
 OUTCOME=(--reward-fn toy/shop_world.py:compute_score_outcome)
-other_costs() {  # other_costs SEED CHECKPOINT
+other_costs() {  # other_costs SEED CHECKPOINT: compares the outcome reward and FAPO at other costs
   local cost
   for cost in 0 0.01 0.1; do
     shop "$2" "outcome_cost$cost" "$1" $cost "${OUTCOME[@]}"
     shop "$2" "fapo_cost$cost" "$1" $cost
   done
 }
-other_algorithms() {  # other_algorithms SEED CHECKPOINT
+other_algorithms() {  # other_algorithms SEED CHECKPOINT: tries other advantages
   shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
   shop "$2" prefix "$1" 0.03 --credit prefix
   shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
 }
-tool_world() {  # the most informative runs come first, in case the script is stopped
+tool_world() {  # The most informative runs come first, in case the script is stopped.
   local seed start
-  for start in 0 1 2; do  # the repository has these policies, so only the rows are missing
+  for start in 0 1 2; do  # The repository contains these policies, so only the rows are missing.
     once "shop$start/rows" python -m toy.warm_start --kind shop --seed "$start" --models --out-dir "$OUT/shop$start"
   done
   all_done
@@ -280,9 +280,8 @@ tool_world() {  # the most informative runs come first, in case the script is st
   all_done
 }
 
-echo "worlds: $WORLDS; $LANES runs at a time; on two cores with AVX-512 the first takes 2 to 3 hours,"
-echo "the second 3 to 4 (three starts, two judges, 134 runs of 40 to 200 steps), the third 1 to 2 (99 runs)."
-echo "Finished runs are not repeated."
+echo "Running $LANES runs at a time in these worlds: $WORLDS. Finished runs are not repeated."
+echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), and tools 1 to 2."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 [[ " $WORLDS " != *" tools "* ]] || { tool_world; python docs/make_shop.py --runs "$OUT"; }

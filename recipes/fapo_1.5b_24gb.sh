@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# FAPO with 1.5B on one GPU of 24 GB: LoRA training, with the policy, its vLLM server and a small judge
-# sharing the GPU. It needs a small judge that was trained for this, as genrm_4b.sh trains one:
-# JUDGE_MODEL=FOLDER.
+# FAPO with LoRA adapters for a 1.5B policy on one 24 GB GPU, which the policy shares with its vLLM server and a
+# small judge. Set JUDGE_MODEL=FOLDER to a small judge that you have trained as in genrm_4b.sh.
 # Data: python prepare_data.py --tasks dapo aime24 --out-dir data
 #
-# Memory by `python -m tools.plan_run` with the trainer's flags:
+# Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
 #      6.24 GB  policy server: 3.55 of weights, room for 26,239 tokens (a sequence: 4,096): it fits
 #      3.84 GB  genrm: 0.99 of weights, room for 74,743 tokens (a sequence: 8,192): it fits
 #      3.70 GB  weights
@@ -12,14 +11,14 @@
 #      0.30 GB  Adam
 #      4.03 GB  update: activations of a micro-batch
 #      8.17 GB  at the peak, roughly, of 12.5 GB on each of 1 ranks, cuda: it fits
-# Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models.
+# Disk: 5 GB in OUT (adapters, optimizer states and the final merged model), 5 GB for the models.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo \
   --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 3072, "judge_test": true}' \
-  --genrm "${JUDGE_MODEL:?a folder or hub name}" --genrm-gpu-share 0.16 \
+  --genrm "${JUDGE_MODEL:?set it to the folder or hub name of a judge}" --genrm-gpu-share 0.16 \
   --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
   --train-batch-size 64 --mini-batch-size 16 --max-prompt-length 1024 --max-response-length 3072 \

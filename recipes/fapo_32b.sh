@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# FAPO with 32B (paper Table 1). The run starts the judge; JUDGE=HOST:PORT uses a running one.
+# The paper's 32B FAPO run (Table 1). The run starts its own judge. With JUDGE=HOST:PORT, it uses a running judge.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# Four nodes with eight GPUs of 80 GB (docs/cluster.md): 16 policy ranks, six policy servers with two GPUs each,
-# and four judges. Weights and optimizer states stay in host memory between updates (260 to 520 GB on the nodes
-# of the ranks). Two nodes: --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. `python -m tools.plan_run`
-# with the trainer's flags shows what fits where.
-# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is written), 66 GB for the model.
+# Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, six policy servers
+# with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (260 to
+# 520 GB on the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To
+# check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 66 GB for the model.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# FAPO with 7B (paper Table 1). The run starts the judge; JUDGE=HOST:PORT uses a running one.
+# The paper's 7B FAPO run (Table 1). The run starts its own judge. With JUDGE=HOST:PORT, it uses a running judge.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
-# One node with eight GPUs of 80 GB: four policy ranks, two policy servers and two judges. Several
-# nodes: docs/cluster.md. `python -m tools.plan_run` with the trainer's flags shows what fits where.
-# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is written), 15 GB for the model.
+# Hardware: one node with eight 80 GB GPUs, for four policy ranks, two policy servers and two judges. For several
+# nodes, see docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 15 GB for the model.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 2)

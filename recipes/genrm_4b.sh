@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The judge, GenRM-4B (paper Table 1 and eq. 7): GRPO on FAPO-Critic.
+# The paper's judge, GenRM-4B (Table 1 and eq. 7), trained with GRPO on FAPO-Critic.
 # Data: python prepare_data.py --tasks critic --out-dir data
 #
-# One node with eight GPUs of 80 GB: four policy ranks and four policy servers. `python -m tools.plan_run`
-# with the trainer's flags shows what fits where.
-# Disk: 2.4 TB in OUT (50 checkpoints of 48 GB; all are kept, because the original chose an early one for its
-# short critiques; 150 GB with --keep-checkpoints 2), 8 GB for the model.
+# Hardware: one node with eight 80 GB GPUs, for four policy ranks and four policy servers. To check memory and
+# placement, use `python -m tools.plan_run` with the trainer's flags.
+# Disk: 2.4 TB in OUT for 50 checkpoints of 48 GB, and 8 GB for the model. All checkpoints are kept because the
+# authors chose an early one for its short critiques. --keep-checkpoints 2 reduces the space to 150 GB.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir "$OUT/genrm_4b" \

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# GSM8K without a GPU: GRPO training of any small instruct model (a folder or a hub name) with the outcome
-# reward and a small format reward (gsm8k_reward.py). recipes/README.md has results and times.
+# GSM8K without a GPU: trains a small instruct model (a folder or a hub name) using GRPO, the outcome reward and a
+# small format reward (gsm8k_reward.py). recipes/README.md reports results and times.
 #
 #   bash recipes/gsm8k_laptop.sh HuggingFaceTB/SmolLM2-135M-Instruct [OUT_DIR] [FURTHER FLAGS]
-#   SOURCE_DIR=~/files bash recipes/gsm8k_laptop.sh ~/models/SmolLM2-135M-Instruct  # all from files: no network
+#   SOURCE_DIR=~/files bash recipes/gsm8k_laptop.sh ~/models/SmolLM2-135M-Instruct  # offline
 #
-# It uses problems of at most LONGEST characters (two thirds of them need one or two sums), each after a worked
-# example. The first HELD_OUT such problems of the test set are evaluated before and after training.
-MODEL=${1:?give MODEL, a folder or a hub name}
+# The recipe selects problems of at most LONGEST characters, two thirds of which need one or two sums, and puts a
+# worked example before each problem. Before and after training, it evaluates the first HELD_OUT such problems of the
+# test set.
+MODEL=${1:?pass MODEL, a folder or a hub name}
 [ ! -d "$MODEL" ] || MODEL=$(realpath "$MODEL")
 RUN=${2:+$(realpath -m "$2")}
 WHERE=()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# A process flaw in a task that others defined: reasoning-gym's gcd, with the package's question and verifier.
-# The policy writes Euclid's algorithm, and an exact program checks each line (gcd_steps.py). The outcome reward
-# and FAPO start from the same policy, which is trained first. Results: docs/public_tasks.md.
-#   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [FURTHER FLAGS OF THE TRAINER]
+# Flawed positives in a public task: reasoning-gym's gcd, with the questions and the verifier of that package. The
+# policy writes out Euclid's algorithm, and an exact program checks each line (gcd_steps.py). The recipe first trains
+# an initial policy. From this policy, it trains with the outcome reward and with FAPO. docs/public_tasks.md reports
+# the results.
+#   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [TRAINER FLAGS]
 set -euo pipefail
 [[ ${1:-} =~ ^[0-9]+$ && -n ${2:-} ]] || {
-  echo "usage: bash recipes/public_flaws.sh SEED OUT_DIR [FLAGS OF THE TRAINER]" >&2
+  echo "usage: bash recipes/public_flaws.sh SEED OUT_DIR [TRAINER FLAGS]" >&2
   exit 2
 }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

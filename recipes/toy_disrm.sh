@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A discriminative reward model in the toy world: trains a classifier, serves it with vLLM's /classify, and trains
-# three policies: with its score as the reward, with FAPO and the classifier as the judge, and, for a few steps,
-# with both the classifier and the generative judge. SEED=1 bash recipes/toy_disrm.sh [FLAGS]
-# All seeds share the classifier, and the flags go to all runs of the trainer. Results: docs/classifier.md.
+# three policies with it. For the first policy, the classifier's score is the reward. For the second, the classifier
+# is FAPO's judge. The third uses both the classifier and the generative judge, for a few steps.
+#   SEED=1 bash recipes/toy_disrm.sh [TRAINER FLAGS]
+# All seeds share one classifier, and the flags apply to all training runs. docs/classifier.md reports the results.
 source "$(dirname "$0")/toy_runs.sh"
 SEED=${SEED:-0} CLASSIFIER_STEPS=${CLASSIFIER_STEPS:-600}
 CLASSIFIER=outputs/disrm/classifier
@@ -10,7 +11,7 @@ RUNS=outputs/disrm/seed$SEED
 rm -rf "$RUNS"  # results of an earlier run
 mkdir -p "$RUNS"
 
-stage "1. The toy world, and training a classifier of sound solutions"
+stage "1. The toy world, and training a classifier that recognises sound solutions"
 [ -f data/toy/judge/model.safetensors ] || python prepare_data.py --tasks toy --out-dir data/toy
 [ -f "$CLASSIFIER/tokenizer.json" ] ||
   python recipes/toy_classifier.py --out-dir "$CLASSIFIER" --steps "$CLASSIFIER_STEPS"
@@ -30,5 +31,5 @@ train_policy data/toy "$SEED" "$RUNS/both" \
   --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' \
   --genrm-cpus 1 --genrm-vllm-args="--max-model-len 512" --total-steps 10 --val-every 0 "$@"
 
-stage "4. The page"
+stage "4. The web page"
 python -m tools.view_run "$RUNS"

@@ -982,7 +982,7 @@ def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
         other.shutdown()
     assert done.returncode == 1 and kept.exists()
-    line = f"error: port {other.server_port} is taken, perhaps by another demo; name a free one: PORT="
+    line = f"error: PORT={other.server_port}: the port is taken, perhaps by another demo; run PORT="
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1 and not done.stdout
 
 

@@ -273,7 +273,7 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
     assert {str(Path(file).parent) for file in (config.train_file, *config.val_file)} == {"/somewhere/data"}
     assert config.out_dir == f"{ROOT}/elsewhere/fapo_32b" and not config.genrm and config.router_address
     for left_out in ({}, {"DATA": "/shared/data"}, {"OUT": "/shared/outputs"}):
-        assert "a Ray job needs it" in run_recipe("genrm_4b", job=True, **left_out)
+        assert "a Ray job needs this variable" in run_recipe("genrm_4b", job=True, **left_out)
     config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
     assert config.train_file == "/shared/data/fapo_critic_train.parquet"
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
@@ -288,7 +288,7 @@ def test_a_run_from_a_start_of_the_second_world(run_recipe):
     assert config.reward_fn == "toy/toy_world.py:compute_score_fapo_oracle"
     for wrong in (["3", "outputs/mine"], ["1"], []):
         refused = run_recipe("second_world", *wrong, job=True)
-        assert refused.startswith("usage: bash recipes/second_world.sh START")
+        assert refused.startswith("usage: bash recipes/second_world.sh CHECKPOINT")
 
 
 def test_a_run_in_the_world_with_a_tool(run_recipe):
@@ -299,7 +299,7 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
     assert config.rollout_fn == "toy/shop_world.py:with_prices"
     assert config.reward_fn == outcome[1] and config.reward_kwargs == '{"call_cost": 0.03}'
     refused = run_recipe("toy_tools", "3", "outputs/mine", job=True)
-    assert refused.startswith("usage: bash recipes/toy_tools.sh START")
+    assert refused.startswith("usage: bash recipes/toy_tools.sh CHECKPOINT")
 
 
 STAND_IN = """#!/bin/bash
