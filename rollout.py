@@ -481,7 +481,11 @@ class WeightFolder:
     def write(self, number: int, pack) -> None:
         """Write one part of the weights, numbered from 0: the contents of a safetensors file."""
         name = f"model_{number}" if number else "model"
-        (self.path / f"{name}.safetensors").write_bytes(memoryview(pack))
+        path = self.path / f"{name}.safetensors"
+        # Overwriting a file in shared memory is twice as fast as a new file, which needs new pages.
+        with open(path, "r+b" if path.exists() else "wb") as file:
+            file.write(memoryview(pack))
+            file.truncate()
 
     def add(self, number: int, pack) -> None:
         """Write a part in a thread, while the next part is sent. The caller must not change `pack`."""

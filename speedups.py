@@ -39,8 +39,8 @@ def shared_states(model, body, sequences, counts, padded):
     device = model.device
     cached = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
 
-    # Prompts are padded on the right, so that every query attends to a key. Queries of padding on the left
-    # attend to none, and cuDNN's attention then computes NaN gradients.
+    # Prompts are padded on the right, so that every query attends to a key. A query of padding on the left
+    # attends to none, which may give NaN gradients on a GPU.
     rows = {}
     row_of_prompt = torch.tensor([rows.setdefault(prompt, len(rows)) for prompt in prompts], device=device)
     lengths = torch.tensor(list(map(len, rows)), device=device)

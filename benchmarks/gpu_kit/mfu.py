@@ -93,7 +93,7 @@ def operations(model, config: Config, samples) -> float:
 
 def measure(config: Config, way: str, folder: str, store) -> str:
     """A row of the table."""
-    device = torch.device(config.device)
+    device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
     flags = dict(max_prompt_length=64, max_response_length=config.length - 64)
     flags |= dict(max_tokens_per_micro_batch=config.tokens, rollout="vllm", device=config.device)
     settings = grpo_trainer.Config(model=folder, train_file="", out_dir="", **flags, **WAYS[way])
