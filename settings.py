@@ -98,7 +98,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     max_no_verdict_rate: float = 0.5
 
     # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a
-    # CPU with one rank and without --overlap, and vllm otherwise.
+    # CPU with one rank unless --overlap is set, and vllm otherwise.
     rollout: Literal["auto", "hf", "vllm"] = "auto"
     # Rollout function FILE:NAME, an async function for multi-turn rollouts, tools or environments; see
     # docs/rollouts.md.
