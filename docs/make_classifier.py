@@ -108,7 +108,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
             spread = evidence.cell([run[f"{when}_spread"] for run in some])
             shares = [share(some, when, kind) for kind in KINDS]
             if name == "flagged":
-                shares[-1] = "not asked"
+                shares[-1] = "not queried"
             rows.append([f"{BESIDE[name]}, {title}", *shares, spread])
     heads = ["method and steps", "fully correct", *KINDS[1:]]
     heads.append("groups with a learning signal")

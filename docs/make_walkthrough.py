@@ -147,7 +147,7 @@ def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[li
 
 def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tuple[str, int]:
     """Return a table of each line's advantage with both values of --credit, and the good prefix's length."""
-    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # no end token
+    ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # "" for the end token
 
     def before(line):
         return count_tokens_before(line, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))

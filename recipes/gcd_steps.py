@@ -51,7 +51,7 @@ def write_solution(first: int, second: int) -> str:
 def first_wrong(question: str, text: str) -> int:
     """Return the index of the first wrong paragraph, or -1 if every paragraph is correct.
 
-    A line is correct if it divides the two numbers whose turn it is, with the correct quotient and remainder.
+    A line is correct if it divides the two numbers that follow from the previous lines, without a mistake.
     The last paragraph is correct if it follows a remainder of 0 and its box contains the last divisor.
     """
     first, second = numbers_of(question)
@@ -149,7 +149,7 @@ class Config:
 
     out_dir: Path = Path("data/gcd/policy")  # Output directory for the policy.
     seed: int = 0  # Random seed for the weights and the training problems.
-    stop_at: float = 0.4  # Stop when correct solutions of new problems have this mean probability.
+    stop_at: float = 0.4  # Stop when the mean probability of correct solutions reaches this value.
     most_steps: int = 4000  # Maximum number of training steps, each with 16 solutions.
     report: tuple[Path, ...] = ()  # Print a table of the runs in these folders, without any training.
     report_out: Path | None = None  # With --report: JSONL file to which the table's values are also written.

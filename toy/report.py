@@ -86,7 +86,7 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
     for label, line in lines.items():
         row = [label]
         for key in columns.values():
-            # Your own reward function may not return this key.
+            # A custom reward function need not return this key.
             row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))
         rows.append(row)
     return table(["512 held-out problems", *columns], *rows)
@@ -105,7 +105,7 @@ def judge_table(metrics: list[dict]) -> str:
 
 
 def report(runs: Path, so_far: bool = False) -> str:
-    """Write report.md in `runs` and return its text. Raises ValueError for the reasons of `read_metrics`."""
+    """Write report.md in `runs` and return its text. Raises ValueError if a run is not finished."""
     policies = {}
     for label, name in RUNS.items():
         if not so_far or (runs / name).is_dir():

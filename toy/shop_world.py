@@ -97,7 +97,7 @@ def write_solution(problem: Problem, looks_up=True) -> list[tuple[str, str]]:
 
 
 async def with_prices(trajectory, extra_info):
-    """Answer each "pears?" of the policy with the price of pears in this problem (a rollout function)."""
+    """Rollout function: answer each "pears?" of the policy with the price of pears in this problem."""
     async for text in trajectory.calls("?"):
         item = re.search(r"(\w*)\?", text)[1]
         trajectory.observe(str(extra_info["prices"].get(item, "none")))

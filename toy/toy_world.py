@@ -35,8 +35,8 @@ REMAINDER, TOTAL = "Remainder mod 5?", "How many?"
 COARSE = ("More than 50?", "Remainder mod 2?", REMAINDER)  # questions of the second world
 NAMES = ("Ben", "Ann", "Tom", "Eva", "Max", "Lea")
 ITEMS = ("eggs", "pens", "nuts", "cards")
-# The shipped models were trained on these shorter words. Their tokenizers replace the long words by the short
-# ones, which keeps token ids, random choices and all published results unchanged.
+# The shipped models were trained on these shorter words. Their tokenizers replace the long words with the
+# short ones, which keeps token ids, random choices and all published results unchanged.
 SHORT_WORDS = {"Remainder": "Rest", " mod": " by"}
 STEPS = (*range(-9, -1), *range(2, 10))
 LOWEST, HIGHEST = 15, 99  # bounds of all correct intermediate values
@@ -136,7 +136,7 @@ def forgets_carry(left: int, step: int) -> int | None:
 
 
 class Slips(NamedTuple):
-    """Probabilities with which a solver makes each kind of slip, per step."""
+    """Probabilities of a simulated solver's slips, per step."""
 
     carry: float = 0.0  # A carry or borrow is forgotten. The remainder mod 5 hides this error of ten.
     off: float = 0.0  # The result is off by one or two, which nearly always makes the answer wrong.

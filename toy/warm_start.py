@@ -107,8 +107,8 @@ def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts`: each digit is one token, and "\\n\\n" is never split.
 
-    The tokenizer replaces the keys of SHORT_WORDS by their values. Decoding restores the long words, even if
-    the original text contained a short word.
+    The tokenizer replaces the keys of SHORT_WORDS with their values. Decoding restores the long words, even
+    if the original text contained a short word.
     """
     tokenizer = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
