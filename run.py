@@ -90,7 +90,11 @@ class Run:
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
                 raise ValueError(f"--lora-rank {rank}: does not match the checkpoint {self.resume_from}; "
                                  "pass the rank that the run started with")  # fmt: skip
-            state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
+            try:
+                state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
+            except ValueError as error:
+                raise ValueError(f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
+                                 "checkpoint to resume from the previous one") from error  # fmt: skip
             self.compare_model()
             print(f"resuming from {self.resume_from}")
         self.step = self.saved_step = state["step"]

@@ -24,6 +24,7 @@ def test_the_loop_takes_each_schedule(name):
         ({}, (0, 1, 20, 21, 40), (1, 1, 1, 0, 0)),  # a penalty of 1 from step 21 on
         ({"penalty": 2.0}, (20, 21), (1, -1)),  # then worth as much as a wrong answer
         ({"first": 0, "ramp": 20}, (0, 1, 10, 20, 40), (1, 0.95, 0.5, 0, 0)),  # from 0 to 1 in twenty steps
+        ({"first": 5, "ramp": 0}, (5, 6), (1, 0)),  # at once, as with a ramp of 1
         ({"first": 10, "ramp": 4, "penalty": 2.0}, (10, 11, 14), (1, 0.5, -1)),
     ],
 )

@@ -214,6 +214,15 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     assert re.fullmatch(message, str(refused.value))
 
 
+@pytest.mark.parametrize("content", ["", '{"step": 1'])
+def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, content):
+    """As after a full disk or a power failure."""
+    (write_checkpoint(tmp_path, model, tokenizer) / "trainer_state.json").write_text(content)
+    message = r"^cannot load .*step_1 \(trainer_state.json: .*\); delete the checkpoint to resume .*$"
+    with pytest.raises(ValueError, match=message):
+        prepared(tmp_path, model, tokenizer, resume="auto")
+
+
 def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path, model, tokenizer):
     """Or a run that ends meanwhile has gone further than the checkpoint that was found."""
     other = prepared(tmp_path, model, tokenizer)
